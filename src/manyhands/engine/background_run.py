@@ -21,6 +21,8 @@ from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, Remo
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
+__all__ = ["Running", "start"]
+
 
 class Running:
     """A run under way, which shows how far it is; a context manager that stops it on leaving, if it has not ended."""

@@ -47,6 +47,17 @@ from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import Alarm
 
+__all__ = [
+    "ORDERS",
+    "BeginTraining",
+    "ControlListener",
+    "ExternalWorker",
+    "LeadingWorker",
+    "MemberWorker",
+    "connect_worker",
+    "wait_for_orders",
+]
+
 _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0

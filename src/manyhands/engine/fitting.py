@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
 
+__all__ = ["await_workers", "fit", "fit_or_kept"]
+
 
 @named_arguments
 @limits_named()

@@ -15,6 +15,8 @@ from manyhands.engine.options import Options
 from manyhands.engine.training import training_class
 from manyhands.strategy import Strategy
 
+__all__ = ["Keeping", "Kept", "last_kept"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:

@@ -21,6 +21,8 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
 
+__all__ = ["KernelProcesses"]
+
 
 class KernelProcesses(ProcessTraining):
     """Trains a kernel task in worker processes of this host."""

@@ -35,6 +35,8 @@ from manyhands.places.external.register import terms_of
 from manyhands.places.run_commands import Command
 from manyhands.strategy import Strategy
 
+__all__ = ["RequestedRun", "spoken_by"]
+
 _log = logging.getLogger("manyhands")
 _fits = itertools.count()
 """Every process of a run calls `fit` as often as the others, in the same order: so each call has a name."""

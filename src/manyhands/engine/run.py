@@ -10,6 +10,8 @@ from typing import Any, overload
 
 from torch import nn
 
+__all__ = ["History", "Run"]
+
 
 class History(Sequence[dict[str, Any]]):
     """The rows of a run in the order they were made, as they stand in `metrics.jsonl`.

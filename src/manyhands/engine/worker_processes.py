@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from manyhands.places.local.rendezvous import RendezvousStore
     from manyhands.places.local.watchdog import Watched
 
+__all__ = ["ProcessTraining", "Train", "WorkerJob"]
+
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
 """Trains from a checkpoint or from nothing, and gives what else there is to tell."""
 

@@ -8,6 +8,8 @@ from llvmlite import ir
 from numba import float32, uint32
 from numba.extending import intrinsic
 
+__all__ = ["bits_of", "converter", "float_of"]
+
 
 def converter(source: Any, target: Any, convert: Any) -> Any:
     """An intrinsic that turns one `source` into one `target` by `convert(builder, value)`."""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from manyhands.native.sources import digest_of
 
+__all__ = ["cache_folder", "folder_of"]
+
 _OLD_S = 60 * 24 * 3600.0  # how long the code of sources that nobody runs is kept
 
 

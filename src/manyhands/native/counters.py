@@ -6,6 +6,8 @@ from manyhands.native.atomics import add_i64, load_i64, store_i64
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, Segment
 
+__all__ = ["Counter"]
+
 
 class Counter:
     """One 64-bit number at an address, zero at first; every operation is atomic.

@@ -10,6 +10,8 @@ from typing import Final
 
 import torch
 
+__all__ = ["BY_CODE", "CODES", "HALVES", "LINKED", "NAMED", "STORED", "SUMMED"]
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 
+__all__ = ["keep_freed_memory"]
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 _NEVER = -1
 

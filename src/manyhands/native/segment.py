@@ -21,6 +21,8 @@ from manyhands.native.closeable import Closeable
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "reserve", "round_up"]
+
 CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)

@@ -14,6 +14,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+__all__ = ["digest_of", "imported_files", "module_file"]
+
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the package."""
 

@@ -26,6 +26,8 @@ from typing import Any
 from manyhands.native.cache_folder import cache_folder
 from manyhands.native.sources import digest_of, imported_files, module_file
 
+__all__ = ["jobs_of", "missing_jobs", "prepare", "spent_s"]
+
 _PATIENCE_S = 600.0
 _SHOWN_EVERY_S = 1.0
 _PREPARED: set[str] = set()

@@ -24,6 +24,18 @@ from manyhands.strategy import Strategy
 if TYPE_CHECKING:
     from manyhands.places.run_commands import Command
 
+__all__ = [
+    "LAUNCHER_VARIABLE",
+    "TF_CONFIG",
+    "Place",
+    "PlacedRun",
+    "find_place",
+    "is_worker",
+    "may_be_started_externally",
+    "stand_alone",
+    "standing",
+]
+
 TF_CONFIG: Final = "TF_CONFIG"
 """The variable in TensorFlow's format: the roles of the cluster, and which of them this process is."""
 

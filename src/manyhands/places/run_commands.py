@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+__all__ = ["MORE_WORKERS", "AddWorker", "Command", "RemoveWorker"]
+
 MORE_WORKERS = 16
 """How many may be added to a run in all; what they need is made ready when it starts."""
 

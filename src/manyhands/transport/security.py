@@ -25,6 +25,8 @@ from typing import Any, Final
 from manyhands.errors import UserError
 from manyhands.transport.tls import End, SecureSocket, why_refused
 
+__all__ = ["AUTHORITY", "CERTIFICATE", "HANDSHAKE_S", "KEY", "TOKEN", "Security", "is_loopback", "validity"]
+
 _SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"
 _END: Final = "-----END CERTIFICATE-----"

@@ -17,6 +17,18 @@ from typing import Any, Final
 
 from manyhands.wire.names import RAW, rounds_hops
 
+__all__ = [
+    "CHOSEN",
+    "CodecChoice",
+    "CodecCost",
+    "LinkCost",
+    "candidates",
+    "codec_sentence",
+    "decide",
+    "looks_at",
+    "sent_bytes",
+]
+
 CHOSEN: Final = "codec_choices"
 """By which a summary tells what was chosen: a list of `step`, `codec` and `why`."""
 

@@ -25,6 +25,16 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
+__all__ = [
+    "BadBytes",
+    "ParcelCodec",
+    "check_optimizer",
+    "codec_named",
+    "encodes",
+    "expect_bytes",
+    "round_trip",
+]
+
 _DRAWN: Final = 0xC0DEC  # or seed and step would only count by their sum
 
 

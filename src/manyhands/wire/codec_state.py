@@ -14,6 +14,8 @@ from torch import Tensor
 from manyhands.native.dtypes import NAMED
 from manyhands.wire.codec import BadBytes
 
+__all__ = ["as_memory", "as_one"]
+
 _WORD = 8
 
 

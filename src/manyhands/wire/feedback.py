@@ -14,6 +14,8 @@ from torch import Tensor
 from manyhands.wire.codec import ParcelCodec
 from manyhands.wire.parcels import Parcel
 
+__all__ = ["ErrorFeedback"]
+
 
 class ErrorFeedback(ParcelCodec):
     """Wraps any codec and keeps its residual of each parcel, in the parcel's type.

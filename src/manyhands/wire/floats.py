@@ -18,6 +18,8 @@ from manyhands.wire.codec import BadBytes, ParcelCodec, expect_bytes
 from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.parcels import Parcel
 
+__all__ = ["Bytes", "FloatCodec", "Floats", "blocks_of", "check_scales", "key_of"]
+
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 

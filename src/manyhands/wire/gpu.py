@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+__all__ = ["GpuCopies"]
+
 
 class GpuCopies:
     """Copies between one GPU and buckets in the host's memory; `close` is idempotent.

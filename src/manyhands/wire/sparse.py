@@ -20,6 +20,8 @@ from manyhands.wire.floats import Bytes, Floats
 from manyhands.wire.kernels.indices import add_at, index_bytes, low_bits, read_indices, write_indices
 from manyhands.wire.parcels import Parcel
 
+__all__ = ["Indices", "SparseCodec", "empty_gaps", "few"]
+
 Indices = npt.NDArray[np.uint32]
 
 _HEAD = 4

@@ -30,6 +30,8 @@ from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.transport.link.mesh import SharedMesh
 
+__all__ = ["DEFAULT_SIZES_BYTES", "format_table", "repeats_for", "run_bench", "summaries"]
+
 DEFAULT_SIZES_BYTES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 25 << 20)
 _COLUMN = 21
 

@@ -21,6 +21,8 @@ from manyhands.lab.bench.allreduce_worker import GLOO, ITEM_BYTES, AllReduceCont
 from manyhands.lab.bench.workers import joined_gloo
 from manyhands.places.local.parent import die_with_parent
 
+__all__ = ["BackendPlan"]
+
 _OURS, _OURS_ASYNC = "manyhands", "manyhands async"
 _WARM_UP = 3  # runs of each contender and size that are not measured; each is checked
 

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from manyhands.errors import ManyhandsError
 
+__all__ = ["Workers", "joined_gloo"]
+
 
 class Workers:
     """The workers of one run, in rank order; a context manager that kills whoever still runs at its end."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
+__all__ = ["Rate", "enter", "inside"]
+
 SHAPED = "MANYHANDS_SHAPED"
 """Set to the rate for the command in the namespace, so that it does not start itself again."""
 

@@ -30,6 +30,8 @@ from manyhands.observe.draw.charts import (
 )
 from manyhands.observe.draw.paper import PART_COLOURS
 
+__all__ = ["Made", "machine", "measures_table", "promises_table", "report", "scores_table"]
+
 
 def machine() -> dict[str, str]:
     return {

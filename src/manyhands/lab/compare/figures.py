@@ -18,6 +18,8 @@ from manyhands.lab.compare.comparison import Target, default_target
 from manyhands.observe.record.final import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
+__all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Prices", "Spread", "figures"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:

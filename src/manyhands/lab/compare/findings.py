@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.figures import CompareRow, Figures, Spread
 
+__all__ = ["Conditions", "paragraph"]
+
 _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
 _FREE = 0.05  # and one that is none

@@ -35,6 +35,8 @@ from manyhands.observe.record.recorded import RoleEvents, RunEvents, read_run_ev
 from manyhands.places.local.signals import signal_of
 from manyhands.strategy import Strategy
 
+__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "Tell", "compare", "measure"]
+
 
 class Stops:
     """How long training stood still for evaluations, by the number of steps before each."""

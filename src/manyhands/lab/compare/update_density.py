@@ -20,6 +20,8 @@ from manyhands.observe.draw.charts import (
     section,
 )
 
+__all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
+
 DENSITY_HEAD = (
     "strategy",
     "density",

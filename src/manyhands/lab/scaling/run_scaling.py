@@ -19,6 +19,8 @@ from manyhands.lab.sweep.run_sweep import Launch, end_processes, last_said
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
+__all__ = ["ScalingProgress", "ScalingSettings", "forecast_speedups", "measure_scaling", "require_counts"]
+
 _FORECAST_ROUNDS = 40
 
 

@@ -19,6 +19,15 @@ from manyhands.observe.draw.charts import (
     section,
 )
 
+__all__ = [
+    "SCALING_HEAD",
+    "ScalingCurve",
+    "scaling_cells",
+    "scaling_curve",
+    "scaling_page",
+    "scaling_sentences",
+]
+
 HALF = 0.5
 """More workers are worth it as long as they bring at least this part of what they would bring at best."""
 

@@ -18,6 +18,8 @@ from manyhands.observe.draw.charts import data_table, document, findings_section
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.observe.record.checked_values import number
 
+__all__ = ["SweepRow", "best_first", "read_row", "sentences", "sweep_cells", "sweep_page"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:

@@ -12,6 +12,8 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError, printable
 
+__all__ = ["SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
+
 MOST_TRIALS = 10_000
 """A grid of more is a slip of the keyboard."""
 

@@ -35,6 +35,8 @@ from manyhands.native.segment import CACHE_LINE, PAGE, Segment, reserve, round_u
 from manyhands.native.wait_sign import sign_address
 from manyhands.native.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
 
+__all__ = ["Bucket", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
+
 _OPERATIONS = {"sum": reduction_kernels.SUM, "mean": reduction_kernels.MEAN, "max": reduction_kernels.MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
 _HEADER = 4  # words of line 0: magic, version, world, number of the operation before the first

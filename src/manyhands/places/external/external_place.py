@@ -11,6 +11,8 @@ from manyhands.places.external.specification import ClusterRole, ClusterSpec, ch
 from manyhands.places.place import TF_CONFIG, Place, PlacedRun
 from manyhands.strategy import Strategy
 
+__all__ = ["SpecificationPlace"]
+
 
 class ExternalPlace(Place):
     """This process is one of several, and joins a run instead of starting workers."""

@@ -15,6 +15,8 @@ from manyhands.errors import UserError
 from manyhands.places.external.control_messages import StoreAnswer, StoreCall
 from manyhands.transport.messages import ProtocolError
 
+__all__ = ["KeyValueStore", "comes_true"]
+
 _MOST_KEYS: Final = 1 << 16
 _LONGEST: Final = 1 << 16
 _FIRST_PAUSE_S: Final = 0.002

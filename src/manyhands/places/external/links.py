@@ -32,6 +32,8 @@ from manyhands.transport.liveness import SILENT_AFTER_S
 from manyhands.transport.security import HANDSHAKE_S, Security
 from manyhands.transport.tls import End, TlsRefused
 
+__all__ = ["address_towards", "meet_all", "open_heartbeats", "open_links"]
+
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32
 _PENDING_S: Final = 2.0

@@ -22,6 +22,8 @@ from manyhands.places.local.control import RoleContext
 from manyhands.places.place import LAUNCHER_VARIABLE, is_worker
 from manyhands.strategy import Strategy
 
+__all__ = ["Launched", "ProcessPlace", "joining_place", "under_torchrun"]
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

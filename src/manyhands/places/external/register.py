@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from manyhands.places.external.control_messages import ControlHello, ControlRefused, Term
 
+__all__ = ["Register", "clock_notice", "terms_of"]
+
 _SHOWN: Final = 60
 _CLOCKS_AGREE_S: Final = 60.0
 

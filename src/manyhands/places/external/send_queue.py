@@ -12,6 +12,8 @@ from typing import Any, Final
 from manyhands.errors import PeerTimeout
 from manyhands.places.external.control_messages import ControlPiece
 
+__all__ = ["SendQueue", "Wakeup", "pieces"]
+
 PIECE_BYTES: Final = 1 << 20
 _MOST_WAITING: Final = 4096
 

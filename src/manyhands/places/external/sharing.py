@@ -13,6 +13,8 @@ from manyhands.places.local.rendezvous import Rendezvous
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import mesh_kind
 
+__all__ = ["attach_group", "no_group", "share_group", "share_group_files", "share_links"]
+
 
 def no_group() -> SharedGroup:
     """Raise UserError: workers on several hosts cannot share the memory of a group."""

@@ -17,6 +17,8 @@ from manyhands.errors import ManyhandsError
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 
+__all__ = ["RunStore"]
+
 _BYTES: Final = "base64:"
 
 

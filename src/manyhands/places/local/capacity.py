@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from manyhands.errors import Overload, format_bytes
 
+__all__ = ["Amount", "MemoryCost", "check_capacity", "of_processes"]
+
 PROCESS_BYTES = 256 << 20
 """Private memory of one worker before its model: Python, torch and compiled kernels; 260 MiB were measured."""
 

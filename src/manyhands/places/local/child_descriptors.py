@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+__all__ = ["LoaderSpec", "RoleSpec"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:

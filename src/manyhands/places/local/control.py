@@ -24,6 +24,20 @@ from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.status import NOBODY, State, StatusTable
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
+__all__ = [
+    "Channel",
+    "Context",
+    "Failed",
+    "Finished",
+    "Message",
+    "Note",
+    "RoleContext",
+    "RoleStarted",
+    "Stop",
+    "Unread",
+    "encoded",
+]
+
 MAX_FRAME_BYTES = 16 * 2**20
 _HEAD: Final = struct.Struct("<HI")
 _READ_BYTES = 64 * 2**10

@@ -40,6 +40,16 @@ from typing import Any
 from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec
 from manyhands.places.local.parent import die_with_parent
 
+__all__ = [
+    "LOADERS_VARIABLE",
+    "MOST_PASSED",
+    "ForkRequest",
+    "TemplateSpec",
+    "born_loaders",
+    "run_template",
+    "spare_finalizers",
+]
+
 FRAME_BYTES = 1 << 20
 MOST_PASSED = 250
 """Descriptors that fit into one message, short of the kernel's 253."""

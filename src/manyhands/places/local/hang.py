@@ -24,6 +24,8 @@ from manyhands.places.local.member import watched_s
 from manyhands.places.local.stacks import Frame, call_of
 from manyhands.places.local.status import NOBODY, State, StatusRow
 
+__all__ = ["Being", "Found", "SeenRole", "Stall", "details", "headline", "is_busy", "judge", "page"]
+
 _BUSY_SHARE = 0.05
 """Of one core: a role that uses more than this is at work. A role that waits or sleeps uses less than a thousandth."""
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from manyhands.errors import ManyhandsError
 
+__all__ = ["host_identity", "threads_per_role"]
+
 
 def threads_per_role(num_roles: int) -> int:
     """How many threads torch gets in each of `num_roles` processes: an equal share of the cores, or 1."""

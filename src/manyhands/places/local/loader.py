@@ -24,6 +24,8 @@ from manyhands.errors import UserError
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.stacks import answer_with_stacks
 
+__all__ = ["KeyReader", "LoadFailed"]
+
 _MESSAGE_BYTES = 1 << 20
 
 

@@ -37,6 +37,8 @@ from manyhands.places.local.stacks import (
 )
 from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
 
+__all__ = ["Loaders"]
+
 _LOOK_S = 0.2
 _ANSWER_S = 0.3
 _LEAVE_S = 1.0

@@ -19,6 +19,18 @@ from manyhands.places.local.failure import describe_exit, describe_status
 from manyhands.places.local.sentinel import HEARTBEAT_S
 from manyhands.places.local.status import StatusRow
 
+__all__ = [
+    "TICK_S",
+    "Exited",
+    "Garbled",
+    "Heard",
+    "KillProcess",
+    "Member",
+    "Patience",
+    "ProcessPhase",
+    "watched_s",
+]
+
 TICK_S = 0.2
 EXIT_S = 10.0
 _LEAST_SILENCE_S = 5 * HEARTBEAT_S

@@ -12,6 +12,8 @@ from typing import Any
 
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
+__all__ = ["TypedNotes"]
+
 
 class TypedNotes:
     """The types of message that one side may say to the other."""

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+__all__ = ["die_with_parent"]
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from manyhands.errors import UserError
 
+__all__ = ["check_watchdog_s"]
+
 _LEAST_S = 2.0  # a wait shows itself after one second, and the stacks take another
 
 

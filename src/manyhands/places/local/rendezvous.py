@@ -34,6 +34,8 @@ from manyhands.native.wait_sign import LongWait
 from manyhands.places.local import lifelines
 from manyhands.places.local.host import host_identity
 
+__all__ = ["Rendezvous", "RendezvousStore", "hosts_of", "meet"]
+
 _HELLO: Final = struct.Struct("!I32s")  # rank, proof
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
 _DESCRIPTORS_PER_FRAME: Final = 200  # the kernel takes 253

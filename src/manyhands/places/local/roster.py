@@ -31,6 +31,8 @@ from manyhands.places.local.member import (
 )
 from manyhands.places.local.status import StatusRow
 
+__all__ = ["Ended", "Event", "Interrupted", "Roster", "Said", "Silent", "Started"]
+
 
 @dataclass(frozen=True, slots=True)
 class Started:

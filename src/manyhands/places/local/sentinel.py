@@ -29,6 +29,8 @@ from manyhands.native.decorators import njit
 from manyhands.places.local.parent import die_with_parent
 from manyhands.places.local.status import HEARTBEAT_OFFSET, StatusTable
 
+__all__ = ["HEARTBEAT_S", "start_sentinel"]
+
 HEARTBEAT_S = 0.2
 
 _HEARTBEAT_MS = round(HEARTBEAT_S * 1000)

@@ -18,6 +18,18 @@ from pathlib import Path, PurePath
 
 from manyhands.strategies.registry import STRATEGIES
 
+__all__ = [
+    "LOADER_CALL",
+    "STACK_SIGNAL",
+    "Frame",
+    "answer_with_stacks",
+    "answered_by",
+    "answers_to",
+    "call_of",
+    "main_stack",
+    "split_threads",
+]
+
 STACK_SIGNAL = signal.SIGRTMIN + 13
 """Among the signals that nobody uses by habit."""
 

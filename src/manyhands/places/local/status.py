@@ -25,6 +25,8 @@ from manyhands.native.atomics import clock_ns, load_i64, store_i64
 from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 
+__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "SIGN_OFFSET", "State", "StatusRow", "StatusTable"]
+
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32

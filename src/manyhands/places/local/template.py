@@ -31,6 +31,8 @@ from manyhands.places.local.forking import (
 )
 from manyhands.strategies.registry import STRATEGIES
 
+__all__ = ["AdoptedProcess", "StillRunning", "Template", "expect", "inherited_environment", "obtain", "warm"]
+
 PRELOADED: Final = ("torch", "manyhands.engine.preload")
 """What workers of every strategy need."""
 

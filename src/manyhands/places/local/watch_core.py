@@ -32,6 +32,17 @@ from manyhands.places.local.member import (
 )
 from manyhands.places.local.status import StatusRow
 
+__all__ = [
+    "AskToStop",
+    "Deliver",
+    "Event",
+    "HangAlarm",
+    "Looked",
+    "Watch",
+    "WatchInterrupted",
+    "WatchStopWanted",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Looked:

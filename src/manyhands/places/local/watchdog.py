@@ -20,6 +20,8 @@ from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.stacks import main_stack, split_threads
 from manyhands.places.local.status import NOBODY, StatusRow
 
+__all__ = ["Watchdog", "Watched"]
+
 _NUM_EVENTS = 50
 _ASK_BEFORE_S = 1.0
 _BETWEEN_LOOKS_S = 0.5

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from manyhands.places.place import PlacedRun
     from manyhands.places.ray.actor_store import RayStore
 
+__all__ = ["RUN", "ActorSeat", "take_part"]
+
 RUN = "run"
 """The name of every run on Ray: each run has a store of its own."""
 

@@ -10,6 +10,19 @@ from typing import Protocol
 from manyhands.errors import UserError
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 
+__all__ = [
+    "Again",
+    "Bounds",
+    "GivenUp",
+    "Less",
+    "More",
+    "Seats",
+    "SizeFollower",
+    "Staff",
+    "room_for",
+    "seats",
+]
+
 _MOST_IN_A_ROW = 5
 _IN_A_ROW_S = 60.0
 _FIRST_DELAY_S = 0.5

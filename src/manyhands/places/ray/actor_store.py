@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import Store
 
 from manyhands.errors import ManyhandsError, PeerTimeout
 
+__all__ = ["ActorStore", "RayStore", "asking"]
+
 _LOOK_S = 0.05
 
 Ask: TypeAlias = Callable[..., Any]

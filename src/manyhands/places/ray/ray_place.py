@@ -49,6 +49,8 @@ from manyhands.places.ray.role_actors import RayRoles, RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategy import Strategy, check_choice, read_settings, setting, settings_of, whole_number
 
+__all__ = ["RayCluster"]
+
 _WAYS = ("pack", "spread")
 _LOOK_S = 0.2
 _JOIN_S = 10.0

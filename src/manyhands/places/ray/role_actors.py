@@ -11,6 +11,8 @@ from typing import Any, Self
 from manyhands.errors import UserError
 from manyhands.places.ray.actor_placement import Seats, room_for
 
+__all__ = ["RayRoles", "RoleEnded"]
+
 _PLACING_S = 60.0
 
 

@@ -26,6 +26,8 @@ from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Event, Hung, Role, Said, Started, Supervisor
 from manyhands.places.local.watchdog import Watched
 
+__all__ = ["ChildMembers", "ExternalMembers", "MemberProcesses"]
+
 _LOOK_S: Final = 0.02
 
 

@@ -26,6 +26,8 @@ from manyhands.places.run_commands import AddWorker, Command
 from manyhands.strategies.common.members import MemberProcesses
 from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
+__all__ = ["MemberLog", "RunLauncher"]
+
 _LOOK_S: Final = 0.1
 _M = TypeVar("_M", bound=MemberProcesses)
 

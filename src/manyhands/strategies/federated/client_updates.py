@@ -20,6 +20,16 @@ from torch import Tensor
 
 from manyhands.engine.exchange import Traffic
 
+__all__ = [
+    "ClientAssignment",
+    "ClientUpdate",
+    "RoundPlace",
+    "RoundTally",
+    "TallySum",
+    "WeighedUpdate",
+    "shaped",
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:

@@ -27,6 +27,8 @@ from manyhands.strategies.federated.small_products import plain_products
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
+__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected", "steps_in", "work_of"]
+
 _SELECTING, _SHUFFLING = 1, 2
 
 

@@ -19,6 +19,18 @@ from torch import Tensor
 from manyhands.errors import NonFinite, UserError
 from manyhands.strategies.federated.client_updates import ClientUpdate
 
+__all__ = [
+    "ClassSums",
+    "RoundNorms",
+    "check_norm_ratio",
+    "described_clients",
+    "described_norms",
+    "largest_class",
+    "norm_class",
+    "rejected_by_norm",
+    "require_finite",
+]
+
 FEWEST_NORMS: Final = 3
 """Fewest norms for a check: with two clients it is not clear which one is wrong."""
 _ZERO_CLASS: Final = -2000  # below that of every number

@@ -24,6 +24,8 @@ from manyhands.data.parties import Parties
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError, nearest
 
+__all__ = ["NATURAL", "Partition", "held_back", "labels_of"]
+
 Indices = NDArray[np.int64]
 NATURAL: Final = "natural"
 _FEWEST = 1  # samples of a client, whatever the draw

@@ -20,6 +20,8 @@ from manyhands.strategies.federated.states import ClientStates, LocalLayers, res
 from manyhands.strategies.federated.strategy import AUTO, FINE_TUNE, Federated, Tuning
 from manyhands.task import Task
 
+__all__ = ["AFTER_ALL", "Tuned", "tuned"]
+
 AFTER_ALL: Final = 2**31 - 1
 """The number of a round that no run has: what is random in fine-tuning is drawn apart."""
 

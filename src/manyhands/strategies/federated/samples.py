@@ -24,6 +24,8 @@ from manyhands.task import Task
 if TYPE_CHECKING:
     from manyhands.places.local.loaders import Loaders
 
+__all__ = ["Batches", "Samples", "apart", "columns_of", "reading_ahead"]
+
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
 
 

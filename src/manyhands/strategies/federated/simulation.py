@@ -29,6 +29,8 @@ from manyhands.strategies.federated.stacked import ITEM_BY_ITEM, StackedGradient
 from manyhands.strategies.federated.strategy import ALL, AUTO
 from manyhands.task import Task
 
+__all__ = ["ClientRunner", "ClientSimulation", "Cohort", "client_runner_for"]
+
 _MOST: Final = 100  # clients at once, where the setting names no number
 _STACK_BYTES: Final = 256 << 20  # of stacked weights, on a CPU
 _PART_OF_MEMORY: Final = (

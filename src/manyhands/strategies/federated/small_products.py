@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+__all__ = ["plain_products"]
+
 
 @contextmanager
 def plain_products(model: nn.Module) -> Iterator[None]:

@@ -24,6 +24,17 @@ from manyhands.strategies.federated.partition import labels_of
 from manyhands.strategies.federated.samples import Samples, columns_of
 from manyhands.task import Metric, Task
 
+__all__ = [
+    "DURING",
+    "ClientMeasures",
+    "measured",
+    "samples_each",
+    "shown_clients",
+    "skew_of",
+    "spread_of",
+    "spread_over",
+]
+
 Indices = NDArray[np.int64]
 _MOST_CLIENTS: Final = 300  # the most clients that are reported
 _MOST_LABELS: Final = 60

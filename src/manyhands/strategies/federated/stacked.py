@@ -31,6 +31,8 @@ from manyhands.strategies.federated.samples import Batches, Samples, apart
 from manyhands.strategies.federated.small_products import plain_products
 from manyhands.task import Task
 
+__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
+
 Gradients = Callable[[Sequence[Tensor], Any], tuple[list[Tensor], Tensor]]
 _WORTH: Final = 20  # times that a shape has been computed before a graph of it is made
 _GRAPHS: Final = 8  # at most: each keeps its own memory

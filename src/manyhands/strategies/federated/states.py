@@ -18,6 +18,8 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import TallySum
 
+__all__ = ["EVERYTHING_SHARED", "ClientStates", "LocalLayers", "gathered", "local_names", "restored"]
+
 ClientStates = dict[int, list[Tensor]]
 """Tensors by client number; clients that have not taken part yet are absent."""
 

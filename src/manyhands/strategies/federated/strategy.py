@@ -29,6 +29,8 @@ from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
+__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "Tuning"]
+
 ALL = 0
 """The batch that is all of a client's samples."""
 AUTO = 0

@@ -18,6 +18,8 @@ from manyhands.wire.codec import ParcelCodec, codec_named, encodes, round_trip
 from manyhands.wire.names import RAW, has_feedback
 from manyhands.wire.parcels import Parcel
 
+__all__ = ["UpdateCoding"]
+
 
 class UpdateCoding:
     """How updates are encoded on their way to the server; `raw` leaves them as they are."""

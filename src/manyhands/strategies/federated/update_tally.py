@@ -25,6 +25,8 @@ from manyhands.strategies.federated.privacy.update_clipping import clipped
 from manyhands.strategies.federated.secure.secure_tally import SecureTally
 from manyhands.strategies.federated.strategy import Federated
 
+__all__ = ["tally_for"]
+
 Total = Callable[[Tensor], Tensor]
 """Collective: the sum of a flat float64 tensor over the workers."""
 

@@ -17,6 +17,8 @@ from typing import Final
 from manyhands.errors import UserError
 from manyhands.transport.security import Security, is_loopback
 
+__all__ = ["tune"]
+
 HOW: Final = ("unix", "tcp")
 _LOOPBACK: Final = "127.0.0.1"
 _NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")

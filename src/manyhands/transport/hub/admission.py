@@ -19,6 +19,8 @@ from manyhands.transport.hub import addresses
 from manyhands.transport.hub.hub_events import Rejected
 from manyhands.transport.security import Security
 
+__all__ = ["Calls", "Entrance"]
+
 _SILENT_PLACES: Final = 256
 _KNOCKED_PLACES: Final = 256
 _GRACE_S: Final = (

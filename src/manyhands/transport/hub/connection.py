@@ -36,6 +36,8 @@ from manyhands.transport.hub.handshake import CONTROL, Handshake
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
 
+__all__ = ["Connection"]
+
 _PARTS_PER_CALL: Final = 512  # the kernel's limit is 1024
 Part = bytes | memoryview
 

@@ -29,6 +29,19 @@ import numpy as np
 from manyhands.errors import UserError, format_bytes
 from manyhands.transport.messages import ProtocolError
 
+__all__ = [
+    "HEADER_BYTES",
+    "IN_ARENA",
+    "NO_PAYLOAD",
+    "OF_TRANSPORT",
+    "FrameDecoder",
+    "FrameHeader",
+    "Limits",
+    "Place",
+    "WholeFrame",
+    "encode_header",
+]
+
 VERSION: Final = 3
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2

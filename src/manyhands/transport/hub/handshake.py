@@ -28,6 +28,20 @@ from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
+__all__ = [
+    "CONTROL",
+    "NO_PROOF",
+    "Credentials",
+    "Goodbye",
+    "Handshake",
+    "HandshakeRefused",
+    "Heartbeat",
+    "Knock",
+    "Proof",
+    "Refusal",
+    "ShareSegment",
+]
+
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16

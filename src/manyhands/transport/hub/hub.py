@@ -62,6 +62,8 @@ from manyhands.transport.liveness import LivenessMonitor, forget_in_children
 from manyhands.transport.messages import MessageCoder, ProtocolError
 from manyhands.transport.tls import TlsRefused
 
+__all__ = ["Hub"]
+
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 _DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"
 _PATIENCE: Final = 4  # times `silence_s`: heartbeats prove that a process is alive that is too busy to read

@@ -13,6 +13,8 @@ from manyhands.transport.hub.frames import NO_PAYLOAD, Limits
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security
 
+__all__ = ["Arrived", "HubEvent", "Joined", "Lost", "Ready", "Rejected", "Settings", "Shared", "spin_for"]
+
 _SPIN_S: Final = 50e-6
 
 

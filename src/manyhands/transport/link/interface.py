@@ -44,6 +44,30 @@ from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
+__all__ = [
+    "DEFAULT_MAX_PAYLOAD_BYTES",
+    "DEFAULT_QUEUE_BYTES",
+    "HEADER_BYTES",
+    "Closed",
+    "FlushOutcome",
+    "Flushed",
+    "FrameKind",
+    "Full",
+    "Header",
+    "Link",
+    "LinkCounters",
+    "Message",
+    "PeerDied",
+    "Queued",
+    "ReceiveOutcome",
+    "Received",
+    "SendOutcome",
+    "TimedOut",
+    "check_size",
+    "hand_out",
+    "room_for",
+]
+
 MAGIC: Final = 0x4B4C484D
 PROTOCOL_VERSION: Final = 1
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 1 << 34

@@ -21,6 +21,8 @@ from typing import Final, TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 
+__all__ = ["RoleClock", "VirtualTime"]
+
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.05

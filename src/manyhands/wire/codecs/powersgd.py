@@ -18,6 +18,8 @@ from manyhands.wire.codec import ParcelCodec, expect_bytes
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Matrix, Parcel
 
+__all__ = ["PowerSgd", "sum_factors"]
+
 
 class PowerSgd(ParcelCodec):
     """Factors of `rank` columns for every matrix of a parcel, in float64 if that is the parcel's type, or float32."""

@@ -18,6 +18,8 @@ from manyhands.wire.kernels.select import largest, not_below
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.sparse import Indices, SparseCodec, few
 
+__all__ = ["largest_of"]
+
 _LEAST_SAMPLES: Final = 4096
 _SHARE: Final = 64  # one item of so many is looked at
 

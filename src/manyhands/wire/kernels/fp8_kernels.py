@@ -10,6 +10,8 @@ from numba import int64, uint8, uint32
 from manyhands.native.bits import bits_of, float_of
 from manyhands.native.decorators import njit
 
+__all__ = ["BLOCK", "MARK", "pack_fp8", "unpack_fp8"]
+
 BLOCK: Final = 256
 MARK: Final = 255
 

@@ -12,6 +12,8 @@ from numba import int64, uint8, uint32, uint64
 
 from manyhands.native.decorators import njit
 
+__all__ = ["add_at", "index_bytes", "low_bits", "read_indices", "write_indices"]
+
 _WORD: Final = 8
 
 

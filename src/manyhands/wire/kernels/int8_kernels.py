@@ -11,6 +11,8 @@ from manyhands.native.bits import bits_of, float_of
 from manyhands.native.decorators import njit
 from manyhands.wire.kernels.marks import NOT_FINITE
 
+__all__ = ["BLOCK", "pack_int8", "unpack_int8"]
+
 BLOCK: Final = 256
 
 

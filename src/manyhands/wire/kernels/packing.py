@@ -6,6 +6,8 @@ from numba import uint8, uint64
 
 from manyhands.native.decorators import njit
 
+__all__ = ["pack_bits", "packed_bytes", "unpack_bits"]
+
 
 def packed_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)

@@ -12,6 +12,8 @@ from manyhands.native.decorators import njit
 from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.kernels.random_kernels import uniform_at
 
+__all__ = ["BLOCK", "draw_levels", "multiply"]
+
 BLOCK: Final = 512
 
 

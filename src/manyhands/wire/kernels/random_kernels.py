@@ -6,6 +6,8 @@ from numba import float32, uint32
 
 from manyhands.native.decorators import inlined
 
+__all__ = ["bits_at", "uniform_at"]
+
 
 @inlined()
 def bits_at(place: int, low: int, high: int) -> int:

@@ -7,6 +7,8 @@ from numba import float32, int64, uint32, uint64
 from manyhands.native.decorators import njit
 from manyhands.wire.kernels.random_kernels import bits_at
 
+__all__ = ["draw", "enlarge"]
+
 
 @njit("void(int64, uint32[::1], uint32, uint32)", cache=True, nogil=True)
 def draw(count, indices, low, high):  # type: ignore[no-untyped-def]

@@ -8,6 +8,8 @@ from numba import int64, uint32
 from manyhands.native.bits import bits_of
 from manyhands.native.decorators import njit
 
+__all__ = ["largest", "not_below"]
+
 
 @njit("int64(float32[::1], int64, uint32[::1], float32[::1])", cache=True, nogil=True)
 def largest(values, count, indices, kept):  # type: ignore[no-untyped-def]

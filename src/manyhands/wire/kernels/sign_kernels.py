@@ -10,6 +10,8 @@ from manyhands.native.bits import bits_of, float_of
 from manyhands.native.decorators import njit
 from manyhands.wire.kernels.marks import NOT_FINITE
 
+__all__ = ["BLOCK", "pack_sign", "unpack_sign"]
+
 BLOCK: Final = 1024
 
 

@@ -12,6 +12,8 @@ from manyhands.native.decorators import njit
 from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.kernels.random_kernels import uniform_at
 
+__all__ = ["BLOCK", "VALUES", "pack_ternary", "unpack_ternary"]
+
 BLOCK: Final = 640
 VALUES: Final = 243
 _BYTES: Final = BLOCK // 5

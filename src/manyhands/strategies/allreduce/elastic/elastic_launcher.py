@@ -35,6 +35,8 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
 from manyhands.strategies.allreduce.elastic.member_control import ORDERS, REPORTS
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 
+__all__ = ["ElasticLauncher", "ElasticOutcome"]
+
 
 class ElasticLog(MemberLog):
     """The rows of members.jsonl, and the counts of the summary."""

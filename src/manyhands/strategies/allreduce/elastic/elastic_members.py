@@ -36,6 +36,14 @@ from manyhands.strategies.allreduce.elastic.member_process import (
 )
 from manyhands.strategies.common.members import ChildMembers, ExternalMembers, MemberProcesses
 
+__all__ = [
+    "AssembleElastic",
+    "ElasticKeeper",
+    "ElasticMembers",
+    "ExternalElasticMembers",
+    "LocalElasticMembers",
+]
+
 
 class ElasticMembers(MemberProcesses, Protocol):
     """The members of a run, wherever they run."""

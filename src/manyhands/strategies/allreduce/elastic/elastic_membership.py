@@ -49,6 +49,8 @@ from manyhands.strategies.common.membership import (
     SlotPhase,
 )
 
+__all__ = ["ElasticMembership", "ElasticPlan"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlan:

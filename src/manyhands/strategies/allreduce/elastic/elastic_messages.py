@@ -12,6 +12,26 @@ from dataclasses import dataclass
 from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
+__all__ = [
+    "Abort",
+    "ArrivedInEpoch",
+    "Ask",
+    "BeginEpoch",
+    "Depart",
+    "Dismiss",
+    "Done",
+    "ElasticAction",
+    "ElasticEvent",
+    "EndSoon",
+    "EpochSeat",
+    "EpochView",
+    "GatherEpoch",
+    "LeaveEpoch",
+    "LeftEpoch",
+    "MemberReady",
+    "RunOver",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeat:

@@ -36,6 +36,8 @@ from manyhands.strategies.allreduce.elastic.linked import Wiring
 from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, take_slot, wiring_of
 from manyhands.strategies.allreduce.strategy import AllReduce
 
+__all__ = ["ElasticTraining"]
+
 
 class FirstRows:
     """Passes every row of the history once: a worker that replaces worker 0 reports the newest rows again. Pure."""

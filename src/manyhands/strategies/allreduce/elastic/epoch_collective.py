@@ -21,6 +21,8 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.wire.parcels import Parcel
 
+__all__ = ["LOST", "ElasticCollective", "MembersChanged", "StepChannel"]
+
 LOST = (Aborted, WorkerFailed)
 """What an exchange raises when one of its members is lost."""
 

@@ -44,6 +44,18 @@ from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
 
+__all__ = [
+    "Epoch",
+    "EpochFiles",
+    "Epochs",
+    "SharedEpochs",
+    "State",
+    "restore_buffers",
+    "send_files",
+    "state_tree",
+    "write_file",
+]
+
 _BUFFERS = "buffers that no checkpoint has"
 _STATE_FILES = ("state tensors", "state tree")
 """The names of the memory files in which a donor leaves its state."""

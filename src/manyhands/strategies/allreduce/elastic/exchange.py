@@ -33,6 +33,8 @@ from manyhands.strategies.allreduce.elastic.member_control import MemberLine
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
 
+__all__ = ["ElasticExchange"]
+
 _T = TypeVar("_T")
 
 

@@ -35,6 +35,8 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S, Alarm
 from manyhands.transport.security import Security
 
+__all__ = ["LinkedEpochs", "Wiring"]
+
 _BACKLOG: Final = 128
 _STATE: Final = 64  # the kind of message that a state comes in: none of a collective's
 _PIECE_BYTES: Final = 16 << 20

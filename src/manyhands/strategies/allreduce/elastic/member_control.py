@@ -28,6 +28,8 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     MemberReady,
 )
 
+__all__ = ["ORDERS", "REPORTS", "Departed", "ListeningContext", "MemberLine"]
+
 REPORTS = TypedNotes(MemberReady, ArrivedInEpoch, LeftEpoch, Done, WorkerNote)
 ORDERS = TypedNotes(EpochView, GatherEpoch, LeaveEpoch, Depart, EndSoon)
 _LOOK_S = 1.0

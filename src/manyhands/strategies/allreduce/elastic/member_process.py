@@ -42,6 +42,18 @@ if TYPE_CHECKING:  # a worker of one host needs nothing of it
     from manyhands.places.external.control_connection import ControlConnection
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
+__all__ = [
+    "CHECKPOINT",
+    "PARTS",
+    "START",
+    "WEIGHTS",
+    "ElasticJob",
+    "TakeSlot",
+    "take_slot",
+    "wiring_of",
+    "work",
+]
+
 _WAIT_S: Final = 0.5
 _THIS_HOST: Final = "127.0.0.1"
 START, WEIGHTS, CHECKPOINT = "start", "weights", "checkpoint"

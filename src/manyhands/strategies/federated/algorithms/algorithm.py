@@ -17,6 +17,8 @@ from torch import Tensor
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
 from manyhands.strategies.federated.states import ClientStates, LocalLayers
 
+__all__ = ["FederatedAlgorithm", "FederatedFacts"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FederatedFacts:

@@ -12,6 +12,8 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 
+__all__ = ["FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedSgd", "FedYogi"]
+
 
 class FedAvg(FederatedAlgorithm):
     """Clients train for some epochs; the model becomes the mean of theirs, weighted by their samples."""

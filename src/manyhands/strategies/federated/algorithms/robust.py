@@ -19,6 +19,8 @@ from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
 
+__all__ = ["CoordinateMedian", "Krum", "MultiKrum", "TrimmedMean"]
+
 
 class _Robust(FederatedAlgorithm):
     """Base of the robust algorithms: clients train as in FedAvg, and the server uses another mean."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import TallySum
 
+__all__ = ["Ditto", "Scaffold"]
+
 
 class Scaffold(FederatedAlgorithm):
     """SCAFFOLD: control variates correct for client drift; an update is twice as large."""

@@ -23,6 +23,8 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
 
+__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "read_columns"]
+
 
 @dataclass(frozen=True, slots=True)
 class DataColumn:

@@ -30,6 +30,8 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused
 
+__all__ = ["DeviceState"]
+
 _IDENTITY, _ABOUT, _LEFT = "identity.key", "device.json", "left.safetensors"
 _OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 

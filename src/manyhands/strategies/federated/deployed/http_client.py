@@ -31,6 +31,8 @@ from manyhands.strategies.federated.deployed.protocol import (
 )
 from manyhands.strategies.federated.secure.primitives import sign
 
+__all__ = ["Asker", "BackOff", "HttpsAsker", "Reply", "Unreached"]
+
 _TIMEOUT_S: Final = 30.0
 _SLOWEST: Final = 4096  # bytes a second; an answer that comes more slowly is waited for no longer
 _PIECE: Final = 1 << 16

@@ -66,6 +66,8 @@ from manyhands.strategies.federated.rounds.round_core import (
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.strategies.federated.secure.secure_tally import hash_of
 
+__all__ = ["RoundServer", "require_complete", "shapes_of"]
+
 _MOST_LOSS = 1e9
 
 

@@ -30,6 +30,8 @@ from manyhands.strategies.federated.deployed.protocol import MessageRejected, en
 from manyhands.strategies.federated.rounds.round_core import RoundState, as_json, state_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SIGNATURE_BYTES, verify
 
+__all__ = ["ServerFiles", "from_hex", "new_run"]
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:

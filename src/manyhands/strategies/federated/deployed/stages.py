@@ -24,6 +24,8 @@ from manyhands.strategies.federated.secure.secure_server import SecureServer
 from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
 
+__all__ = ["SecureAttempt", "terms_from"]
+
 _LEAST_BYTES = 4096
 
 

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from manyhands.data.randomness import mix
 
+__all__ = ["SeededDraws", "SystemDraws", "UniformDraws", "add_gaussian", "discrete_gaussian"]
+
 _GRID: Final = 2.0**-24
 """What the continuous Gaussian is rounded to, in deviations."""
 _AT_ONCE: Final = 1 << 18

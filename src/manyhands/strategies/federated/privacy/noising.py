@@ -29,6 +29,8 @@ from torch import Tensor
 
 from manyhands.strategies.federated.privacy.noise_draws import UniformDraws, add_gaussian, discrete_gaussian
 
+__all__ = ["LEAST_STEPS", "NoiseShare", "RoundNoise"]
+
 LEAST_STEPS: Final = 8.0
 """The least deviation of a client's noise, in steps of the fixed point."""
 TAIL: Final = 12.0

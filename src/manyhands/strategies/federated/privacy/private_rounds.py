@@ -22,6 +22,8 @@ from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategy import check_choice
 
+__all__ = ["FIXED", "SERVER", "SYSTEM", "PrivacyTerms", "PrivateRounds"]
+
 _LEAST_NOISE: Final = 1e-3
 _MOST_NOISE: Final = 1e6
 SERVER: Final = "server"

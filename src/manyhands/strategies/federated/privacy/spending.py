@@ -23,6 +23,8 @@ import numpy as np
 
 from manyhands.errors import UserError
 
+__all__ = ["PrivacyBudget", "RoundKind", "Spending", "need_accountant"]
+
 _ENDLESS: Final = 1 << 40
 
 

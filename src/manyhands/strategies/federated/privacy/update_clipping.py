@@ -21,6 +21,8 @@ from torch import Tensor
 
 from manyhands.errors import UserError
 
+__all__ = ["ClipRule", "clipped", "next_bound"]
+
 FIRST_BOUND: Final = 0.1
 """The first bound of an adaptive clip."""
 _RATE: Final = 0.2

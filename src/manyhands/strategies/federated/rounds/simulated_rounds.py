@@ -39,6 +39,8 @@ from manyhands.strategies.federated.rounds.round_core import (
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategies.federated.strategy import Federated
 
+__all__ = ["SimulatedCourse", "SimulatedRounds", "simulated_rounds"]
+
 _DROPPING: Final = 21
 _ENDLESS: Final = 1 << 53
 """Rounds: how many there are, the training loop says."""

@@ -23,6 +23,8 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import ClientUpdate
 
+__all__ = ["LOSS_ITEMS", "MOST_WEIGHT", "FixedPoint", "Words", "sum_of", "words_of"]
+
 RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
     16: np.dtype(np.uint16),
     32: np.dtype(np.uint32),

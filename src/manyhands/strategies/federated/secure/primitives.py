@@ -25,6 +25,28 @@ from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError, UserError
 
+__all__ = [
+    "KEY_BYTES",
+    "SEAL_BYTES",
+    "SHARE_BYTES",
+    "SIGNATURE_BYTES",
+    "Draw",
+    "ProtocolRefused",
+    "agree",
+    "combine",
+    "derive",
+    "digest_of",
+    "mask_words",
+    "need_cryptography",
+    "open_sealed",
+    "public_identity",
+    "public_key",
+    "seal",
+    "sign",
+    "split",
+    "verify",
+]
+
 KEY_BYTES: Final = 32
 """Bytes of a public key, a secret key, a seed and a digest."""
 SIGNATURE_BYTES: Final = 64

@@ -47,6 +47,8 @@ from manyhands.strategies.federated.secure.secure_messages import (
     point_of,
 )
 
+__all__ = ["SecureClient", "SecureStage", "require_signed"]
+
 
 class SecureStage(IntEnum):
     """The message that a party of a round waits for."""

@@ -34,6 +34,23 @@ from manyhands.strategies.federated.secure.primitives import (
 )
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
+__all__ = [
+    "SEALED_BYTES",
+    "Advertisement",
+    "Confirmation",
+    "Delivery",
+    "KeyList",
+    "MaskedInput",
+    "RoundKeys",
+    "SealedShares",
+    "SecureTerms",
+    "SurvivorList",
+    "UnmaskReply",
+    "UnmaskRequest",
+    "fewest_clients",
+    "point_of",
+]
+
 LABEL: Final = b"manyhands secure sum 1"
 SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES
 """A share of each of a client's two secrets, sealed for another client."""

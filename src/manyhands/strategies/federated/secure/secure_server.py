@@ -40,6 +40,8 @@ from manyhands.strategies.federated.secure.secure_messages import (
     point_of,
 )
 
+__all__ = ["RoundAbandoned", "SecureServer"]
+
 
 class RoundAbandoned(ProtocolRefused):
     """Too few clients are left, or their shares do not match; there is no sum, and no input was revealed."""

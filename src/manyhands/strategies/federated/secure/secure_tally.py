@@ -31,6 +31,8 @@ from manyhands.strategies.federated.secure.secure_client import SecureClient, Se
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
 from manyhands.strategies.federated.secure.secure_server import RoundAbandoned, SecureServer
 
+__all__ = ["SecureTally", "hash_of"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecureSum:

@@ -57,6 +57,8 @@ from manyhands.strategies.ps.member_events import (
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
+__all__ = ["LaunchOutcome", "Launcher", "new_token"]
+
 
 @dataclass(slots=True)
 class LaunchOutcome:

@@ -16,6 +16,8 @@ from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.server_process import serve
 from manyhands.strategies.ps.live.worker_process import work
 
+__all__ = ["Assemble", "LocalMembers", "RunFiles", "RunMembers"]
+
 
 class RunMembers(MemberProcesses, Protocol):
     """The servers and workers of a run."""

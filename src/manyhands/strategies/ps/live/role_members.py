@@ -31,6 +31,8 @@ from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.update_files import has_record, record_mark, record_of, record_rows, take_record
 from manyhands.transport.messages import ProtocolError
 
+__all__ = ["RoleMembers", "RunKeeper"]
+
 
 class RunKeeper:
     """Stores what remote members send, in the memory and directory that local children would write."""
