@@ -64,7 +64,7 @@ def sayings() -> list[bytes]:
 
 
 @both
-@pytest.mark.parametrize("said", sayings())
+@pytest.mark.parametrize("said", sayings(), ids=range(9))
 def test_whoever_cannot_prove_the_token_is_told_the_same_and_nothing_of_release_or_task(
     party: Party, how: str, said: bytes
 ) -> None:
