@@ -283,7 +283,7 @@ UNSEEN = {
         patch=(ShardCore, "_assign", "clock in record.recent or ", ""),
     ),
 }
-"""Guards that a thousand simulated runs do not miss; unit tests of the cores have them."""
+"""Guards whose loss a thousand simulated runs do not show; whether a unit test of the cores shows it was not tried."""
 
 
 def runs_until_caught(mutant: Mutant, first_seed: int, limit: int) -> tuple[int, list[str]]:
