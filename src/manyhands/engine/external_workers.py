@@ -450,21 +450,7 @@ def connect_worker(
         if not helpers:  # the members of the group
             files = stack.enter_context(share_group_files(rendezvous, "gradients", timeout_s))
             group = partial(attach_group, files, rendezvous, timeout_s)
-        if several:
-            links.update(share_links(rendezvous, timeout_s))
-            links.update(
-                open_links(
-                    rendezvous.rank,
-                    [rank for rank in range(rendezvous.world) if rank not in rendezvous.here],
-                    store,
-                    address=party.address,
-                    token=party.token,
-                    security=party.security,
-                    timeout_s=timeout_s,
-                )
-            )
-        elif strategy.facts.uses_links:
-            links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
+        _open_into(links, party, store, strategy, rendezvous, timeout_s)
         resources = Resources(
             rank=place.rank,
             world=place.world - helpers,
@@ -496,6 +482,32 @@ def connect_worker(
         alarm.mark = heartbeats.mark
         with with_threads(threads_per_role(len(rendezvous.here))):
             yield worker_links
+
+
+def _open_into(
+    links: dict[int, Link],
+    party: ProcessGroup | GroupMember,
+    store: RendezvousStore,
+    strategy: Strategy,
+    rendezvous: Rendezvous,
+    timeout_s: float,
+) -> None:
+    """Collective: add the links that this worker needs; the caller closes those that are there if one fails."""
+    if len(rendezvous.hosts) > 1:
+        links.update(share_links(rendezvous, timeout_s))
+        links.update(
+            open_links(
+                rendezvous.rank,
+                [rank for rank in range(rendezvous.world) if rank not in rendezvous.here],
+                store,
+                address=party.address,
+                token=party.token,
+                security=party.security,
+                timeout_s=timeout_s,
+            )
+        )
+    elif strategy.facts.uses_links:
+        links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
 
 
 def _heed(alarm: Alarm) -> None:
