@@ -91,7 +91,7 @@ class ShardAuditor:
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
         if chosen and self._shard != LEAD:
             return
-        by_clock = self._policy.stepwise
+        by_clock = self._policy.stepwise and self._is_restored
         several = {
             (row.term, row.sequence)
             for row in rows
