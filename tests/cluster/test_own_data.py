@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from equality import distance
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.data.own import RayShards, own_data
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.shares import OwnShares

@@ -15,7 +15,7 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.data.batch_plan import permutation
+from manyhands.data.batches import permutation
 from manyhands.data.row_files import RowFile
 from manyhands.engine.fitting import fit
 from manyhands.engine.interrupted_run import Keeping

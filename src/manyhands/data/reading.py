@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from manyhands.data.batch_plan import BatchPlan, BatchShares, IndexedShares, Share
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchShares, BatchSource, IndexedShares, Share
 from manyhands.data.loading import Key
 from manyhands.data.own import own_data
 from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host

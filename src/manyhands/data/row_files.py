@@ -106,8 +106,8 @@ class _Block:
     bad_lines: int
     bad: _Problem | None
     refused: _Problem | None
+    # The namespace whose features are numbers; None where there is none, or no namespaces
     numbered_in: int | None
-    """The namespace whose features are numbers; None where there is none, or no namespaces."""
     num_bytes: int
 
 

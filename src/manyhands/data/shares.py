@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from manyhands.data.batch_plan import BatchShares, Share, share_of, split
+from manyhands.data.batches import BatchShares, Share, share_of, split
 from manyhands.data.own import WorkerData
 from manyhands.errors import UserError
 
@@ -116,8 +116,8 @@ class _Drawing:
         self._seeded = seeded
         self._across = across
         self._whose = whose
+        # From which batch on those that were drawn are remembered; None: the last one alone
         self.kept_from: int | None = None
-        """From which batch on those that were drawn are remembered; None: the last one alone."""
         self._drawn: dict[int, list[Any]] = {}
         self._begin()
 

@@ -30,8 +30,7 @@ __all__ = ["make_alike", "room_for", "synchronize_batch_norms"]
 
 _MOST_ITEMS = 1 << 17
 
-Total = Callable[[Tensor], Tensor]
-"""Collective: the sum over workers of a float64 vector."""
+Total = Callable[[Tensor], Tensor]  # Collective: the sum over workers of a float64 vector
 
 
 def room_for(model: nn.Module, world: int) -> int:

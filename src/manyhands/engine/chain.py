@@ -20,8 +20,8 @@ from manyhands.errors import UserError
 
 __all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
 
+# What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts
 State: TypeAlias = Any
-"""What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts."""
 
 
 @runtime_checkable

@@ -97,13 +97,13 @@ class KernelTrainer:
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
         self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
+        # What other workers have read from this one, and in how many pieces; all of it counts as step traffic
         self.sent = Traffic()
-        """What other workers have read from this one, and in how many pieces; all of it counts as step traffic."""
         self.meter = Meter(traffic=lambda: self.sent)
         self._broken = ""
         self._ends = ""
+        # Where nobody waits: how many steps of this worker had so many of others come between begin and end
         self.overlap: collections.Counter[int] = collections.Counter()
-        """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from manyhands.data.batch_plan import BatchShares, Microbatch, Share
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
 from manyhands.data.loading import Key, Upcoming
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.reading import BatchReading, ReadShare, ShareReader
@@ -52,26 +51,17 @@ class TrainingPlan:
     task: AnyTask
     steps: int
     seed: int
-    evaluate_every: int
-    """Evaluate after every so many steps, and at the end."""
-
-    checkpoint_every: int
-    """Save after every so many steps and at the end; 0: never."""
-
+    evaluate_every: int  # evaluate after every so many steps, and at the end
+    checkpoint_every: int  # save after every so many steps and at the end; 0: never
     stopping: EarlyStopping | None = None
     slow: Slowdown | None = None
     device: str = "cpu"
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
-
-    compile: bool = False
-    """Let torch.compile make the model faster."""
-
+    autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
+    compile: bool = False  # let torch.compile make the model faster
+    # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
-    """How the workers' buffers become the same before they are used: see `Options.buffers`."""
-
+    # Compare the workers' parameters after every so many steps, and at the end; 0: never
     check_every: int = 0
-    """Compare the workers' parameters after every so many steps, and at the end; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +70,9 @@ class Built:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None = None
-    """Advances with each global batch."""
-
+    scheduler: LRScheduler | None = None  # advances with each global batch
+    # Advances with the task's `scheduler_metric` after each evaluation
     metric_scheduler: LRScheduler | None = None
-    """Advances with the task's `scheduler_metric` after each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +82,7 @@ class Computed:
     loss: float
     share: float
     samples: int
-    input_ns: int = 0
-    """What getting the samples took."""
+    input_ns: int = 0  # what getting the samples took
 
 
 class Computer:

@@ -70,11 +70,8 @@ _THIS_HOST: Final = "127.0.0.1"
 class BeginTraining:
     """The leader's message to the other workers before the first step."""
 
-    resumes: bool
-    """The state to go on from comes behind this."""
-
-    keeps: bool
-    """The run has a directory, on the leader's host: all take part in saving."""
+    resumes: bool  # the state to go on from comes behind this
+    keeps: bool  # the run has a directory, on the leader's host: all take part in saving
 
 
 ORDERS: Final = TypedNotes(BeginTraining)
@@ -109,15 +106,12 @@ class ControlListener:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._suspect: tuple[Failure, float] | None = None
-        self.failure: Failure | None = None
-        """What ended the run, once that is known."""
+        self.failure: Failure | None = None  # what ended the run, once that is known
 
-        self.finished: dict[int, Mapping[str, Any]] = {}
-        """What each other worker told at its end."""
+        self.finished: dict[int, Mapping[str, Any]] = {}  # what each other worker told at its end
 
+        # Notes of others, and remarks about them, for the thread of `fit`
         self.said: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
-        """Notes of others, and remarks about them, for the thread of `fit`."""
-
         self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
@@ -393,8 +387,8 @@ class WorkerLinks:
         self._far = far
         self._lock = threading.Lock()
         self._closed = False
+        # The rank that fell silent, and the sentence on it; None while everybody is heard
         self.silent: tuple[int, str] | None = None
-        """The rank that fell silent, and the sentence on it; None while everybody is heard."""
 
     def abort(self, rank: int, sentence: str) -> None:
         """From any thread: end this host's waits because `rank` has failed; idempotent."""

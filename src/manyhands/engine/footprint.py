@@ -27,8 +27,8 @@ from manyhands.transport.link.shared_link import DEFAULT_CAPACITY_BYTES
 
 __all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
 
+# Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
-"""Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
 
 _RING_BYTES = 1 << 20  # events of one worker, and other small parts
 
@@ -40,9 +40,7 @@ class Sizes:
     parameters: int
     gradients: int
     buffers: int = 0
-    state: int = 0
-    """What the optimizer keeps."""
-
+    state: int = 0  # what the optimizer keeps
     data: int = 0
 
 

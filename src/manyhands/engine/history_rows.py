@@ -39,8 +39,7 @@ class RowsInOrder:
         return [heapq.heappop(self._waiting)[-1] for _ in range(len(self._waiting))]
 
 
-PASS_LOSS = "pass_loss"
-"""The metric in the history: of every sample before the update with it."""
+PASS_LOSS = "pass_loss"  # the metric in the history: of every sample before the update with it
 
 
 class PassLosses:

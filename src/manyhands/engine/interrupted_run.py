@@ -24,8 +24,8 @@ class Keeping:
 
     out: Path
     resume: bool = False
+    # Of `fit`; its view and its ears are the workload's
     options: Options = field(default_factory=lambda: Options(resume_command="", progress="none"))
-    """Of `fit`; its view and its ears are the workload's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,13 +27,13 @@ from manyhands.task import Task
 
 __all__ = ["require_reduction"]
 
+# How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a sum
+# in one of them (that of two pairs is, for one that is the logarithm of the size)
 _TRIALS: Final = ((12, (2, 3)), (6, (2, 3)), (4, (2, 4)), (2, (2,)))
-"""How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a
-sum in one of them (that of two pairs is, for one that is the logarithm of the size)."""
 _CLOSE: Final = 0.05  # samples that are drawn again may differ
 
+# Means over the evaluation data of this computer's task, with the model at hand
 Evaluate = Callable[[Computer], tuple[dict[str, float], int] | None]
-"""Means over the evaluation data of this computer's task, with the model at hand."""
 
 
 def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluate: Evaluate) -> None:

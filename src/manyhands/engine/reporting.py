@@ -27,8 +27,8 @@ __all__ = ["NOTES", "Peers", "Reporter", "Saved", "StepBook", "WorkerContext", "
 _ROWS_EVERY_S = 0.1
 _ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
 
+# Collective: (model) -> means over the evaluation data and the number of samples
 Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
-"""Collective: (model) -> means over the evaluation data and the number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +147,10 @@ class Reporter:
         self._failed_to_save = False  # and reported it
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._scheduler: LRScheduler | None = None
-        self.saving = Traffic()
-        """What this worker sent for checkpoints."""
+        self.saving = Traffic()  # what this worker sent for checkpoints
 
+        # Of the newest steps: what a checkpoint is judged by where there is no evaluation
         self.loss = math.nan
-        """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
     def begin(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batches import BatchPlan
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
@@ -30,14 +30,9 @@ _USUAL_ROUNDS = 10
 class Length:
     """The length of a run in one of three units; in none, the task's default."""
 
-    steps: int | None = None
-    """Global batches."""
-
-    epochs: int | None = None
-    """Passes over the data."""
-
-    rounds: int | None = None
-    """Of a strategy that counts them."""
+    steps: int | None = None  # global batches
+    epochs: int | None = None  # passes over the data
+    rounds: int | None = None  # of a strategy that counts them
 
     def require_one(self) -> None:
         """UserError where two units are given, or the number is not an integer of at least 1."""

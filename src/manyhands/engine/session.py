@@ -34,7 +34,6 @@ from manyhands.errors import (
     UserError,
 )
 from manyhands.observe.record.final import final_loss, final_metrics
-from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.local.capacity import check_capacity
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.signals import signal_of
@@ -50,17 +49,20 @@ def run_session(
     request: Request,
     out: str | Path | None,
     resume: bool,
-    process_group: ProcessGroup | None = None,
+    drive: Callable[[Training, Stage], Result] = lambda training, stage: training.run(stage),
+    *,
+    starts: bool = True,
     train: Callable[[Request, nn.Module], Training] | None = None,
 ) -> Run:
-    """Train as requested, in the directory `out` if given, with the `process_group` of this process. See `fit`.
+    """Train as requested, in the directory `out` if given. See `fit`.
 
-    `train` makes the training, where that is not the strategy's own.
+    The place says how to `drive` the training, and whether that starts processes on this host. `train` makes the
+    training, where that is not the strategy's own.
     """
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
-        if process_group is None:  # else the processes exist already
+        if starts:
             check_capacity_for(request, model)
         task = request.plan.task
         sparse = bool(task.sparse) or task.compiled  # a compiled step moves only a record's rows
@@ -73,7 +75,7 @@ def run_session(
         directory, done = _open_directory(training, request, model, out, resume)
         if directory is not None:
             stack.callback(_close, directory)
-        session = _Session(request, directory, done, process_group)
+        session = _Session(request, directory, done, drive)
         beginning = Beginning(
             config=request.config(model),
             history=session.history,
@@ -144,11 +146,9 @@ class _Session:
         request: Request,
         directory: RunDirectory | None,
         done: int | None,
-        process_group: ProcessGroup | None = None,
+        drive: Callable[[Training, Stage], Result],
     ) -> None:
-        self._request = request
-        self._process_group = process_group
-        self._directory = directory
+        self._request, self._directory, self._drive = request, directory, drive
         self._resumed_from = done
         self.history = History(directory.metrics.read() if directory is not None else ())
         passes = request.plan.task.passes
@@ -187,10 +187,9 @@ class _Session:
             take_checkpoint=self._take_checkpoint,
             say=self._say,
             stop_wanted=self._stop_wanted,
-            process_group=self._process_group,
         )
         try:
-            result = training.run(stage)
+            result = self._drive(training, stage)
         except ManyhandsError as error:
             if self._directory is not None:
                 self._directory.record_end(error, self._clock.seconds)

@@ -43,21 +43,14 @@ __all__ = ["Result", "Stage", "Training", "training_class"]
 class Result:
     """The result of a training."""
 
-    model: nn.Module
-    """The final weights, on the CPU."""
-
+    model: nn.Module  # the final weights, on the CPU
     steps_done: int
     samples: int
-    seconds: float
-    """Of training alone, without starting processes."""
-
+    seconds: float  # of training alone, without starting processes
     stopped_early: bool = False
-    sent: SentFor = field(default_factory=SentFor)
-    """By all workers together."""
-
+    sent: SentFor = field(default_factory=SentFor)  # by all workers together
+    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell
     observed: Mapping[str, Any] = field(default_factory=dict)
-    """What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell."""
-
     notes: tuple[str, ...] = ()
 
 
@@ -67,26 +60,13 @@ class Stage:
 
     request: Request
     directory: RunDirectory | None
-    history: Sequence[dict[str, Any]]
-    """The rows so far, those of the run that it goes on with included."""
-
+    history: Sequence[dict[str, Any]]  # the rows so far, those of the run that it goes on with included
+    # Rows of the run's history, in the order of their steps
     take_rows: Callable[[list[dict[str, Any]]], None]
-    """Rows of the run's history, in the order of their steps."""
-
-    take_event: Callable[[Mapping[str, Any]], None]
-    """Something happened to a member of the run."""
-
-    take_checkpoint: Callable[[int, Path], None]
-    """A checkpoint was written: after how many steps, and where."""
-
-    say: Callable[[str], None]
-    """Tells the user something, now and again in the summary."""
-
-    stop_wanted: Callable[[], bool]
-    """Whether the run is to end at the next step that it can end at."""
-
-    process_group: ProcessGroup | None = None
-    """The processes of the run, where somebody else started them; this one leads."""
+    take_event: Callable[[Mapping[str, Any]], None]  # something happened to a member of the run
+    take_checkpoint: Callable[[int, Path], None]  # a checkpoint was written: after how many steps, and where
+    say: Callable[[str], None]  # tells the user something, now and again in the summary
+    stop_wanted: Callable[[], bool]  # whether the run is to end at the next step that it can end at
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
         """Process a worker's note: its rows of the history, through `order`, and its notices for the user."""
@@ -138,14 +118,13 @@ class Stage:
 class Training(ABC):
     """One strategy's training of a run; `resume` is called at most once, then `run` once.
 
-    In a process that another one leads, `take_part` is called once instead.
+    Where processes were started externally, `lead` is called once instead, and `take_part` in those that it leads.
     """
 
+    # Whether processes that somebody else started can be its roles: one of them leads, the others `take_part`
     can_take_part: ClassVar[bool] = False
-    """Whether processes that somebody else started can be its roles: it can `take_part` in a `Stage.process_group`."""
-
+    # Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run
     comes_again: ClassVar[bool] = False
-    """Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         self._request = request
@@ -220,7 +199,12 @@ class Training(ABC):
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:
-        """Train to the end; after it returns or raises, no process, memory or file of it is left."""
+        """Train to the end, in processes that this one starts; afterwards no process, memory or file of it is left."""
+
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        """`run` with processes that were started externally; only where they can take part."""
+        del stage
+        raise UserError(f"strategy={self._request.strategy} has no part for {process_group.place.name}")
 
 
 def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:

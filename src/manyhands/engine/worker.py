@@ -44,8 +44,8 @@ class Trained:
     samples: int
     seconds: float
     stopped_early: bool
+    # The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`
     weights: Mapping[str, torch.Tensor] | None = None
-    """The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`."""
 
 
 class Trainer:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessTraining", "Train", "WorkerJob"]
 
+# Trains from a checkpoint or from nothing, and gives what else there is to tell
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
-"""Trains from a checkpoint or from nothing, and gives what else there is to tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,7 @@ class WorkerJob:
     threads: int
     run_path: Path | None
     keep_checkpoints: int
-    resume_step: int | None
-    """Go on from the checkpoint of this step."""
+    resume_step: int | None  # go on from the checkpoint of this step
 
 
 class ProcessTraining(Training):
@@ -110,8 +109,6 @@ class ProcessTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Start the workers, process their notes, and read the weights that worker 0 left."""
-        if stage.process_group is not None:
-            return self._lead(stage, stage.process_group)
         from manyhands.places.local.local import LocalCluster
 
         request = self._request
@@ -155,7 +152,7 @@ class ProcessTraining(Training):
             notes=self.said(finished),
         )
 
-    def _lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
         """Train as worker 0 in this process, and listen to the others, which run the same loop."""
         from manyhands.engine.external_workers import ORDERS, ControlListener, LeadingWorker
 

@@ -57,11 +57,11 @@ __all__ = [
 
 
 _log = logging.getLogger("manyhands")
+# What to do where a run is in the way, as Python has it
 IN_PYTHON: Final = "pass resume=True or choose another out"
-"""What to do where a run is in the way, as Python has it."""
 
+# The same on the command line
 ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
-"""The same on the command line."""
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG = "hang.txt"

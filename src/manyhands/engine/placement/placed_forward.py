@@ -44,8 +44,7 @@ class ForwardPass:
     soft: bool
     log: PlacementLog = field(default_factory=lambda: PlacementLog())
     running: list[tuple[str, torch.device | None]] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    """Of the hooks that follow it."""
+    handles: list[RemovableHandle] = field(default_factory=list)  # of the hooks that follow it
 
     def begin(self) -> None:
         self.log.rows.clear()
@@ -230,21 +229,12 @@ _HEAD = ("module", "operation", "device", "shape", "copied", "")
 class PlacedOperation:
     """One operation, as it was called in Python: `linear`, `matmul`, `to`."""
 
-    module: str
-    """The module in whose `forward` it was called; empty for the model's own."""
-
+    module: str  # the module in whose `forward` it was called; empty for the model's own
     operation: str
-    device: str
-    """Where it ran; of a copy, where to."""
-
-    shape: tuple[int, ...]
-    """Of its result, of the first where there are several."""
-
-    copied_bytes: int = 0
-    """What was copied from one device to another for it."""
-
-    note: str = ""
-    """Why it did not run where its module is placed; empty where it did."""
+    device: str  # where it ran; of a copy, where to
+    shape: tuple[int, ...]  # of its result, of the first where there are several
+    copied_bytes: int = 0  # what was copied from one device to another for it
+    note: str = ""  # why it did not run where its module is placed; empty where it did
 
 
 @dataclass(slots=True)
@@ -254,11 +244,9 @@ class PlacementLog:
     Operations of backward run where those of forward did, and gradients pass every copy in reverse.
     """
 
-    rows: list[PlacedOperation] = field(default_factory=list)
-    """Of the last forward pass."""
-
+    rows: list[PlacedOperation] = field(default_factory=list)  # of the last forward pass
+    # What was placed elsewhere than it was asked for, and why; a sentence each
     notes: list[str] = field(default_factory=list)
-    """What was placed elsewhere than it was asked for, and why; a sentence each."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -203,26 +203,15 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 class Node:
     """One module of a model, as it ran once."""
 
+    # In the model; a part of a chain that has several modules is called after all: `tokens+positions`
     name: str
-    """In the model; a part of a chain that has several modules is called after all: `tokens+positions`."""
-
-    kind: str
-    """The module's class."""
-
+    kind: str  # the module's class
+    # The names of the modules that it is made of, in the model; empty for one that is not the model's own
     modules: tuple[str, ...]
-    """The names of the modules that it is made of, in the model; empty for one that is not the model's own."""
-
-    parameters: int
-    """How many numbers it has to learn; what it shares with another node is in both."""
-
-    shape: tuple[int, ...]
-    """Of its output."""
-
-    output_bytes: int
-    """Of its output."""
-
-    seconds: float = 0.0
-    """What its forward took."""
+    parameters: int  # how many numbers it has to learn; what it shares with another node is in both
+    shape: tuple[int, ...]  # of its output
+    output_bytes: int  # of its output
+    seconds: float = 0.0  # what its forward took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,53 +226,32 @@ class Edge:
 class TiedParameters:
     """Parameters that several nodes share, as tied weights; across places, their gradients must be summed."""
 
-    nodes: tuple[int, ...]
-    """The numbers of the nodes that have them."""
-
-    num_bytes: int
-    """Of these parameters."""
+    nodes: tuple[int, ...]  # the numbers of the nodes that have them
+    num_bytes: int  # of these parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """The modules of a model and the values between them, for one batch."""
 
-    nodes: tuple[Node, ...]
-    """In the order in which they ran."""
-
-    edges: tuple[Edge, ...]
-    """By target, then by source."""
-
-    samples: int
-    """Of the batch that all sizes are of."""
-
-    parameters: int
-    """Of the whole model, those that several modules share counted once."""
-
-    parameter_bytes: int
-    """Of the whole model."""
-
-    shared: tuple[TiedParameters, ...]
-    """What several nodes share of them."""
-
-    is_chain: bool
-    """Whether each node needs the one before it alone."""
+    nodes: tuple[Node, ...]  # in the order in which they ran
+    edges: tuple[Edge, ...]  # by target, then by source
+    samples: int  # of the batch that all sizes are of
+    parameters: int  # of the whole model, those that several modules share counted once
+    parameter_bytes: int  # of the whole model
+    shared: tuple[TiedParameters, ...]  # what several nodes share of them
+    is_chain: bool  # whether each node needs the one before it alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """A value that is sent from one place to another; its gradient, of the same size, is sent back."""
 
-    source: int
-    """The node that gives it."""
-
-    targets: tuple[int, ...]
-    """The nodes there that need it: it travels once for all of them."""
-
+    source: int  # the node that gives it
+    targets: tuple[int, ...]  # the nodes there that need it: it travels once for all of them
     from_place: str
     to_place: str
-    num_bytes: int
-    """Of a batch."""
+    num_bytes: int  # of a batch
 
 
 def cut_of(graph: Graph, places: Sequence[str]) -> tuple[Crossing, ...]:

@@ -55,8 +55,7 @@ class RoundClock:
     ) -> None:
         self._words, self._exchange = words, exchange
         self._worker_context, self._take_input_ns = worker_context, take_input_ns
-        self.rounds = 0
-        """How many exchanges this worker has taken part in."""
+        self.rounds = 0  # how many exchanges this worker has taken part in
         self._sent = Traffic()
         self._started_ns = self._computed_ns = self._overlapped_ns = 0
         self._waited_before: Counter[int] = Counter()
@@ -161,10 +160,8 @@ class Rounds:
         self.words, self.exchange = words, exchange
         self.readings = Readings(words.world, self._weigh)
         self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
-        self.wants_stop = False
-        """This worker asked to stop."""
-        self.is_stopped = False
-        """All have agreed to."""
+        self.wants_stop = False  # this worker asked to stop
+        self.is_stopped = False  # all have agreed to
         self._worker_context = worker_context
         self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
@@ -175,8 +172,7 @@ class Rounds:
         self._model: nn.Module | None = None
         self._buffers: BufferKeeper | None = None
         self._optimizer: Optimizer | None = None
-        self._watch: GradientWatch | None = None
-        """Where the strategy steps by itself."""
+        self._watch: GradientWatch | None = None  # where the strategy steps by itself
         self._hooks = ExitStack()
 
     def require_model(self) -> nn.Module:

@@ -49,11 +49,9 @@ __all__ = ["GroupConnection", "choose", "connect"]
 
 _log = logging.getLogger("manyhands")
 
-FarLink = TorchLink | TcpLink
-"""A link to a worker of another host."""
+FarLink = TorchLink | TcpLink  # a link to a worker of another host
 
-Hosts = Sequence[Sequence[int]]
-"""The ranks of each host."""
+Hosts = Sequence[Sequence[int]]  # the ranks of each host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +61,10 @@ class GroupConnection:
     strategy: Strategy
     words: Words
     exchange: Exchange
-    local_rank: int = 0
-    """This worker's place among those of its host."""
+    local_rank: int = 0  # this worker's place among those of its host
     on_one_host: bool = True
-    abort: Callable[[], None] = lambda: None
-    """End the waits of the others: this worker has failed."""
-    close: Callable[[], None] = lambda: None
-    """Say farewell; before `words` and `exchange` are closed."""
+    abort: Callable[[], None] = lambda: None  # end the waits of the others: this worker has failed
+    close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
 
 
 _ALONE = "single"

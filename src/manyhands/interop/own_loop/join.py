@@ -29,8 +29,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["join"]
 
-_open: dict[str, str] = {}
-"""The groups of this process by name, with where each was joined."""
+_open: dict[str, str] = {}  # the groups of this process by name, with where each was joined
 
 _opening = threading.Lock()
 _CHECK_EVERY = 100

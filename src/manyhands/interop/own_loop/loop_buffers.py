@@ -45,8 +45,8 @@ class BufferKeeper:
         holders = model.modules() if mode != "local" and words.world > 1 else ()
         self._holders = [module for module in holders if any(True for _ in module.buffers(recurse=False))]
         self._seen = [_state(module) for module in self._holders]
+        # Modules whose buffers have been seen to change, on some worker: those travel
         self._moving = [False] * len(self._holders)
-        """Modules whose buffers have been seen to change, on some worker: those travel."""
 
     def news(self) -> int:
         changed = self._changed()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
@@ -65,8 +65,7 @@ class _GroupLoader:
 
     def __init__(self, loader: Iterable[Any], reader: Rounds, move: Move) -> None:
         self._loader, self._reader, self._move = loader, reader, move
-        self.is_stopped = False
-        """It gives no batch any more: a worker asked to stop while it was being read."""
+        self.is_stopped = False  # it gives no batch any more: a worker asked to stop while it was being read
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

@@ -89,27 +89,21 @@ def _are_equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-FILLERS: Final = 2
-"""Samples for a worker without a share: batch norm needs two."""
+FILLERS: Final = 2  # samples for a worker without a share: batch norm needs two
 
-END = object()
-"""What comes after the last batch."""
+END = object()  # what comes after the last batch
 
-Move = Callable[[Any], Any]
-"""Takes a batch to where the worker computes."""
+Move = Callable[[Any], Any]  # takes a batch to where the worker computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPart:
     """What one worker has of a global batch."""
 
-    share: float
-    """Of the whole batch."""
+    share: float  # of the whole batch
     samples: int = 0
-    mark: int = 0
-    """A checksum of the whole batch: the same on all workers, or they do not read the same."""
-    last: bool = False
-    """This worker's stream has no other batch after this one."""
+    mark: int = 0  # a checksum of the whole batch: the same on all workers, or they do not read the same
+    last: bool = False  # this worker's stream has no other batch after this one
 
 
 def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
@@ -132,11 +126,9 @@ def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 class LoaderReading:
     """One loader being read, from its first batch to its last."""
 
-    loader: Any
-    """It has `is_stopped`: set, it gives no batch any more."""
+    loader: Any  # it has `is_stopped`: set, it gives no batch any more
     part: LoaderPart
-    is_over: bool = False
-    """The loop over the loader ends after the batch at hand."""
+    is_over: bool = False  # the loop over the loader ends after the batch at hand
 
 
 class Readings:

@@ -71,16 +71,11 @@ class Word:
     """One worker's status word."""
 
     call: Call
-    stop: bool = False
-    """It wants all to stop."""
-    last: bool = False
-    """Its stream of batches has no other after this one."""
-    mark: int = 0
-    """A checksum of the global batch it reads; 0 where batches are not split."""
-    news: int = 0
-    """Which buffers changed; see `buffers.py`."""
-    value: float = 0.0
-    """A number that belongs to the call."""
+    stop: bool = False  # it wants all to stop
+    last: bool = False  # its stream of batches has no other after this one
+    mark: int = 0  # a checksum of the global batch it reads; 0 where batches are not split
+    news: int = 0  # which buffers changed; see `buffers.py`
+    value: float = 0.0  # a number that belongs to the call
 
 
 def require_same(words: Sequence[Word]) -> None:

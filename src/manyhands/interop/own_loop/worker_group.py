@@ -32,8 +32,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["WorkerGroup"]
 
-_MEMORY: Final = "manyhands: what the exchange remembers"
-"""Beside the user's own `extra` in a checkpoint."""
+_MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
