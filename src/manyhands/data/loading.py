@@ -10,8 +10,8 @@ from manyhands.errors import UserError
 
 __all__ = ["Key", "Loading", "Upcoming"]
 
-# A step, a part and the number of parts: one worker's share of one global batch
 Key: TypeAlias = tuple[int, int, int]
+"""A step, a part and the number of parts: one worker's share of one global batch."""
 
 _REMEMBERED = 8
 
@@ -24,15 +24,15 @@ class Loading:
     a batch is gathered at once, and this setting changes nothing.
     """
 
-    # Loader processes for each worker of the run, as `num_workers` of torch's DataLoader; 0: the worker loads each
-    # batch itself, when it needs it. A stream of samples is read by one process, however many are given.
     workers: int = 0
-    # Batches that each loader process has ready or in work beyond the one that is computed, as `prefetch_factor`
+    """Loader processes for each worker of the run, as `num_workers` of torch's DataLoader; 0: the worker loads each
+    batch itself, when it needs it. A stream of samples is read by one process, however many are given."""
     ahead: int = 2
-    # Copy batches to page-locked memory, from which a GPU fetches them while it computes; without a GPU, no effect
+    """Batches that each loader process has ready or in work beyond the one that is computed, as `prefetch_factor`."""
     pinned: bool = False
-    # How long a worker waits for a batch before the run fails; the error names the loader process and where it is
+    """Copy batches to page-locked memory, from which a GPU fetches them while it computes; without a GPU, no effect."""
     timeout_s: float = 300.0
+    """How long a worker waits for a batch before the run fails; the error names the loader process and where it is."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("workers", self.workers, 0), ("ahead", self.ahead, 1)):

@@ -47,7 +47,8 @@ class PerWorker(WorkerData):
     An `IterableDataset`, say. It is called in the worker, and what it gives must begin anew each time it is iterated.
     """
 
-    make: Callable[[int, int], Iterable[Any]]  # (rank, world) -> an iterable of samples
+    make: Callable[[int, int], Iterable[Any]]
+    """(rank, world) -> an iterable of samples."""
 
     def __post_init__(self) -> None:
         if not callable(self.make):
@@ -91,11 +92,12 @@ class Files(WorkerData):
     `{world}`) in the pattern every worker looks for its own files where it runs, and reads all that it finds.
     """
 
-    pattern: str  # as `glob` has it; `**` stands for any folders between
-    # (path) -> samples; unless told, the lines of a text file, plain or gzip
+    pattern: str
+    """As `glob` has it; `**` stands for any folders between."""
     read: Callable[[Path], Iterable[Any]] = text_lines
-    # What was found where the value was made; give none
+    """(path) -> samples; unless told, the lines of a text file, plain or gzip."""
     paths: tuple[str, ...] = field(default=(), repr=False)
+    """What was found where the value was made; give none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
@@ -159,8 +161,10 @@ class RayShards(WorkerData):
     of its nodes and beyond them on disk; a worker gets its own, block after block, while it iterates.
     """
 
-    dataset: Any  # as `ray.data` made it
-    shards: tuple[Any, ...] = ()  # one for each worker, once it is dealt
+    dataset: Any
+    """As `ray.data` made it."""
+    shards: tuple[Any, ...] = ()
+    """One for each worker, once it is dealt."""
 
     def dealt(self, parts: int) -> RayShards:
         """Have Ray cut it; needs the connection to Ray that the dataset was made with."""

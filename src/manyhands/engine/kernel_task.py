@@ -26,8 +26,8 @@ from manyhands.task import Metric, Passes, RowsOf, Task
 
 __all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken", "check_shared_rows"]
 
-# Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time
 CHECKPOINT_SHARE = 50
+"""Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time."""
 _CHECKPOINT_BYTES = 12 << 20  # what can be written while the disk makes sure of a small one
 
 
@@ -44,15 +44,21 @@ class Portion:
 class Taken:
     """What one worker did with a portion."""
 
-    loss: float  # the sum of the losses that count here, each before its own update
-    weight: float  # what they are divided by for their mean
-    samples: int  # how many records are this worker's, so that those of all workers are all of them
-    input_ns: int = 0  # what reading took
-    bytes_sent: int = 0  # what others read of this worker
+    loss: float
+    """The sum of the losses that count here, each before its own update."""
+    weight: float
+    """What they are divided by for their mean."""
+    samples: int
+    """How many records are this worker's, so that those of all workers are all of them."""
+    input_ns: int = 0
+    """What reading took."""
+    bytes_sent: int = 0
+    """What others read of this worker."""
     messages_sent: int = 0
-    # What the step measured on data held out, the same on every worker: a row of evaluation in the history
     metrics: Mapping[str, float] = field(default_factory=dict)
-    ends: str = ""  # why the run is to end with this step, the same on every worker; empty: it goes on
+    """What the step measured on data held out, the same on every worker: a row of evaluation in the history."""
+    ends: str = ""
+    """Why the run is to end with this step, the same on every worker; empty: it goes on."""
 
 
 class KernelStep(ABC):
@@ -61,9 +67,11 @@ class KernelStep(ABC):
     The `state_dict()` of `model` is all that a run needs to continue; it is complete and current after `gather`.
     """
 
-    shares_memory: ClassVar[bool] = True  # whether all workers train on one memory; else each has its own
-    # Memory that all workers share, where the step has it: its first bytes are the trainer's
+    shares_memory: ClassVar[bool] = True
+    """Whether all workers train on one memory; else each has its own."""
+
     segment: Segment | None = None
+    """Memory that all workers share, where the step has it: its first bytes are the trainer's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -214,4 +222,5 @@ def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: 
         raise UserError(f"strategy {strategy}: {task} {no_settings}")
 
 
-AnyTask: TypeAlias = Task | KernelTask  # what `fit` trains
+AnyTask: TypeAlias = Task | KernelTask
+"""What `fit` trains."""
