@@ -16,7 +16,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.cli.export_command import export_command
 from manyhands.cli.predict_command import predict_command
-from manyhands.data.store.exported import PRECISIONS, narrow, read_exported, widen, write_exported
+from manyhands.data.store.tensorfile import PRECISIONS, narrow, read_exported, widen, write_exported
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.logreg.labels import Labels

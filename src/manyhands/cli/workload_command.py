@@ -45,7 +45,7 @@ from manyhands.workloads.registry import offered
 from manyhands.workloads.task_options import chosen
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
 
 __all__ = ["add_trainings", "print_rows"]
 
@@ -119,8 +119,8 @@ def _train(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _KeptR
 def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
     """Where the run is kept; UserError where it cannot be, before anything is read."""
     from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
+    from manyhands.engine.training import Keeping
 
     if asked.resume and asked.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")

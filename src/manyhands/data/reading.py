@@ -6,18 +6,24 @@ piece), whatever the model draws between. So a loader process draws what the wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from manyhands.data.batches import BatchPlan, BatchShares, BatchSource, IndexedShares, Share
-from manyhands.data.loading import Key
-from manyhands.data.own import own_data
-from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
-from manyhands.data.shares import OwnShares, StreamShares, sample_weights
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
-__all__ = ["BatchReading", "ReadShare", "ShareReader"]
+from manyhands.data.batches import BatchPlan, BatchShares, BatchSource, IndexedShares, Share, share_of, split
+from manyhands.data.loading import Key
+from manyhands.data.own import WorkerData, own_data
+from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
+from manyhands.errors import UserError
+
+__all__ = ["BatchReading", "OwnShares", "ReadShare", "ShareReader", "StreamShares", "sample_weights"]
 
 # What a stream draws is not what its model draws, nor what is drawn while a batch is made.
 _READING, _MAKING = 1, 2
@@ -135,3 +141,164 @@ class ShareReader:
 
 def _fetched() -> Any:
     raise AssertionError("the batches of a share that was read lie beside it")
+
+
+class StreamShares(BatchShares):
+    """Shares of batches of samples that can only be iterated.
+
+    Everybody draws the whole stream, batch after batch, and keeps its own part of each. Batches are those of a
+    `DataLoader` of the stream which is gone through again and again, so the last one of a pass may be short. Before a
+    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int], None],
+    ) -> None:
+        self._drawing = _Drawing(stream, batch_size, seeded, across=False)
+        self._collate = default_collate if collate is None else collate
+        self._microbatches = microbatches
+
+    def keep_from(self, step: int) -> None:
+        self._drawing.kept_from = step
+
+    def batch_samples(self, step: int) -> int:
+        return len(self._drawing.batch(step))
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        batch = self._drawing.batch(step)
+        mine = split(len(batch), part, parts)
+        return share_of(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+
+
+class OwnShares(BatchShares):
+    """Shares drawn from a stream per part: batch k is the next share of every worker.
+
+    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
+    within it. Before a share is drawn `seeded(step, part)` is called.
+    """
+
+    def __init__(
+        self,
+        data: WorkerData,
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int, int], None],
+    ) -> None:
+        self._data = data
+        self._collate = default_collate if collate is None else collate
+        self._batch_size = batch_size
+        self._microbatches = microbatches
+        self._seeded = seeded
+        self._drawings: dict[tuple[int, int], _Drawing] = {}
+        self._kept_from: int | None = None
+
+    def keep_from(self, step: int) -> None:
+        self._kept_from = step
+
+    def batch_samples(self, step: int) -> int:
+        del step
+        return self._batch_size
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        drawing = self._drawings.get((part, parts))
+        if drawing is None:
+            drawing = _Drawing(
+                self._data.stream(part, parts),
+                len(split(self._batch_size, part, parts)),
+                seeded=lambda step: self._seeded(step, part),
+                across=True,
+                whose=f"data of worker {part}" if parts > 1 else "data",
+            )
+            self._drawings[part, parts] = drawing
+        drawing.kept_from = self._kept_from
+        return share_of(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
+
+
+class _Drawing:
+    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass.
+
+    Whoever wants a batch later than the next, as after a resume, draws those between; an earlier one, the stream from
+    its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        size: int,
+        seeded: Callable[[int], None],
+        *,
+        across: bool,
+        whose: str = "data",
+    ) -> None:
+        self._stream = stream
+        self._size = size
+        self._seeded = seeded
+        self._across = across
+        self._whose = whose
+        # From which batch on those that were drawn are remembered; None: the last one alone
+        self.kept_from: int | None = None
+        self._drawn: dict[int, list[Any]] = {}
+        self._begin()
+
+    def batch(self, step: int) -> list[Any]:
+        if step < self._next and step not in self._drawn:
+            self._begin()
+        while self._next <= step:
+            self._seeded(self._next)
+            drawn = self._draw(self._size)
+            while not drawn or (self._across and len(drawn) < self._size):
+                drawn += self._draw_again(self._size - len(drawn), is_empty=not (self._next or drawn))
+            first = self._next if self.kept_from is None else min(self.kept_from, step)
+            self._drawn = {number: kept for number, kept in self._drawn.items() if number >= first}
+            self._drawn[self._next] = drawn
+            self._next += 1
+        return self._drawn[step]
+
+    def _begin(self) -> None:
+        self._passes, self._next = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._drawn = {}
+
+    def _draw(self, count: int) -> list[Any]:
+        if self._iterator is None:
+            if hasattr(self._stream, "set_epoch"):  # of those that draw every pass in another order
+                self._stream.set_epoch(self._passes)
+            self._iterator = iter(self._stream)
+        return list(islice(self._iterator, count))
+
+    def _draw_again(self, count: int, *, is_empty: bool) -> list[Any]:
+        """A pass is over, without a sample where it `is_empty`: the first samples of the next."""
+        self._passes, self._iterator = self._passes + 1, None
+        drawn = self._draw(count)
+        if drawn:
+            return drawn
+        name = type(self._stream).__name__
+        if is_empty:
+            raise UserError(f"{self._whose}, a {name}, gave no sample; give at least one")
+        raise UserError(
+            f"{self._whose}, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is "
+            "iterated"
+        )
+
+
+def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+    """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
+    allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
+    try:
+        found = torch.as_tensor(weights).detach().cpu().to(torch.float64).numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"weights is a {type(weights).__name__}; {allowed}") from error
+    if found.shape != (samples,):
+        raise UserError(f"weights has the shape {found.shape}; {allowed}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
+        raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
+    if not found.any():
+        raise UserError("weights are all 0; some samples must weigh more")
+    return found

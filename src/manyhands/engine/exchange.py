@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 
@@ -110,7 +110,7 @@ class MicrobatchTime:
     end_ns: int
     microbatch: int  # from 0
     waited_for: int | None = None  # which worker; None: the time was this worker's own work
-    # What went, after it and inside the same turn, into passing things between slices of a layer
+    # What went, after it and inside the same work item, into passing things between slices of a layer
     exchange_ns: int = 0
 
 
@@ -122,8 +122,8 @@ class Times:
     wait_ns: Mapping[int, int] = field(default_factory=dict)  # waiting for each worker that came later
     # Messages to and from each worker, where there are any
     posts: Mapping[int, PeerTraffic] = field(default_factory=dict)
-    # What computing was made of, in order, where workers take turns at micro-batches
-    turns: Sequence[MicrobatchTime] = ()
+    # What computing was made of, in order, where workers share micro-batches
+    microbatches: Sequence[MicrobatchTime] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,16 +134,12 @@ class Traffic:
     bytes_sent: int = 0
 
     def __add__(self, more: Traffic) -> Traffic:
-        return Traffic(
-            messages_sent=self.messages_sent + more.messages_sent,
-            bytes_sent=self.bytes_sent + more.bytes_sent,
-        )
+        messages, sent = self.messages_sent + more.messages_sent, self.bytes_sent + more.bytes_sent
+        return Traffic(messages_sent=messages, bytes_sent=sent)
 
     def __sub__(self, before: Traffic) -> Traffic:
-        return Traffic(
-            messages_sent=self.messages_sent - before.messages_sent,
-            bytes_sent=self.bytes_sent - before.bytes_sent,
-        )
+        messages, sent = self.messages_sent - before.messages_sent, self.bytes_sent - before.bytes_sent
+        return Traffic(messages_sent=messages, bytes_sent=sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,11 +166,7 @@ class SentFor:
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """The form in which a worker reports it and a summary holds it."""
-        return {
-            one.name: {"bytes_sent": sent.bytes_sent, "messages_sent": sent.messages_sent}
-            for one in fields(self)
-            for sent in (getattr(self, one.name),)
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Mapping[str, int]]) -> SentFor:
@@ -351,9 +343,9 @@ class Exchange(ABC):
 
         With `alike`, after `attach`, each evaluates all of the data, which must be small.
         """
-        return (
-            computer.evaluate(model) if alike else computer.evaluate(model, self.rank, self.world, self.total)
-        )
+        if alike:
+            return computer.evaluate(model)
+        return computer.evaluate(model, self.rank, self.world, self.total)
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from manyhands.strategy import Strategy
 __all__ = ["RequestedRun", "spoken_by"]
 
 _log = logging.getLogger("manyhands")
-# Every process of a run calls `fit` as often as the others, in the same order: so each call has a name
+# Every process of a run calls `fit` as often as the others, in the same order: so each call has a name.
 _fits = itertools.count()
 
 _RUN: Final = "run"
@@ -108,9 +108,8 @@ class RequestedRun:
         """The run that another process has led, which keeps its directory."""
         run = _run_of(self.request.plan.task.model(), bytearray(data))
         if self.out is not None:
-            run.summary["notes"].append(
-                f"the run is kept in {self.out} on the node of the cluster that led it"
-            )
+            kept = f"the run is kept in {self.out} on the node of the cluster that led it"
+            run.summary["notes"].append(kept)
         return run
 
     def here(self) -> Run:

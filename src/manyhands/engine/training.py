@@ -24,9 +24,11 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoin
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.options import Options
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
+from manyhands.engine.run import RowsInOrder
 from manyhands.errors import UserError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.strategies.registry import STRATEGIES
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from manyhands.observe.analyse.collect import Collector
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
-__all__ = ["Result", "Stage", "Training", "training_class"]
+__all__ = ["Keeping", "Kept", "Result", "Stage", "Training", "last_kept", "training_class"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,6 @@ class Stage:
 
     @property
     def run_path(self) -> Path | None:
-        """The path of the run's directory."""
         return self.directory.path.absolute() if self.directory is not None else None
 
     def collector(
@@ -99,20 +100,19 @@ class Stage:
         """Context in which the run is shown, if a view was requested."""
         from manyhands.observe.draw.showing import showing
 
-        options, steps = self.request.options, self.request.plan.steps
+        options, steps, totals = self.request.options, self.request.plan.steps, collector.snapshot
         if options.view is not None:
-            shown = options.view(steps, collector.snapshot)
+            shown = options.view(steps, totals)
         else:
-            shown = showing(options.progress, steps, collector.snapshot, str(self.request.strategy))
+            shown = showing(options.progress, steps, totals, str(self.request.strategy))
         with shown:
             yield
             collector.flush()  # the last picture is of the end
 
     def checkpoints(self) -> CheckpointStore | None:
         """Where checkpoints go; None where the run is not kept."""
-        if self.directory is None:
-            return None
-        return self.directory.checkpoints(self.request.options.keep_checkpoints)
+        keep = self.request.options.keep_checkpoints
+        return self.directory.checkpoints(keep) if self.directory is not None else None
 
 
 class Training(ABC):
@@ -173,10 +173,8 @@ class Training(ABC):
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The step that a resumed run would begin after; 0 where nothing is kept."""
-        try:
-            return directory.checkpoints().load().step
-        except NoCheckpoint:
-            return 0
+        found = Training.kept(directory, None, None)
+        return found[0] if found is not None else 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
@@ -213,3 +211,36 @@ def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Traini
     if found is None:
         raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
     return cast(type[Training], found).chosen_for(strategy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Where a workload's run is kept: its directory, and whether to resume from it."""
+
+    out: Path
+    resume: bool = False
+    # Of `fit`; its view and its ears are the workload's
+    options: Options = field(default_factory=lambda: Options(resume_command="", progress="none"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Parameters by name after `steps` steps, and the rows of the history up to there."""
+
+    values: Mapping[str, Tensor]
+    steps: int
+    rows: list[dict[str, Any]]
+
+
+def last_kept(folder: Path, task: AnyTask, strategy: Strategy) -> Kept | None:
+    """The newest checkpoint in a run's directory; None where there is none yet."""
+    directory = RunDirectory.open(folder, lock=False)
+    try:
+        found = training_class(strategy, compiled=task.compiled).kept(directory, task, strategy)
+        if found is None:
+            return None
+        steps, values = found
+        rows = [row for row in directory.metrics.read() if row["step"] <= steps]
+        return Kept(values=values, steps=steps, rows=rows)
+    finally:
+        directory.close()

@@ -82,7 +82,7 @@ class RoundClock:
         book = StepBook(self._worker_context.record, self.rounds, started_ns)
         book.input(self._input_ns, samples)
         book.compute(computed_ns, less_ns=self._overlapped_ns + self._waited_before.total())
-        book.go_on_at(computed_ns - self._waited_before.total())
+        book.at_ns = computed_ns - self._waited_before.total()
         book.waits(self._waited_before)
         book.waits(waited)
         if self._exchange.world > 1:

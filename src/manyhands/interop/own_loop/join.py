@@ -16,9 +16,8 @@ from manyhands.engine.device import check_device, device_of
 from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
-from manyhands.interop.own_loop.connect import connect
+from manyhands.interop.own_loop.connect import Recorded, Unwatched, connect, keeping
 from manyhands.interop.own_loop.loop_buffers import check_mode
-from manyhands.interop.own_loop.loop_events import Recorded, Unwatched, keeping
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing

@@ -23,8 +23,7 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.interop.own_loop.connect import choose
-from manyhands.interop.own_loop.loop_events import own_loop_config
+from manyhands.interop.own_loop.connect import choose, own_loop_config
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing

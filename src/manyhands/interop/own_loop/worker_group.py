@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds

@@ -111,7 +111,7 @@ class GbdtTask(KernelTask):
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
         """Trees are no memory that workers could share without order."""
-        raise self._refusal(segment, offset)  # type: ignore[arg-type]
+        raise self._refusal(segment, offset)
 
     @property
     def num_bytes(self) -> int:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from manyhands.data.store.tensorfile import read_tensors
-from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
+from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
