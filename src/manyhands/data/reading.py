@@ -43,32 +43,20 @@ class BatchReading:
 
     def shares(self) -> BatchShares:
         """The shares of every global batch."""
-        shares = self._shares()
-        return shares if shares.gathers else _DrawnApart(shares, self.seed)
-
-    def _shares(self) -> BatchShares:
-        seed, own = self.seed, own_data(self.data)
+        seed, own, sizes = self.seed, own_data(self.data), (self.batch_size, self.microbatches)
+        shares: BatchShares
         if own is not None:
-            return OwnShares(
-                own,
-                self.collate,
-                self.batch_size,
-                self.microbatches,
-                seeded=lambda step, part: seed_all(mix(seed, step, part, _READING)),
+            shares = OwnShares(
+                own, self.collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING))
             )
-        if self.streams:
-            return StreamShares(
-                self.data,
-                self.collate,
-                self.batch_size,
-                self.microbatches,
-                seeded=lambda step: seed_all(mix(seed, step)),
-            )
-        source = BatchSource(self.data, self.collate)
-        weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
-        return IndexedShares(
-            source, BatchPlan(len(source), self.batch_size, seed), self.microbatches, weights
-        )
+        elif self.streams:
+            shares = StreamShares(self.data, self.collate, *sizes, lambda step: seed_all(mix(seed, step)))
+        else:
+            source = BatchSource(self.data, self.collate)
+            weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
+            plan = BatchPlan(len(source), self.batch_size, seed)
+            shares = IndexedShares(source, plan, self.microbatches, weights)
+        return shares if shares.gathers else _DrawnApart(shares, seed)
 
 
 class _DrawnApart(BatchShares):
@@ -88,27 +76,18 @@ class _DrawnApart(BatchShares):
         self._shares.keep_from(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
+        def fetched(number: int, fetch: Callable[[], Any]) -> Any:
+            seed = mix(self._seed, step, part, _MAKING, number)
+            if number:
+                with drawn_apart(seed):
+                    return fetch()
+            seed_host(seed)
+            return fetch()
+
         share = self._shares.share(step, part, parts)
-        pieces = tuple(
-            replace(
-                piece,
-                fetch=partial(
-                    _apart if number else _seeded, mix(self._seed, step, part, _MAKING, number), piece.fetch
-                ),
-            )
-            for number, piece in enumerate(share.pieces)
-        )
-        return replace(share, pieces=pieces)
-
-
-def _seeded(seed: int, fetch: Callable[[], Any]) -> Any:
-    seed_host(seed)
-    return fetch()
-
-
-def _apart(seed: int, fetch: Callable[[], Any]) -> Any:
-    with drawn_apart(seed):
-        return fetch()
+        pieces = enumerate(share.pieces)
+        drawn = (replace(piece, fetch=partial(fetched, number, piece.fetch)) for number, piece in pieces)
+        return replace(share, pieces=tuple(drawn))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -131,16 +110,9 @@ class ShareReader:
         self._shares.keep_from(kept_from)
         share = self._shares.share(*key)
         batches = [piece.fetch() for piece in share.pieces]
-        bare = tuple(replace(piece, fetch=_fetched) for piece in share.pieces)
-        return ReadShare(
-            batch_samples=self._shares.batch_samples(key[0]),
-            share=replace(share, pieces=bare),
-            batches=batches,
-        )
-
-
-def _fetched() -> Any:
-    raise AssertionError("the batches of a share that was read lie beside it")
+        # The batches of a share that was read lie beside it; what fetches them is not sent.
+        bare = replace(share, pieces=tuple(replace(piece, fetch=tuple) for piece in share.pieces))
+        return ReadShare(batch_samples=self._shares.batch_samples(key[0]), share=bare, batches=batches)
 
 
 class StreamShares(BatchShares):
@@ -190,11 +162,9 @@ class OwnShares(BatchShares):
         microbatches: int,
         seeded: Callable[[int, int], None],
     ) -> None:
-        self._data = data
+        self._data, self._seeded = data, seeded
         self._collate = default_collate if collate is None else collate
-        self._batch_size = batch_size
-        self._microbatches = microbatches
-        self._seeded = seeded
+        self._batch_size, self._microbatches = batch_size, microbatches
         self._drawings: dict[tuple[int, int], _Drawing] = {}
         self._kept_from: int | None = None
 
@@ -236,34 +206,34 @@ class _Drawing:
         across: bool,
         whose: str = "data",
     ) -> None:
-        self._stream = stream
-        self._size = size
-        self._seeded = seeded
-        self._across = across
-        self._whose = whose
+        self._stream, self._size, self._seeded = stream, size, seeded
+        self._across, self._whose = across, whose
         # From which batch on those that were drawn are remembered; None: the last one alone
         self.kept_from: int | None = None
         self._drawn: dict[int, list[Any]] = {}
-        self._begin()
+        self._passes = self._next = 0
+        self._iterator: Iterator[Any] | None = None
 
     def batch(self, step: int) -> list[Any]:
         if step < self._next and step not in self._drawn:
-            self._begin()
+            self._passes, self._next, self._iterator, self._drawn = 0, 0, None, {}
         while self._next <= step:
             self._seeded(self._next)
             drawn = self._draw(self._size)
-            while not drawn or (self._across and len(drawn) < self._size):
-                drawn += self._draw_again(self._size - len(drawn), is_empty=not (self._next or drawn))
+            while not drawn or (self._across and len(drawn) < self._size):  # a pass is over
+                is_empty = not (self._next or drawn)
+                self._passes, self._iterator = self._passes + 1, None
+                more = self._draw(self._size - len(drawn))
+                if not more:
+                    what = f"{self._whose}, a {type(self._stream).__name__}, gave no sample"
+                    again = f"in pass {self._passes + 1}; it must begin anew each time it is iterated"
+                    raise UserError(f"{what}; give at least one" if is_empty else f"{what} {again}")
+                drawn += more
             first = self._next if self.kept_from is None else min(self.kept_from, step)
             self._drawn = {number: kept for number, kept in self._drawn.items() if number >= first}
             self._drawn[self._next] = drawn
             self._next += 1
         return self._drawn[step]
-
-    def _begin(self) -> None:
-        self._passes, self._next = 0, 0
-        self._iterator: Iterator[Any] | None = None
-        self._drawn = {}
 
     def _draw(self, count: int) -> list[Any]:
         if self._iterator is None:
@@ -271,20 +241,6 @@ class _Drawing:
                 self._stream.set_epoch(self._passes)
             self._iterator = iter(self._stream)
         return list(islice(self._iterator, count))
-
-    def _draw_again(self, count: int, *, is_empty: bool) -> list[Any]:
-        """A pass is over, without a sample where it `is_empty`: the first samples of the next."""
-        self._passes, self._iterator = self._passes + 1, None
-        drawn = self._draw(count)
-        if drawn:
-            return drawn
-        name = type(self._stream).__name__
-        if is_empty:
-            raise UserError(f"{self._whose}, a {name}, gave no sample; give at least one")
-        raise UserError(
-            f"{self._whose}, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is "
-            "iterated"
-        )
 
 
 def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:

@@ -74,13 +74,19 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]
     if kind is float:
-        return value if math.isfinite(value) else _not_finite(value)
+        if math.isfinite(value):
+            return float(value)
+        bits = struct.pack(">d", value)
+        return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
     if kind is list:
         return inside(enumerate(value))
     if kind is tuple:
         return {"$tuple": inside(enumerate(value))}
     if kind in (dict, OrderedDict, Counter):
-        _require_keys(value, path)
+        for key in value:
+            if type(key) not in (str, int):
+                where = path or "the state"
+                raise UserError(f"{where} has the key {key!r}, a {type(key).__name__}; allowed: str and int")
         items = inside(value.items())
         if kind is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(zip(value, items, strict=True))
@@ -90,18 +96,6 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
-
-
-def _not_finite(value: float) -> Json:
-    bits = struct.pack(">d", value)
-    return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
-
-
-def _nan(text: str) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(text)) if re.fullmatch("[0-9a-f]{16}", text) else (0.0,)
-    if not math.isnan(value):
-        raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
-    return float(value)
 
 
 def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> str:
@@ -118,14 +112,6 @@ def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Has
     return key
 
 
-def _require_keys(value: Mapping[Any, Any], path: str) -> None:
-    for key in value:
-        if type(key) not in (str, int):
-            raise UserError(
-                f"{path or 'the state'} has the key {key!r}, a {type(key).__name__}; allowed: str and int"
-            )
-
-
 def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
     match meta:
         case {"$tensor": str(key), **others} if not others:
@@ -137,7 +123,11 @@ def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
         case {"$float": "inf" | "-inf" | "nan" as text, **others} if not others:
             return float(text)
         case {"$nan": str(text), **others} if not others:
-            return _nan(text)
+            bits = bytes.fromhex(text) if re.fullmatch("[0-9a-f]{16}", text) else bytes(8)
+            (value,) = struct.unpack(">d", bits)
+            if not math.isnan(value):
+                raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+            return float(value)
         case {"$items": list(pairs), **others} if not others:
             return dict(_pairs(tensors, pairs))
         case {"$counter": list(pairs), **others} if not others:

@@ -50,9 +50,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
     """UserError names the first tensor that the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _METADATA:
-            raise UserError(
-                f"a tensor cannot be named {name!r}: the safetensors header uses that name itself"
-            )
+            raise UserError(f"a tensor cannot be named {name!r}: the safetensors header uses that name")
         if not _is_dense(tensor) or tensor.dtype not in STORED:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
@@ -72,19 +70,20 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
     header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
     offset = 0
     for name in ordered:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": STORED[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        tensor, begin = tensors[name], offset
+        offset += tensor.numel() * tensor.element_size()
+        shape, span = list(tensor.shape), [begin, offset]
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for name in ordered:
-        yield from _chunks(tensors[name])
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        memory = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        for start in range(0, len(memory), CHUNK_BYTES):
+            # A copy, because the tensor may lie in memory that other processes write to: the bytes that are hashed
+            # must be the bytes that reach the disk.
+            yield bytes(memory[start : start + CHUNK_BYTES])
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -142,24 +141,11 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _chunks(tensor: Tensor) -> Iterator[bytes]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return
-    memory = flat.view(torch.uint8).numpy()
-    for start in range(0, len(memory), CHUNK_BYTES):
-        # A copy, because the tensor may lie in memory that other processes write to: the bytes that are
-        # hashed must be the bytes that reach the disk.
-        yield memory[start : start + CHUNK_BYTES].tobytes()
-
-
 PRECISIONS: Final = ("fp32", "bf16", "int8")
 FORMAT: Final = "export.1"
 _FORMAT_KEY: Final = "manyhands"
-_BLOCK: Final = 64
-_SMALLEST: Final = 256
-_SCALES: Final = "::scales"
-_LARGEST: Final = 127.0
+_BLOCK, _SMALLEST = 64, 256
+_SCALES, _LARGEST = "::scales", 127.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,7 +176,13 @@ def narrow(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
         else:
             if not bool(torch.isfinite(value.to(torch.float32)).all()):
                 raise UserError(f"{name} is not finite; use fp32")
-            written[name], written[name + _SCALES] = _to_int8(value)
+            flat = value.to(torch.float32).reshape(-1)
+            blocks = nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+            scales = blocks.abs().amax(1) / _LARGEST
+            divisors = torch.where(scales > 0, scales, 1.0)
+            rounded = torch.round(blocks / divisors[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+            written[name] = rounded.view(-1)[: flat.numel()].view(value.shape).clone()
+            written[name + _SCALES] = scales
     return written
 
 
@@ -203,10 +195,15 @@ def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"{name} are the scales of nothing")
             continue
         scales = written.get(name + _SCALES)
-        if scales is not None:
-            weights[name] = _from_int8(name, tensor, scales)
-        else:
+        if scales is None:
             weights[name] = tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor.clone()
+            continue
+        count = tensor.numel()
+        fits = scales.shape == (-(-count // _BLOCK),) and scales.dtype == torch.float32
+        if tensor.dtype != torch.int8 or not fits or not bool(torch.isfinite(scales).all()):
+            raise ValueError(f"{name} and its scales do not fit each other")
+        flat = tensor.reshape(-1).to(torch.float32) * scales.repeat_interleave(_BLOCK)[:count]
+        weights[name] = flat.view(tensor.shape)
     return weights
 
 
@@ -237,20 +234,3 @@ def read_exported(path: Path) -> Exported:
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"model {path} was not written by `manyhands export`: {error}") from error
     return Exported(weights=weights, about=header)
-
-
-def _to_int8(value: Tensor) -> tuple[Tensor, Tensor]:
-    flat = value.to(torch.float32).reshape(-1)
-    blocks = nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
-    scales = blocks.abs().amax(1) / _LARGEST
-    divisors = torch.where(scales > 0, scales, 1.0)
-    whole = torch.round(blocks / divisors[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-    return whole.view(-1)[: flat.numel()].view(value.shape).clone(), scales
-
-
-def _from_int8(name: str, whole: Tensor, scales: Tensor) -> Tensor:
-    count = whole.numel()
-    fits = scales.shape == (-(-count // _BLOCK),) and scales.dtype == torch.float32
-    if whole.dtype != torch.int8 or not fits or not bool(torch.isfinite(scales).all()):
-        raise ValueError(f"{name} and its scales do not fit each other")
-    return (whole.reshape(-1).to(torch.float32) * scales.repeat_interleave(_BLOCK)[:count]).view(whole.shape)
