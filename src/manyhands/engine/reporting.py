@@ -17,12 +17,24 @@ from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
 from manyhands.engine.options import StoppingCount
+from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 
-__all__ = ["NOTES", "Peers", "Reporter", "Saved", "StepBook", "WorkerContext", "WorkerNote", "is_due"]
+__all__ = [
+    "NOTES",
+    "Peers",
+    "ProcessContext",
+    "Reporter",
+    "Saved",
+    "StepBook",
+    "WorkerContext",
+    "WorkerNote",
+    "is_due",
+]
 
 _ROWS_EVERY_S = 0.1
 _ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
@@ -78,6 +90,14 @@ class WorkerContext(Protocol):
 
     def stop_requested(self) -> bool:
         """Whether the launcher requested an early stop."""
+
+
+class ProcessContext:
+    """The worker context of a process of this host: its event ring, its row of the status table, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record, self.mark, self.stop_requested = ring.record, context.mark, context.stop_requested
+        self.note = lambda note: context.send(NOTES.write(note))
 
 
 class Peers(Protocol):

@@ -78,6 +78,7 @@ class Trainer:
             keeps_rows=self._members is not None,
             facts=exchange.rounds.evaluation_facts if exchange.rounds is not None else dict,
         )
+        self._clips = self._computer.task.clips
         self.model: nn.Module  # once `run` has built it
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
@@ -222,7 +223,7 @@ class Trainer:
         agreed = time.monotonic_ns()
         times = meter.take_times()
         if not shared.bad_workers:
-            if self._computer.task.clips:
+            if self._clips:
                 clip(self._computer.task, exchange, self.model)
             exchange.apply()
             if scheduler is not None:

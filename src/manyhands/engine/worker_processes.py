@@ -28,7 +28,7 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.reporting import NOTES, WorkerContext
+from manyhands.engine.reporting import NOTES, ProcessContext, WorkerContext
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
@@ -312,7 +312,7 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
     use_threads(job.threads)
     with ExitStack() as stack:
         ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        worker_context = _Process(context, ring)
+        worker_context = ProcessContext(context, ring)
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
         checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
         start = None
@@ -336,7 +336,7 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
-        worker_context = _Process(context, ring)
+        worker_context = ProcessContext(context, ring)
         worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         report = training.helper(job.strategy, _resources(context, job), worker_context)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
@@ -351,16 +351,6 @@ def _report(trained: Trained, report: Mapping[str, Any]) -> dict[str, Any]:
         "stopped_early": trained.stopped_early,
         **report,
     }
-
-
-class _Process:
-    """The worker context of a local process: its event ring, its row of the status table, its channel."""
-
-    def __init__(self, context: RoleContext, ring: EventRing) -> None:
-        self.record = ring.record
-        self.mark = context.mark
-        self.note = lambda note: context.send(NOTES.write(note))
-        self.stop_requested = context.stop_requested
 
 
 def _resources(context: RoleContext, job: WorkerJob) -> Resources:

@@ -113,7 +113,7 @@ class GradientWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._known = self._look()
+        self.remember()
 
     def remember(self) -> None:
         self._known = self._look()
@@ -155,20 +155,23 @@ class Rounds:
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
-        self.rank = words.rank
-        self.world = words.world
+        self.rank, self.world = words.rank, words.world
         self.words, self.exchange = words, exchange
-        self.readings = Readings(words.world, self._weigh)
+
+        def weigh(share: float) -> None:
+            if self._model is not None and exchange.hooks is not None:
+                exchange.hooks.weight = share
+
+        self.readings = Readings(words.world, weigh)
         self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
         self.wants_stop = False  # this worker asked to stop
         self.is_stopped = False  # all have agreed to
         self._worker_context = worker_context
         self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
-        self._says_stop = False
+        self._says_stop = self._stepping = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
         self._holding = 0
-        self._stepping = False
         self._model: nn.Module | None = None
         self._buffers: BufferKeeper | None = None
         self._optimizer: Optimizer | None = None
@@ -191,7 +194,7 @@ class Rounds:
             self._agreement = Agreement(
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
-        self._weigh(self.readings.part.share)
+        self.readings.weigh(self.readings.part.share)
         self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
@@ -311,10 +314,6 @@ class Rounds:
         self.exchange.close()
         self.words.collective.close()
 
-    def _weigh(self, share: float) -> None:
-        if self._model is not None and self.exchange.hooks is not None:
-            self.exchange.hooks.weight = share
-
     def _watch_backward(self) -> None:
         if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
             self.exchange.hooks.on_next_gradient = self._begin_backward
@@ -348,22 +347,18 @@ class Rounds:
             self._stepping = False
 
     def _begin_backward(self) -> None:
-        """Called at the first gradient of a backward."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._holding:
             return
         assert self._buffers is not None
-        part = self.readings.part
-        news = self._buffers.news()
-        self.words.say(
-            Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
-        )
+        part, news = self.readings.part, self._buffers.news()
+        word = Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
+        self.words.say(word)
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Called by autograd when all gradients of a backward are there."""
         self._watch_backward()
         if self._holding:
             return

@@ -61,7 +61,6 @@ __all__ = ["GroupConnection", "Recorded", "Unwatched", "choose", "connect", "kee
 _log = logging.getLogger("manyhands")
 
 FarLink = TorchLink | TcpLink  # a link to a worker of another host
-
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
 
 
@@ -78,8 +77,7 @@ class GroupConnection:
     close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
 
 
-_ALONE = "single"
-_BY_DEFAULT = "mirrored"
+_ALONE, _BY_DEFAULT = "single", "mirrored"
 
 
 def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
@@ -105,13 +103,8 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
-        met = meet(
-            PrefixStore("rendezvous", store),
-            rank=place.rank,
-            world=place.world,
-            name=name,
-            timeout_s=timeout_s,
-        )
+        where = PrefixStore("rendezvous", store)
+        met = meet(where, rank=place.rank, world=place.world, name=name, timeout_s=timeout_s)
         rendezvous = stack.enter_context(met)
         strategy = choose(requested, rendezvous.hosts)
         if len(rendezvous.hosts) == 1:
@@ -230,14 +223,8 @@ def _on_several_hosts(
         return isinstance(link, TorchLink) and link.left_in_peace
 
     own, places, secret = beats
-    heartbeats = Heartbeats(
-        rendezvous.rank,
-        own,
-        {rank: places[rank] for rank in far},
-        secret,
-        on_lost=lose,
-        in_peace=left_in_peace,
-    )
+    theirs = {rank: places[rank] for rank in far}
+    heartbeats = Heartbeats(rendezvous.rank, own, theirs, secret, on_lost=lose, in_peace=left_in_peace)
     stack.callback(heartbeats.close)
     alarm.mark = heartbeats.mark
     resources = Resources(
@@ -264,16 +251,8 @@ _ROUNDS = 9  # of comparing clocks
 
 def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
     """What config.json says of a run whose loop is the user's; what only the script knows is left at nothing."""
-    return {
-        "task": script,
-        "strategy": strategy,
-        "workers": workers,
-        "steps": 0,
-        "seed": 0,
-        "batch_size": 0,
-        "samples": 0,
-        "parameters": {},
-    }
+    unknown = dict.fromkeys(("steps", "seed", "batch_size", "samples"), 0)
+    return {"task": script, "strategy": strategy, "workers": workers, **unknown, "parameters": {}}
 
 
 class Unwatched:
@@ -333,8 +312,7 @@ def align(words: Words, now_ns: Callable[[], int] = time.monotonic_ns) -> tuple[
         before_ns = now_ns()
         words.meet(Call.ALIGN)
         if words.rank == 0:
-            content[0] = now_ns()
-            content[1] = time.time_ns() - time.monotonic_ns()
+            content[0], content[1] = now_ns(), time.time_ns() - time.monotonic_ns()
         words.broadcast(content.view(torch.uint8))
         brackets.append(Bracket(before_ns=before_ns, theirs_ns=int(content[0]), after_ns=now_ns()))
     offset = offset_from(brackets) if words.rank else Offset(ns=0, error_ns=0)

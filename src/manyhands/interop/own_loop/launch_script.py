@@ -144,12 +144,9 @@ def _run(
             )
             for rank, ring in enumerate(rings)
         ]
-        collector = stack.enter_context(
-            Collector(
-                {f"worker-{ring.role}": ring for ring in rings},
-                directory=directory.events_path if directory is not None else None,
-            )
-        )
+        events = directory.events_path if directory is not None else None
+        named = {f"worker-{ring.role}": ring for ring in rings}
+        collector = stack.enter_context(Collector(named, directory=events))
         boxes = BlackBoxes(dict(enumerate(rings)))
         watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
         finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()

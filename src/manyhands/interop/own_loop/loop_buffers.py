@@ -70,10 +70,9 @@ class BufferKeeper:
         for module, seen in zip(self._holders, self._seen, strict=True):
             # Running statistics are written by an operation that autograd's counter does not see.
             silently = isinstance(module, _NormBase) and module.training and module.running_mean is not None
-            now = _state(module)
-            same = len(now) == len(seen) and all(
-                a[0] is b[0] and a[1] == b[1] for a, b in zip(now, seen, strict=True)
-            )
+            same = [(id(buffer), version) for buffer, version in _state(module)] == [
+                (id(buffer), version) for buffer, version in seen
+            ]
             changed.append(silently or not same)
         return changed
 
