@@ -103,7 +103,7 @@ def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
     assert curve.points[-1].amdahl == pytest.approx(amdahl_speedup(0.25, 8))
     told = " ".join(scaling_sentences(curve))
     assert "The knee is at 2 workers" in told
-    assert "going on to 4 brings less than half" in told
+    assert "4 bring less than half" in told
     assert "This machine has 2 cores; more workers than that take turns on them." in told
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_fails_ends_it_with_what_it_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--workers", "1,x"], "--workers 'x' is no whole number"),
+        (["--workers", "1,x"], "--workers 'x' is not an integer"),
         (["--steps", "0"], "steps=0 must be a whole number of at least 1"),
         (["--latency", "5"], "--latency '5' is no time"),
     ],
