@@ -29,14 +29,17 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.collective import (
     Collective,
-    ScheduleCollective,
+    Reducer,
     SharedCollective,
-    across_hosts,
+    gradient_layouts,
+    remember_kept,
+)
+from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.strategies.common.collectives.schedule_collective import (
+    ScheduleCollective,
+    barrier_in,
     over_links,
 )
-from manyhands.strategies.common.collectives.piggyback import remember_kept
-from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
-from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
@@ -83,13 +86,12 @@ class AllReduceExchange(Exchange):
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
-        self._collective.settle()
+        self._collective.synchronize()
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: return the model state on worker 0; no worker needs another afterwards for a pending sum."""
-        if self._collective.settle():
+        if self._collective.synchronize():
             self.total(torch.zeros(1, dtype=torch.float64))
         return super().model_state(model)
 
@@ -117,7 +119,8 @@ def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
     if strategy.helpers:
         return helped_collective(resources, strategy.codec)
     algorithm = algorithm_of(strategy, resources.world)
-    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    arrive = barrier_in(resources.group())
+    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback, arrive=arrive)
 
 
 def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
@@ -135,4 +138,5 @@ def collective_across_hosts(
         both = helped_collective(resources, strategy.codec)
         return both, both
     algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-    return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    return gradients, gradients.of_words()

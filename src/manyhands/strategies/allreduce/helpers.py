@@ -38,10 +38,14 @@ from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
 from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, barrier_in, carrier
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
+from manyhands.strategies.common.collectives.schedule_collective import (
+    ScheduleCollective,
+    barrier_in,
+    carrier,
+)
 from manyhands.transport.link.interface import Closed, Link, Message, PeerDied, Received, TimedOut
 from manyhands.transport.link.wire import wire_of
 from manyhands.transport.liveness import Alarm

@@ -20,10 +20,8 @@ from manyhands.strategies.allreduce.gpu_sums import SUMS, chosen_sums, sums_on_g
 from manyhands.strategies.allreduce.helpers import help_workers
 from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.strategies.common.collectives.collective import (
-    Collective,
-    without_barrier,
-)
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.schedule_collective import over_links
 from manyhands.strategy import Strategy
 
 __all__ = ["AllReduceTraining"]
@@ -50,7 +48,7 @@ class AllReduceTraining(ExchangeTraining):
             return SingleExchange()  # nobody to exchange with
         if strategy.order == "priority":
             algorithm = algorithm_of(strategy, resources.world)
-            gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
             return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 

@@ -38,8 +38,7 @@ from manyhands.strategies.central.shared_parameters import (
     keep_whole,
 )
 from manyhands.strategies.central.strategy import Central
-from manyhands.strategies.common.collectives.collective import SharedCollective
-from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
+from manyhands.strategies.common.collectives.collective import Reducer, SharedCollective, gradient_layouts
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.transport.link.wire import Wire

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import (
+from manyhands.strategies.common.collectives.collective import (
+    Collective,
     broadcast,
     kept_by_codecs,
     room_for_buffers,

@@ -32,8 +32,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import remember_kept
+from manyhands.strategies.common.collectives.collective import Collective, remember_kept
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.local.averaged_replica import Replica
 from manyhands.strategies.local.outer import Mean, OuterStep

@@ -38,9 +38,14 @@ from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SliceSender
 from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients, cut
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
-from manyhands.strategies.common.collectives.piggyback import broadcast, kept_by_codecs, remember_kept, total
-from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.collectives.collective import (
+    broadcast,
+    gradient_layouts,
+    kept_by_codecs,
+    remember_kept,
+    total,
+)
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
 from manyhands.wire.parcels import Parcel

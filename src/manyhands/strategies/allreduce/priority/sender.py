@@ -16,7 +16,7 @@ import torch
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
 from manyhands.strategies.allreduce.priority.sliced_gradients import GradientSlice
 from manyhands.strategies.common.collectives.background import SideThread
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 
 __all__ = ["Agreed", "Desk", "Lateness", "SendOrder", "SliceSender"]
 
