@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.strategies.allreduce.elastic.epoch_collective import ElasticCollective
+from manyhands.strategies.allreduce.elastic.exchange import ElasticCollective
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor

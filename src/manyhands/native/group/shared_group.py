@@ -372,7 +372,6 @@ class SharedGroup(Closeable):
         self._advance(_FINISH)
 
     def all_reduce(self, bucket: Bucket, op: str = "sum") -> None:
-        """Collective: `launch` and `finish` in one compiled call."""
         self._advance(_FINISH, bucket, _operation(op))
 
     def broadcast(self, bucket: Bucket, root: int = 0) -> None:
@@ -390,7 +389,6 @@ class SharedGroup(Closeable):
         _abort(self._control, self.world, rank_blamed)
 
     def take_stats(self) -> GroupStats:
-        """Where this rank's time went since the last call."""
         waiting = self._state[_GROUP_WAITING_NS:][: self.world]
         stats = GroupStats(int(self._state[_GROUP_REDUCING_NS]), tuple(waiting.tolist()))
         self._state[_GROUP_REDUCING_NS] = 0

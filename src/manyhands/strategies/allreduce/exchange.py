@@ -65,11 +65,9 @@ class AllReduceExchange(Exchange):
         return self._collective.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
         self.lay_out(model, optimizer).broadcast([*model.parameters(), *model.buffers()])
 
     def lay_out(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
-        """Collective: lay the gradients out in buckets, without exchanging weights."""
         check_optimizer(self._collective.codec, optimizer)
         self._optimizer = optimizer
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
@@ -113,7 +111,6 @@ class AllReduceExchange(Exchange):
 
 
 def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
-    """Return this worker's collective, for workers that all run on one host."""
     if not strategy.facts.uses_links:
         return SharedCollective(resources.group())
     if strategy.helpers:
@@ -124,7 +121,6 @@ def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
 
 
 def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
-    """Return the algorithm that sums over links between the workers of one host."""
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
@@ -133,7 +129,6 @@ def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
 def collective_across_hosts(
     strategy: AllReduce, resources: Resources
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """Return this worker's collectives over links between hosts: one for gradients, one for small exact values."""
     if strategy.helpers:
         both = helped_collective(resources, strategy.codec)
         return both, both

@@ -126,11 +126,9 @@ class CentralExchange(Exchange):
         return keep_whole(layouts, self._group.world, most)
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: this worker's slices of the gradient are now the sum; every backward has ended."""
         return self._reducer.finish(local)
 
     def apply(self) -> None:
-        """Collective: update this worker's slices of the shared copy, and wait until all are written."""
         self._slices.step()
         self._optimizer.zero_grad()
         self._group.barrier()

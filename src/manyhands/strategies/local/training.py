@@ -24,7 +24,6 @@ class LocalTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
-        """Return this worker's exchange: in the shared memory of one host, or in a ring of links."""
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one

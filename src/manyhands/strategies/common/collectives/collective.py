@@ -265,7 +265,7 @@ class Reducer:
         self._bucket_of = {
             slot.parameter: index for index, layout in enumerate(layouts) for slot in layout.slots
         }
-        self._held = False
+        self._held = self._pending = False
         self._earlier: dict[int, torch.Tensor] = {}
         self.weight = 1.0
         """The factor for every gradient on its way into its bucket; set it before a backward."""
@@ -323,13 +323,11 @@ class Reducer:
         return self._read_status(status.tolist())
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers of a float64 vector, through a bucket that is exact, piece by piece."""
         if len(values) > len(self._status):
             return total(self._collective, self._totals_index, self._totals, values)
         return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Collective: give every worker worker 0's values, through the largest bucket if necessary."""
         if not self._collective.spread(tensors):
             index = self.carrier
             broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
@@ -500,7 +498,6 @@ def room_for_buffers(model: nn.Module, status: Parcel, world: int) -> list[Parce
 
 
 def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Collective: the sum over workers of a vector of the bucket's type, through bucket `index`, piece by piece."""
     pieces = []
     for piece in torch.split(values, len(bucket)):
         bucket.zero_()

@@ -247,7 +247,6 @@ class ScheduleCollective(Collective):
         return ScheduleCollective(self._executor, self._links, background=self._background)
 
     def sum_part(self, part: Parcel) -> None:
-        """Collective, at once: sum the named part of a bucket over workers."""
         item = part.dtype.itemsize
         items = self._buckets[part.number][part.begin // item : part.end // item]
         self._executor.at(self.step)
