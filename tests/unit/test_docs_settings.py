@@ -251,7 +251,7 @@ def test_pages_say_one_host_where_a_strategy_cannot_cross_hosts_and_nowhere_else
     assert {page for page in _PAGE_OF if says.search((ROOT / "docs" / page).read_text())} == confined
 
 
-def test_softsync_is_told_as_it_is() -> None:
+def test_softsync_is_reported_as_it_is() -> None:
     """Of λ workers ⌊λ/n⌋ updates make a step, which the glossary and the page of `ps` say in these words."""
     for splits, workers in ((1, 6), (2, 6), (4, 6), (6, 6)):
         assert SoftSync(splits).group_size(workers) == workers // splits
