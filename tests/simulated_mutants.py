@@ -53,7 +53,7 @@ class _Unfenced(ShardReplica):
         return super()._serve_worker(message, sender)
 
 
-class _Untold(ShardReplica):
+class _Unreported(ShardReplica):
     def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
         return [
             action
@@ -178,7 +178,7 @@ MUTANTS = {
     "lax": Mutant("lets a read miss one clock more than the bound", _lax),
     "impatient": Mutant("lets workers go before all shards keep the last choice", _with_core(_Impatient)),
     "silent": Mutant("does not log what a restored shard has lost", _with_replica(_Silent)),
-    "untold": Mutant("tells a new primary nothing of what was chosen before it", _with_replica(_Untold)),
+    "untold": Mutant("tells a new primary nothing of what was chosen before it", _with_replica(_Unreported)),
     "trusting": Mutant("counts a push that other shards may lack", _with_replica(_Trusting), severed),
     "forsaking": Mutant(
         "drops what is unconfirmed once its worker has lost the slot", _with_replica(_Forsaking), severed

@@ -196,10 +196,10 @@ def _warm_example(folder: Path, *command: str | Path, **options: Any) -> str:
 
 
 def test_every_example_is_told_of_and_tested() -> None:
-    told = (EXAMPLES / "README.md").read_text()
+    report = (EXAMPLES / "README.md").read_text()
     for file in EXAMPLES.iterdir():
         if file.suffix in (".py", ".ipynb"):
-            assert f"]({file.name})" in told
+            assert f"]({file.name})" in report
             assert file.name in Path(__file__).read_text()
 
 
@@ -258,6 +258,6 @@ def test_hugging_face_trainer_learns_on_two_workers(tmp_path: Path) -> None:
         "transformers.models.auto.modeling_auto",
     ]
     printed = _warm_example(tmp_path, *command, starts=2, imports=slow)
-    told = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
-    assert told is not None, printed
-    assert float(told[2]) < float(told[1]) - 0.3
+    report = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
+    assert report is not None, printed
+    assert float(report[2]) < float(report[1]) - 0.3

@@ -183,11 +183,11 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
     return SumsChoice(nccl=False, why=why)
 
 
-def sums_sentence(told: dict[str, Any]) -> str:
+def sums_sentence(choice: dict[str, Any]) -> str:
     """Return the sentence that reports a choice, from what `SumsChoice.summary` returned."""
-    if told["by"] == "nccl":
-        return f"gradients are summed on the GPUs by NCCL: {told['why']}"
-    return f"gradients are summed in the host's memory or over links, not by NCCL: {told['why']}"
+    if choice["by"] == "nccl":
+        return f"gradients are summed on the GPUs by NCCL: {choice['why']}"
+    return f"gradients are summed in the host's memory or over links, not by NCCL: {choice['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
@@ -207,8 +207,8 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
             )
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
-        told = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
-        first = owners.setdefault((told, seat.gpu), worker)
+        choice = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
+        first = owners.setdefault((choice, seat.gpu), worker)
         if first != worker:
             return (
                 f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each",

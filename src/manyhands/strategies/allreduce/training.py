@@ -91,5 +91,5 @@ class AllReduceTraining(ExchangeTraining):
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Return the notices of the run; on GPUs these say how gradients were summed, and why."""
-        told = finished[0].get(SUMS)
-        return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
+        choice = finished[0].get(SUMS)
+        return (*super().said(finished), *((sums_sentence(choice),) if choice is not None else ()))

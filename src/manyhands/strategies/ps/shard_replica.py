@@ -182,7 +182,7 @@ class ShardReplica:
         for shard in self.core.decisions.kept:
             epoch, primary = self._primaries.get(shard, (0, 0))
             if primary and (everyone or before.get(shard) != (epoch, primary)):
-                actions += [self._tell(primary, told) for told in self.core.greetings_to(shard)]
+                actions += [self._tell(primary, messages) for messages in self.core.greetings_to(shard)]
         return actions
 
     def _tell(self, to: int, message: Chosen | ChosenKept) -> SendMessage:
@@ -430,7 +430,7 @@ class ShardReplica:
             return []  # of a primary that was replaced; its successor asks
         if not kept.asks:
             return self._append(kept)
-        return [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
+        return [self._tell(sender, messages) for messages in self.core.greetings_to(kept.shard)]
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -495,8 +495,8 @@ class ShardReplica:
         for shard in core.decisions.kept if change.decisions else ():
             primary = self._primaries.get(shard, (0, 0))[1]
             if primary:
-                told = core.messages_to(shard, change.decisions)
-                actions += [self._tell(primary, message) for message in told]
+                messages = core.messages_to(shard, change.decisions)
+                actions += [self._tell(primary, message) for message in messages]
         gone = self._view.gone
         if gone and change.moved and not core.awaiting:
             actions += self._lose_owed()

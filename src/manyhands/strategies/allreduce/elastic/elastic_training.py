@@ -43,7 +43,7 @@ class FirstRows:
     """Passes every row of the history once: a worker that replaces worker 0 reports the newest rows again. Pure."""
 
     def __init__(self, steps_done: int = 0) -> None:
-        self._told = steps_done  # every step up to this one was reported
+        self._reported = steps_done  # every step up to this one was reported
         self._ahead: set[int] = set()  # reported steps after a gap that another worker is about to fill
         self._evaluated: set[int] = set()
 
@@ -53,14 +53,14 @@ class FirstRows:
 
     def _is_first(self, step: int, is_evaluation: bool) -> bool:
         if is_evaluation:
-            told, self._evaluated = step in self._evaluated, self._evaluated | {step}
-            return not told
-        if step <= self._told or step in self._ahead:
+            reported, self._evaluated = step in self._evaluated, self._evaluated | {step}
+            return not reported
+        if step <= self._reported or step in self._ahead:
             return False
         self._ahead.add(step)
-        while self._told + 1 in self._ahead:
-            self._told += 1
-            self._ahead.remove(self._told)
+        while self._reported + 1 in self._ahead:
+            self._reported += 1
+            self._ahead.remove(self._reported)
         return True
 
 

@@ -91,7 +91,7 @@ class MemberLine:
         """Whether the members of this epoch are to gather before the next step."""
         return self._gather == epoch
 
-    def is_told_to_leave(self, epoch: int) -> bool:
+    def must_leave(self, epoch: int) -> bool:
         """Whether a member of this epoch is lost."""
         self._require_whole()
         return self._leave >= epoch
@@ -99,9 +99,7 @@ class MemberLine:
     def is_over(self, epoch: int, wait_s: float = 0.0) -> bool:
         """Wait up to the given time; return whether to leave this epoch, or whether the run is being stopped."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self.is_told_to_leave(epoch) or self._context.stopping, wait_s
-            )
+            return self._changed.wait_for(lambda: self.must_leave(epoch) or self._context.stopping, wait_s)
 
     def on_leave(self, epoch: int, act: Callable[[], None]) -> None:
         """Call `act`, from any thread, when this epoch is to be left; replaces an earlier callback."""

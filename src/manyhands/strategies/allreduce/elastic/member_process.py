@@ -198,7 +198,7 @@ def _end(
                 )
             )
             left = True
-        if line.is_told_to_leave(exchange.channel.epoch):
+        if line.must_leave(exchange.channel.epoch):
             view = exchange.leave()
         elif not line.departs:
             line.wait(exchange.channel.epoch)
@@ -251,9 +251,9 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
 def _await_part(line: ControlConnection) -> tuple[TakeSlot, Sequence[Mapping[str, Any]]]:
     """Wait for `TakeSlot` as long as the leader lives; return it with later messages of the leader."""
     while not line.stop_requested():
-        if told := line.received():
-            part: TakeSlot = PARTS.read(told[0])
-            return part, told[1:]
+        if messages := line.received():
+            part: TakeSlot = PARTS.read(messages[0])
+            return part, messages[1:]
         select.select([line.control_fileno()], [], [], _WAIT_S)
     over = line.over
     raise Aborted(over.sentence if over is not None else f"the run ended before {line.name} had a part in it")

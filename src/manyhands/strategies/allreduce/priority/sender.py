@@ -281,7 +281,7 @@ class Desk:
         self._order = order
         self._slices = slices
         self._ready: set[int] = set()
-        self._told: frozenset[int] = frozenset()
+        self._announced: frozenset[int] = frozenset()
         self._is_closed = False
         self._all_closed = False
         self._called_off = False
@@ -298,7 +298,7 @@ class Desk:
             return False
         if len(self._ready) == self._slices:
             return self._is_closed
-        return bool(self._ready) and self._told != self._ready
+        return bool(self._ready) and self._announced != self._ready
 
     def filled(self, number: int) -> None:
         self._ready.add(number)
@@ -311,15 +311,15 @@ class Desk:
 
     def report(self) -> frozenset[int]:
         """Return what this worker has, to be sent to all."""
-        self._told = frozenset(self._ready)
-        return self._told
+        self._announced = frozenset(self._ready)
+        return self._announced
 
     def heard(self, reports: Sequence[Collection[int]], *, called_off: bool = False) -> tuple[int, ...]:
         """Take all reports, this worker's included; return what to send now, nothing if the step is `called_off`."""
         if called_off:
             self._called_off = True
             return ()
-        everywhere = set(self._told)
+        everywhere = set(self._announced)
         for report in reports:
             everywhere.intersection_update(report)
         self._all_closed = len(everywhere) == self._slices
