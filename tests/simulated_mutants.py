@@ -236,7 +236,10 @@ UNSEEN = {
     "overtaking": Mutant(
         "commits at once although entries before it are in flight",
         patch=(ShardReplica, "_append", "not self._backup and not self._in_flight", "not self._backup"),
-        unit_test=("test_server_replica.py", "test_what_was_in_flight_when_the_backup_died_is_committed_in_its_order"),
+        unit_test=(
+            "test_server_replica.py",
+            "test_what_was_in_flight_when_the_backup_died_is_committed_in_its_order",
+        ),
     ),
     "presuming": Mutant(
         "serves before it has heard what other shards know",
@@ -246,7 +249,10 @@ UNSEEN = {
             "is not ReplicaRole.PRIMARY or self.core.awaiting",
             "is not ReplicaRole.PRIMARY",
         ),
-        unit_test=("test_server_replica.py", "test_a_lead_that_was_restored_serves_nobody_until_the_others_have_spoken"),
+        unit_test=(
+            "test_server_replica.py",
+            "test_a_lead_that_was_restored_serves_nobody_until_the_others_have_spoken",
+        ),
     ),
     "homeless": Mutant(
         "counts an update that has no place in this run",
@@ -256,7 +262,10 @@ UNSEEN = {
             "self.config.by_clock and self._place(slot, clock).kind is not _TRAIN",
             "False",
         ),
-        unit_test=("test_server_core.py", "test_an_update_whose_batch_the_slots_of_this_run_have_taken_counts_for_nothing"),
+        unit_test=(
+            "test_server_core.py",
+            "test_an_update_whose_batch_the_slots_of_this_run_have_taken_counts_for_nothing",
+        ),
     ),
     "unsure": Mutant(
         "gives work for a clock whose slots another shard may not know",
@@ -286,7 +295,10 @@ UNSEEN = {
     "repeating": Mutant(
         "gives a batch to an update that has one",
         patch=(ShardCore, "_assign", "clock in record.recent or ", ""),
-        unit_test=("test_server_core.py", "test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again"),
+        unit_test=(
+            "test_server_core.py",
+            "test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again",
+        ),
     ),
 }
 """Guards whose loss a thousand simulated runs do not show: each has a unit test that does."""
