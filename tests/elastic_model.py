@@ -270,7 +270,7 @@ class Run:
         self.core = ElasticMembership(ElasticPlan(workers=workers, min_workers=min_workers))
         self.workers: dict[int, Worker] = {}
         self.memories: dict[int, Memory] = {}
-        self.told: deque[Any] = deque()
+        self.report: deque[Any] = deque()
         self.dying: dict[int, int] = {}
         """Members that are dead, and in how many ticks the launcher notices."""
 
@@ -281,7 +281,7 @@ class Run:
         self._do(self.core.begin())
 
     def tell(self, event: Any) -> None:
-        self.told.append(event)
+        self.report.append(event)
 
     def check(self, worker: Worker) -> None:
         """Whoever has taken so many steps and lives has taken the same ones, with the same others."""
@@ -312,8 +312,8 @@ class Run:
 
     def _tick(self) -> None:
         choices = [worker for worker in self.workers.values() if not worker.dead and not worker.stopped]
-        if self.told and (not choices or self.chance.random() < 0.4):
-            self._do(self.core.handle(self.told.popleft()))
+        if self.report and (not choices or self.chance.random() < 0.4):
+            self._do(self.core.handle(self.report.popleft()))
         elif choices:
             worker = self.chance.choice(choices)
             try:
@@ -321,7 +321,7 @@ class Run:
             except (StopIteration, Departed):
                 worker.dead = True
         for member, ticks in list(self.dying.items()):
-            heard_all = not any(getattr(event, "member", None) == member for event in self.told)
+            heard_all = not any(getattr(event, "member", None) == member for event in self.report)
             if ticks <= 0 and heard_all:  # what it said before is heard first
                 del self.dying[member]
                 self._do(self.core.handle(Died(member=member, sentence=f"member {member} was killed")))

@@ -31,7 +31,7 @@ TOKEN = b"the secret of this run, 32 bytes"
 TIMEOUT_S = 20.0
 
 
-class Told:
+class Reports:
     """A member's context whose launcher is the test."""
 
     name, rank, world, stopping = "worker", 0, 1, False
@@ -72,7 +72,7 @@ class Party:
     def __init__(self, stack: ExitStack, count: int, security: Security) -> None:
         wiring = Wiring(address="127.0.0.1", token=TOKEN, security=security)
         self.epochs = [stack.enter_context(closing(LinkedEpochs(wiring, TIMEOUT_S))) for _ in range(count)]
-        self.contexts = [Told() for _ in range(count)]
+        self.contexts = [Reports() for _ in range(count)]
         self.lines = [
             stack.enter_context(closing(MemberLine(context, member, TIMEOUT_S)))
             for member, context in enumerate(self.contexts)

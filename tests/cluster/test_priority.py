@@ -261,9 +261,9 @@ def test_loss_that_is_not_finite_stops_all_and_changes_nothing() -> None:
                     return str(error)
                 return ""
 
-        told = in_threads(2, work)
-    assert "worker 0, step 4: the loss is not finite" in told[0]
-    assert told[1] == "", "one tells"
+        report = in_threads(2, work)
+    assert "worker 0, step 4: the loss is not finite" in report[0]
+    assert report[1] == "", "one tells"
     expected = train_plainly(task, 3)
     for model in models:
         assert distance(dict(model.state_dict()), expected) < 1e-9

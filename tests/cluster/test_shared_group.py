@@ -263,7 +263,7 @@ def test_too_little_memory_is_said_by_rank_0_and_hangs_nobody() -> None:
         assert all(isinstance(error, Aborted) for error in errors[1:])
 
 
-def test_ranks_that_ask_for_different_sizes_are_told() -> None:
+def test_ranks_that_ask_for_different_sizes_are_reported() -> None:
     with ranks(2) as groups:
         errors = together(groups, lambda group: outcome(lambda: group.allocate(4096 << group.rank, "a test")))
         assert errors[0] is None

@@ -202,8 +202,8 @@ def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -
 
 def test_rows_that_are_told_twice_count_once() -> None:
     first = FirstRows()
-    told = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "metrics": {}}]
-    assert first.of(told) == told
+    report = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "metrics": {}}]
+    assert first.of(report) == report
     again = [{"step": 2, "loss": 2.1}, {"step": 2, "metrics": {}}, {"step": 3, "loss": 1.0}]
     assert first.of(again) == [{"step": 3, "loss": 1.0}]
     assert first.of([{"step": 6}, {"step": 6}]) == [{"step": 6}]

@@ -170,10 +170,10 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
     return SumsChoice(nccl=False, why=why)
 
 
-def sums_sentence(told: dict[str, Any]) -> str:
-    if told["by"] == "nccl":
-        return f"gradients are summed on the GPUs by NCCL: {told['why']}"
-    return f"gradients are summed in the host's memory or over links, not by NCCL: {told['why']}"
+def sums_sentence(choice: dict[str, Any]) -> str:
+    if choice["by"] == "nccl":
+        return f"gradients are summed on the GPUs by NCCL: {choice['why']}"
+    return f"gradients are summed in the host's memory or over links, not by NCCL: {choice['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:

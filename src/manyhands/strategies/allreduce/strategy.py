@@ -16,12 +16,12 @@ from manyhands.strategy import (
     check_buckets,
     check_choice,
     check_link,
+    integer,
     link_setting,
     parse_size,
     setting,
     show_size,
     switch_setting,
-    whole_number,
 )
 from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
@@ -52,7 +52,7 @@ class AllReduce(Strategy):
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
-    group: int = setting(0, whole_number)
+    group: int = setting(0, integer)
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     """How processes of one host talk: by `shared` memory or `tcp`; `nccl` insists that gradients are summed on GPUs."""
@@ -66,7 +66,7 @@ class AllReduce(Strategy):
     """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
     credit: int = setting(_CREDIT, parse_size, show_size)
     """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
-    helpers: int = setting(0, whole_number)
+    helpers: int = setting(0, integer)
     """How many more processes take part that only sum, so that less goes over each worker's own link."""
 
     def __post_init__(self) -> None:

@@ -83,5 +83,5 @@ class AllReduceTraining(ExchangeTraining):
         return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        told = finished[0].get(SUMS)
-        return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
+        choice = finished[0].get(SUMS)
+        return (*super().said(finished), *((sums_sentence(choice),) if choice is not None else ()))

@@ -108,9 +108,9 @@ class ShardedExchange(Exchange):
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
         self._held = [(pieces, held) for pieces in self._pieces for held in pieces.held()]
-        told = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
-        told = {name: buffer for name, buffer in told.items() if name in outline.keys}
-        self._whole = HeldModel(outline, optimizer, [held for _, held in self._held], told)
+        reduced = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
+        reduced = {name: buffer for name, buffer in reduced.items() if name in outline.keys}
+        self._whole = HeldModel(outline, optimizer, [held for _, held in self._held], reduced)
         self._optimizer = optimizer
         lasting = [one.unit.number for one in self._pieces if one.unit.module is None]
         self._flow = UnitFlow(len(self._pieces), lasting)
@@ -151,13 +151,13 @@ class ShardedExchange(Exchange):
         status[_FLAGS + self.rank] = float(not local.is_finite)
         reached = [number in pieces.reached for pieces, number in self._places]
         status[_FLAGS + self.world :] = torch.tensor(reached, dtype=torch.float64)
-        told = self._run(lambda: self._group.all_reduce(status)).tolist()
-        self._reached = [flag > 0 for flag in told[_FLAGS + self.world :]]
-        bad = tuple(rank for rank in range(self.world) if told[_FLAGS + rank])
+        reduced = self._run(lambda: self._group.all_reduce(status)).tolist()
+        self._reached = [flag > 0 for flag in reduced[_FLAGS + self.world :]]
+        bad = tuple(rank for rank in range(self.world) if reduced[_FLAGS + rank])
         if bad:
             self._show_pieces()
-        loss = float("nan") if bad else told[_LOSS]
-        return SharedStep(loss=loss, bad_workers=bad, stop=told[_STOP] > 0)
+        loss = float("nan") if bad else reduced[_LOSS]
+        return SharedStep(loss=loss, bad_workers=bad, stop=reduced[_STOP] > 0)
 
     def apply(self) -> None:
         """Step this worker's pieces; no worker reads them before it requests their units again."""

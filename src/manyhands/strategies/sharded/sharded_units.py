@@ -235,11 +235,13 @@ class UnitRounds:
     def take(self, stop_request: UnitRequest) -> None:
         while True:
             self._group.take_waits()
-            told = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))
+            requests = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))
             if stop_request.want is Want.RENDEZVOUS:
                 for worker, waited in self._group.take_waits().items():
                     self.waits[worker] = self.waits.get(worker, 0) + waited
-            granted = grant([UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in told)])
+            granted = grant(
+                [UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in requests)]
+            )
             if granted.stop_request.want is not Want.RENDEZVOUS:
                 self._act(granted)
             if self._group.index in granted.members:
