@@ -67,12 +67,12 @@ def units_of(model: nn.Module) -> list[Unit]:
     ]
     every.append((REST, None, [one for one in model.parameters() if len(owners.get(one, ())) != 1]))
     units = []
-    for number, (name, module, own) in enumerate(unit for unit in every if unit[2]):
+    for number, (name, of_module, own) in enumerate(unit for unit in every if unit[2]):
         by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
         for index, parameter in enumerate(own):
             by_dtype.setdefault(parameter.dtype, []).append((index, parameter.numel()))
         layouts = tuple(bucket_of(dtype, tensors) for dtype, tensors in by_dtype.items())
-        units.append(Unit(number=number, name=name, module=module, parameters=tuple(own), layouts=layouts))
+        units.append(Unit(number=number, name=name, module=of_module, parameters=tuple(own), layouts=layouts))
     return units
 
 
