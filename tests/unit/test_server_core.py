@@ -446,6 +446,17 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
 
 
+def test_an_update_whose_batch_the_slots_of_this_run_have_taken_counts_for_nothing() -> None:
+    """It was begun before a restore; this time a slot came earlier, and the batches end before its clock."""
+    shard = core("bounded:1", slots=1, steps=3)
+    shard.commit(SlotsChanged(slots=(0, 1)))
+    shard.commit(push(0, 0))
+    shard.commit(UpdatesLost(slot=0, until=2))
+    change = shard.commit(push(0, 2))
+    assert (change.outcome, steps_of(change)) == (Outcome.LATE, [])
+    assert [type(row) for row in rows_of(change)] == [LateRow]
+
+
 @pytest.mark.parametrize("consistency", ["sync", "bounded:1", "async"])
 def test_an_update_from_before_its_slot_began_is_not_said_to_be_here(consistency: str) -> None:
     """It began earlier in a life that is lost: its worker sends what it computed then."""

@@ -8,12 +8,12 @@ in a core, or in the auditor that reads its log, is not repeated here.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.foresight.simulate.faults import FaultRole
-from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
-from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
+from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen, Store
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.strategies.ps.actions import Ack, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
@@ -80,30 +80,28 @@ class Witness(Observer):
         if ack.outcome in (Outcome.APPLIED, *sure):
             self._acknowledged[ack.shard].add((ack.slot, ack.clock))
 
-    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
+    def serves(
+        self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
+    ) -> None:
         """Check that a new primary has everything that was acknowledged."""
-        store = server.stores[shard]
         assert isinstance(store, LedgerStore)
         self._life[shard].add(store)
-        has = _names(store) | set(server.held[shard])
-        for slot, clock in sorted(self._acknowledged[shard] - has):
-            self._lost_at_takeover.append(
-                f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server.member}, which "
-                f"took over at {now_s:g} s, does not have it"
-            )
+        self._lost_at_takeover += [
+            f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server}, which "
+            f"took over at {now_s:g} s, does not have it"
+            for slot, clock in sorted(self._acknowledged[shard] - _names(store) - set(held))
+        ]
 
-    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
+    def restores(self, shard: int) -> None:
         """Record a restore: acknowledged updates may be lost, but the log must say so."""
-        del copy, now_s
         self._life.pop(shard, None)
         self._at_end.pop(shard, None)
         self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
-    def over(self, shard: int, server: ServerProcess) -> None:
+    def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
         """Record the final state: from here on nothing may change."""
-        store = server.stores[shard]
         assert isinstance(store, LedgerStore)
-        self._at_end[shard] = len(store.groups), set(server.held[shard])
+        self._at_end[shard] = len(store.groups), set(held)
 
     def happens(self, happening: SimulatedHappening) -> None:
         """Record the victims of faults, and when they were recovered."""

@@ -386,8 +386,9 @@ class ShardReplica:
             return []  # it is in flight, and acknowledged when it is safe
         if self.config.confirms and self._unconfirmed.awaits(push, self._held.get(push.slot, (-1, 0))[0]):
             return self._hold(push)
+        # No update before it is missing: a worker reports how far it is (Hello) before it pushes to a new primary.
         actions: list[Action] = [] if push.skip else [self._keep(push)]
-        actions += self._count(push)
+        actions += self._append(push)
         return actions
 
     def _hold(self, push: Push) -> list[Action]:
@@ -401,17 +402,10 @@ class ShardReplica:
         if push is not None:
             # The Read confirms the held push before it; any other is dropped, as its worker computes it again.
             counts = push.clock < clock and self._is_open(push)
-            actions += self._count(push) if counts else self._drop(push)
+            actions += self._append(push) if counts else self._drop(push)
         self._held[slot] = (clock, member)
         actions += self._look_at(slot)
         return actions
-
-    def _count(self, push: Push) -> list[Action]:
-        """Make a kept push the next entry."""
-        known = self._next_to_take(push.slot)
-        if known is not None and known < push.clock:
-            return [*self._append_lost(push.slot, push.clock), *self._append(push)]
-        return self._append(push)
 
     def _drop(self, push: Push) -> list[Action]:
         return [] if push.skip else [Drop(shard=self.config.shard, slot=push.slot, clock=push.clock)]
