@@ -42,8 +42,8 @@ from manyhands.transport.frames import (
     encode_header,
 )
 from manyhands.transport.hub.admission import Rejections
-from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
 from manyhands.transport.hub.handshake import (
+    BEFORE_HANDSHAKE,
     CONTROL,
     NO_PROOF,
     Credentials,

@@ -233,7 +233,7 @@ def test_a_process_with_another_token_is_rejected_at_once(monkeypatch: pytest.Mo
             joining = pool.submit(lambda: join_group(second, TERMS, "a", **call))
             while not joining.done():
                 leading.control_server.poll(0.05)
-        with pytest.raises(UserError, match="cannot join the run of the leader at .*field 'token'"):
+        with pytest.raises(UserError, match=r"cannot join the run of the leader at .*field 'token'"):
             joining.result()
         assert time.monotonic() - began < 5.0, "it tried again"
 

@@ -18,11 +18,17 @@ from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.specification import listening_at
 from manyhands.places.local.rendezvous import RendezvousStore
-from manyhands.transport.frames import HEADER_BYTES, OF_TRANSPORT, decode_header, encode_header
+from manyhands.transport.frames import OF_TRANSPORT, encode_header
 from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
-from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
-from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, HandshakeRefused
+from manyhands.transport.hub.handshake import (
+    CONTROL,
+    NO_PROOF,
+    Credentials,
+    Handshake,
+    HandshakeRefused,
+    authenticate,
+)
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S
 from manyhands.transport.messages import ProtocolError
@@ -226,8 +232,9 @@ def _admit(
     try:
         return _authenticate(end, rank, None, token, deadline, still)
     except (ProtocolError, HandshakeRefused):
+        kind, body = CONTROL.encode(NO_PROOF)
         with suppress(OSError):  # it is gone
-            _send(end, NO_PROOF)
+            end.sendall(encode_header(kind, OF_TRANSPORT, len(body), 0) + body)
         return None
     except OSError:
         return None
@@ -239,26 +246,11 @@ def _admit(
 def _authenticate(
     end: socket.socket, rank: int, expected: int | None, token: bytes, deadline: float, still: Still
 ) -> int:
-    """Run the handshake of a hub's connection and return the other rank; reads no byte behind it: TLS may follow."""
     mine = Credentials(member=rank, role=f"rank {rank}", token=token, fingerprint=_FINGERPRINT)
     handshake = Handshake(mine, expected)
-    if expected is not None:
-        _send(end, handshake.knock())
-    while handshake.peer is None:
-        limits = BEFORE_HANDSHAKE
-        data = _read(end, HEADER_BYTES, deadline, still)
-        header = decode_header(data, 0, limits.body_bytes, limits.payload_bytes)
-        message = CONTROL.decode(header.kind, _read(end, header.body_bytes, deadline, still))
-        reply = handshake.handle(message)
-        if reply is not None:
-            _send(end, reply)
+    peer = authenticate(handshake, end.sendall, lambda num_bytes: _read(end, num_bytes, deadline, still))
     tune(end, 4 * SILENT_AFTER_S)
-    return handshake.peer.member
-
-
-def _send(end: socket.socket, message: object) -> None:
-    kind, body = CONTROL.encode(message)
-    end.sendall(encode_header(kind, OF_TRANSPORT, len(body), 0) + body)  # so little that it never waits
+    return peer.member
 
 
 def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> bytes:

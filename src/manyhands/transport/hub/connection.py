@@ -31,7 +31,7 @@ from manyhands.transport.frames import (
     encode_header,
 )
 from manyhands.transport.hub.areas import ArenaReader, Arenas
-from manyhands.transport.hub.handshake import CONTROL, Handshake
+from manyhands.transport.hub.handshake import BEFORE_HANDSHAKE, CONTROL, Handshake
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
 
@@ -184,7 +184,6 @@ class Outbox:
         self.pending_bytes = self._later_bytes = 0
 
 
-BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections are served
 _DESCRIPTORS_AT_ONCE: Final = 4
 _ARENA_FROM_BYTES: Final = 4096  # the kernel copies smaller payloads faster, together with the header
