@@ -31,6 +31,7 @@ __all__ = [
     "RoleContext",
     "RoleStarted",
     "Stop",
+    "TypedNotes",
     "Unread",
     "encoded",
 ]
@@ -119,6 +120,7 @@ class Channel:
         connection.setblocking(False)
         self._connection = connection
         self._decoder = decoder()
+        self._room = self._decoder.room()  # kept: a role looks at every step, mostly for nothing
         self._sending = threading.Lock()
         self._queue = bytearray()  # what did not fit into the socket
         self.peer = peer
@@ -167,7 +169,7 @@ class Channel:
         messages: list[Message] = []
         while not self.ended:
             try:
-                num_bytes = self._connection.recv_into(self._decoder.room())
+                num_bytes = self._connection.recv_into(self._room)
             except BlockingIOError:
                 break
             except ConnectionResetError:
@@ -176,6 +178,7 @@ class Channel:
             self._decoder.advance(num_bytes)
             while (frame := self._decoder.next_frame()) is not None:
                 messages.append(frame.message)
+            self._room = self._decoder.room()
         return messages
 
     def close(self) -> None:
@@ -199,6 +202,35 @@ class Channel:
 
 
 _SEND_TIMEOUT_S = 60.0
+
+
+class TypedNotes:
+    """Typed messages in notes: the types of message that one side of a run may say to the other.
+
+    REPORTS = TypedNotes(Joined, Left)
+    REPORTS.write(Joined(member=3))      {"kind": "Joined", "body": its bytes by `transport.messages`, in hexadecimal}
+    REPORTS.read(…)                      Joined(member=3)
+    """
+
+    def __init__(self, *kinds: type) -> None:
+        self._coder = MessageCoder(dict(enumerate(kinds, 1)))
+        self._numbers = {kind.__name__: number for number, kind in enumerate(kinds, 1)}
+
+    def write(self, message: Any) -> dict[str, Any]:
+        """A message as a note has it; UserError for one that is not listed."""
+        _, body = self._coder.encode(message)
+        return {"kind": type(message).__name__, "body": body.hex()}
+
+    def read(self, payload: Mapping[str, Any]) -> Any:
+        """The message that `write` made this of; ProtocolError names what it is not."""
+        number = self._numbers.get(str(payload.get("kind")))
+        if number is None:
+            raise ProtocolError("kind", f"{payload.get('kind')!r} is none of {', '.join(self._numbers)}")
+        try:
+            body = bytes.fromhex(payload["body"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("body", f"of a {payload['kind']} is not hexadecimal") from error
+        return self._coder.decode(number, body)
 
 
 class Context(Protocol):
