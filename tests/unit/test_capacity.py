@@ -74,12 +74,12 @@ def test_who_fits_is_not_refused_and_who_does_not_is_told_the_figure_and_the_num
         check_room(of_processes(), workers, room)
     with pytest.raises(
         Overload, match=r"workers=1000: the run needs about 250\.0 GiB of memory, but 20\.0 GiB is free"
-    ) as told:
+    ) as report:
         check_room(of_processes(), 1000, room)
-    assert told.value.most_workers == 80
-    assert "at most 80 workers fit" in str(told.value)
-    assert "6,032 open files in the launcher, but 1,000 more are allowed (ulimit -n)" in str(told.value)
-    assert "Options(allow_overload=True) or --allow-overload" in str(told.value)
+    assert report.value.most_workers == 80
+    assert "at most 80 workers fit" in str(report.value)
+    assert "6,032 open files in the launcher, but 1,000 more are allowed (ulimit -n)" in str(report.value)
+    assert "Options(allow_overload=True) or --allow-overload" in str(report.value)
     with pytest.raises(Overload, match="not even one fits"):
         check_room(of_processes(), 1, Room(memory_bytes=1))
 

@@ -45,23 +45,23 @@ for line in sys.stdin.read().splitlines():
 
 def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imported() -> None:
     cases = {
-        "train|digits|--workers|0": "workers=0 must be a whole number of at least 1",
-        "train|digits|--workers=-3": "workers=-3 must be a whole number of at least 1",
-        "train|digits|--workers|two": "workers='two' must be a whole number of at least 1",
-        "train|digits|--steps|-1": "steps=-1 must be a whole number of at least 1",
-        "train|gbdt|--workers|0": "workers=0 must be a whole number of at least 1",
-        "train|language|--epochs|0": "epochs=0 must be a whole number of at least 1",
-        "train|digits|--strategy|federated|--rounds|0": "rounds=0 must be a whole number of at least 1",
+        "train|digits|--workers|0": "workers=0 must be an integer of at least 1",
+        "train|digits|--workers=-3": "workers=-3 must be an integer of at least 1",
+        "train|digits|--workers|two": "workers='two' must be an integer of at least 1",
+        "train|digits|--steps|-1": "steps=-1 must be an integer of at least 1",
+        "train|gbdt|--workers|0": "workers=0 must be an integer of at least 1",
+        "train|language|--epochs|0": "epochs=0 must be an integer of at least 1",
+        "train|digits|--strategy|federated|--rounds|0": "rounds=0 must be an integer of at least 1",
         "train|digitz": "there is no task 'digitz'; ",
         "train|digits|--strategy|mirored": "unknown strategy 'mirored'; ",
         "train|digits|--strategy|ps serv=2": "ps has no setting 'serv'",
         "train|digits|--strategy|single|--workers|2": "workers=2: single is one process",
         "train|digits|--strategy|pipeline stages=3|--workers|2": "workers=2",
-        "compare|digits|--workers|0": "workers=0 must be a whole number of at least 1",
-        "simulate|digits|--steps|0": "steps=0 must be a whole number of at least 1",
-        "memory|digits|--workers|0": "workers=0 must be a whole number of at least 1",
-        "graph|digits|--workers|0": "workers=0 must be a whole number of at least 1",
-        "scaling|digits|--steps|0": "steps=0 must be a whole number of at least 1",
+        "compare|digits|--workers|0": "workers=0 must be an integer of at least 1",
+        "simulate|digits|--steps|0": "steps=0 must be an integer of at least 1",
+        "memory|digits|--workers|0": "workers=0 must be an integer of at least 1",
+        "graph|digits|--workers|0": "workers=0 must be an integer of at least 1",
+        "scaling|digits|--steps|0": "steps=0 must be an integer of at least 1",
     }
     done = subprocess.run(
         [sys.executable, "-c", _REFUSE],
@@ -71,9 +71,9 @@ def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imp
         check=True,
         timeout=60,
     )
-    told = done.stdout.splitlines()
-    assert len(told) == len(cases)
-    for line, sentence in zip(told, cases.values(), strict=True):
+    report = done.stdout.splitlines()
+    assert len(report) == len(cases)
+    for line, sentence in zip(report, cases.values(), strict=True):
         assert line.startswith(sentence)
         assert line.endswith(" []"), "nothing heavy is imported"
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from compared import TWO, found, measured, told
+from compared import TWO, found, measured, reported
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.lab.compare.bandwidth import Rate, shaped_command, why_not
@@ -181,10 +181,10 @@ def test_a_priced_row_has_its_cost_in_table_json_report_and_words() -> None:
     assert one.to_dict()["strategies"][0]["price_per_hour"] == 72
     made = Made(title="t", command="c", facts={}, notes=())
     assert "at 36 for a worker, 18 for a server an hour" in report(one, [], made)
-    assert "At 36 for a worker, 18 for a server an hour, 1,000 steps cost" in told(one)
+    assert "At 36 for a worker, 18 for a server an hour, 1,000 steps cost" in reported(one)
     plain = found(*runs)
     assert "price" not in " ".join(columns(plain))
-    assert "cost" not in told(plain)
+    assert "cost" not in reported(plain)
 
 
 # ── the figures ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,7 +231,7 @@ def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
         FailedTrial(place=0, repeat=0, sentence="no"), FailedTrial(place=1, repeat=0, sentence="no")
     )
     assert nothing.target is None
-    assert "No run came to its end." in told(nothing)
+    assert "No run came to its end." in reported(nothing)
 
 
 def test_the_clock_stands_still_for_evaluations() -> None:
@@ -400,7 +400,7 @@ def test_scores_are_told_and_are_no_target_unless_asked_for() -> None:
     one = scored(0.25, 0.5)
     assert one.target is not None
     assert one.target.metric == "accuracy"
-    assert "ps consistency=async ended best, at analogies 0.5, and allreduce worst, at 0.25" in told(one)
+    assert "ps consistency=async ended best, at analogies 0.5, and allreduce worst, at 0.25" in reported(one)
     console = Console(width=100, record=True, file=None)
     with console.capture() as captured:
         console.print(scores_table(one))

@@ -126,7 +126,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(word) for word in parse_values(text, ",")]
     except ValueError:
-        raise UserError(f"{text!r} must be whole numbers separated by commas, as in 1,8,64") from None
+        raise UserError(f"{text!r} must be integers separated by commas, as in 1,8,64") from None
 
 
 def _parsed(sizes: str | None) -> list[int] | None:

@@ -381,7 +381,7 @@ def _leave_sparse(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> N
         density_sentences,
     )
 
-    told = density_sentences(rows)
+    findings = density_sentences(rows)
     title = (
         f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
     )
@@ -390,9 +390,9 @@ def _leave_sparse(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> N
         title=title,
         head=DENSITY_HEAD,
         cells=density_cells(rows),
-        told=told,
+        findings=findings,
         figures={**about, "rows": [row.to_dict() for row in rows]},
-        page=lambda command, facts: density_page(title, rows, told, command, facts),
+        page=lambda command, facts: density_page(title, rows, findings, command, facts),
     )
     leave_findings(found, out, asked.json)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)

@@ -45,8 +45,8 @@ def explain_command(
     words = " ".join([words, *codec_words(summary), *privacy_words(summary)])
     layers = layers_sent(summary)
     _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words, layers)
-    told = {"layers": [layer.to_dict() for layer in layers]} if layers else {}
-    write_json(json, {"strategy": str(strategy), **found.to_dict(), **told, "paragraph": words})
+    by_layer = {"layers": [layer.to_dict() for layer in layers]} if layers else {}
+    write_json(json, {"strategy": str(strategy), **found.to_dict(), **by_layer, "paragraph": words})
 
 
 def _print(found: Explanation, title: str, words: str, layers: Sequence[LayerSent]) -> None:

@@ -56,7 +56,7 @@ class Findings:
     head: Sequence[str]
     cells: Sequence[Sequence[str]]
     """The rows of the table."""
-    told: Sequence[str]
+    findings: Sequence[str]
     """What the data show, in sentences."""
     figures: Mapping[str, Any]
     """The numbers, as JSON has them."""
@@ -72,10 +72,10 @@ def leave_findings(found: Findings, out: Path, json_file: Path | None) -> None:
 
     command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
     write_atomically(out / _REPORT, [found.page(command, facts).encode()])
-    figures = {**found.figures, "command": command, "machine": facts, "told": list(found.told)}
+    figures = {**found.figures, "command": command, "machine": facts, "told": list(found.findings)}
     write_json(out / "figures.json", figures)
     write_json(json_file, figures)
     console = table_console(_WIDTH)
     console.print(words_table(found.title, found.head, found.cells), highlight=False)
-    console.print(" ".join(found.told), highlight=False, markup=False)
+    console.print(" ".join(found.findings), highlight=False, markup=False)
     console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)

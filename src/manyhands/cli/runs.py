@@ -129,20 +129,20 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each launcher whose variables are set, with what to do instead."""
-    told = []
+    notices = []
     if environment.get(TF_CONFIG):
-        told.append(
+        notices.append(
             "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
             "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
         )
     found = [name for name in _TORCHRUN if environment.get(name)]
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
-        told.append(
+        notices.append(
             f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
             "not read: this command starts workers of its own; to train on the processes of torchrun, have it start "
             "`manyhands train` with a task such as digits, or a script that calls mh.fit() or mh.join()"
         )
-    return told
+    return notices
 
 
 def leave_if_evaluator() -> None:

@@ -91,7 +91,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Com
     words = ["train", entry.name, *(f"{flag(name)}={value}" for name, value in task_options.items())]
     out = common.out or fresh_directory(f"scaling-{entry.name}")
     require_empty(out)
-    with ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"), _told() as tell:
+    with ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"), _progress() as tell:
         rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
     step_s = task.batch_size / statistics.median(rates[1])
     forecast = forecast_speedups(task, strategy, counts, step_s, settings)
@@ -105,7 +105,7 @@ def _counts(text: str | None, cores: int) -> list[int]:
     values = parse_values(text, ",")
     for value in values:
         if not value.isdecimal():
-            raise UserError(f"--workers {value!r} is no whole number; list several as in 1,2,4")
+            raise UserError(f"--workers {value!r} is not an integer; list several as in 1,2,4")
     return [int(value) for value in values]
 
 
@@ -135,16 +135,16 @@ def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
     )
     from manyhands.strategy import Strategy
 
-    told, strategy = scaling_sentences(curve), str(Strategy.parse(common.strategy))
+    findings, strategy = scaling_sentences(curve), str(Strategy.parse(common.strategy))
     title = f"{task} · {strategy} · {curve.points[0].workers} to {curve.points[-1].workers} workers"
     about = {"task": task, "strategy": strategy, "steps": common.steps, "repeats": common.repeats}
     found = Findings(
         title=title,
         head=SCALING_HEAD,
         cells=scaling_cells(curve),
-        told=told,
+        findings=findings,
         figures=about | curve.to_dict(),
-        page=lambda command, facts: scaling_page(title, curve, told, command, facts),
+        page=lambda command, facts: scaling_page(title, curve, findings, command, facts),
     )
     leave_findings(found, out, common.json)
     most = curve.points[-1].workers
@@ -156,7 +156,7 @@ def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[Callable[[ScalingProgress], None]]:
+def _progress() -> Iterator[Callable[[ScalingProgress], None]]:
     with status_line() as say:
 
         def tell(progress: ScalingProgress) -> None:

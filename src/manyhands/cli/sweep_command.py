@@ -91,7 +91,7 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
     go_on = command_to_resume(sys.argv, out)
     with (
         ended_by_signal(lambda: f"what is done is kept in {out}; go on with: {go_on}"),
-        _told() as tell,
+        _progress() as tell,
     ):
         rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, tell=tell)
     _leave(plan, rows, out, common.json)
@@ -112,7 +112,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common
         values = parse_values(getattr(common, name), ",")
         for value in values:
             if not value.isdecimal() or int(value) < least:
-                raise UserError(f"--{name} {value} must be a whole number of at least {least}")
+                raise UserError(f"--{name} {value} must be an integer of at least {least}")
         settings.append(SweepSetting(name=name, values=values))
     if not any(len(setting.values) > 1 for setting in settings):
         settings.insert(0, _rates(entry, settings))
@@ -187,15 +187,15 @@ def _values(option: Option, text: str) -> tuple[str, ...]:
 def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | None) -> None:
     from manyhands.lab.sweep.sweep_report import best_first, sentences, sweep_cells, sweep_page
 
-    ranked, told = best_first(rows, plan.metric), sentences(plan, rows)
+    ranked, findings = best_first(rows, plan.metric), sentences(plan, rows)
     head, cells = sweep_cells(plan, rows)
     found = Findings(
         title=f"{plan.task}, by {plan.metric}",
         head=head,
         cells=cells,
-        told=told,
+        findings=findings,
         figures={**plan.to_dict(), "rows": [row.to_dict() for row in ranked]},
-        page=lambda command, facts: sweep_page(plan, rows, told, command, facts),
+        page=lambda command, facts: sweep_page(plan, rows, findings, command, facts),
     )
     leave_findings(found, out, json_file)
     if ranked and ranked[0].done:
@@ -207,7 +207,7 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
 
 
 @contextmanager
-def _told() -> Iterator[Callable[[SweepProgress], None]]:
+def _progress() -> Iterator[Callable[[SweepProgress], None]]:
     with status_line() as say:
 
         def tell(progress: SweepProgress) -> None:

@@ -98,7 +98,7 @@ class AllReduceWorker:
     def _measure_size(self, count: int, repeats: int) -> list[AllReduceContender]:
         pattern = torch.arange(count, dtype=torch.float32).remainder_(13).add_(1)
         source = pattern * (self._plan.rank + 1)
-        total = pattern * (self._plan.world * (self._plan.world + 1) // 2)  # small whole numbers: exact
+        total = pattern * (self._plan.world * (self._plan.world + 1) // 2)  # small integers: exact
         contenders = self._contenders(count)
         for _ in range(_WARM_UP):
             for contender in contenders:

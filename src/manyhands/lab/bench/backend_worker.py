@@ -63,7 +63,7 @@ def _measure_size(
 ) -> list[AllReduceContender]:
     pattern = torch.arange(buffer.numel(), dtype=torch.float32).remainder_(13).add_(1)
     source = pattern * (plan.rank + 1)
-    total = pattern * (plan.world * (plan.world + 1) // 2)  # small whole numbers: exact
+    total = pattern * (plan.world * (plan.world + 1) // 2)  # small integers: exact
     contenders = [
         AllReduceContender(_OURS, buffer, lambda: dist.all_reduce(buffer, group=ours)),
         AllReduceContender(

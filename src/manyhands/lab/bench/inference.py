@@ -171,7 +171,7 @@ def _work(
     with torch.inference_mode():
         computing(mine)  # what is done once is not measured
         context.send({"ready": True})
-        begin = _told_when(context)
+        begin = _begin_time(context)
         time.sleep(max(0.0, begin - time.monotonic()))
         took: list[float] = []
         started = time.perf_counter()
@@ -185,11 +185,11 @@ def _work(
     return {"inputs_per_s": batch * len(took) / elapsed, "took_us": sorted(counted.items())}
 
 
-def _told_when(context: RoleContext) -> float:
+def _begin_time(context: RoleContext) -> float:
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
-        for told in context.received():
-            return float(told["begin"])
+        for message in context.received():
+            return float(message["begin"])
         time.sleep(0.002)
     raise ManyhandsError("nobody said when to begin")
 

@@ -121,7 +121,7 @@ def _measured(
 def _whole(summary: dict[str, Any], key: str) -> int:
     found = whole(summary[key])
     if found is None:
-        raise ValueError(f"{key} is no whole number")
+        raise ValueError(f"{key} is not an integer")
     return found
 
 

@@ -106,26 +106,26 @@ def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
     """For each strategy but the first: how its speed and its loss change from the sparsest to the densest problem."""
     if not rows:
         return ["There is nothing to compare: the first strategy did not finish at any density."]
-    first, told = rows[0].strategy, []
+    first, findings = rows[0].strategy, []
     for name in dict.fromkeys(row.strategy for row in rows if row.strategy != first):
         own = [row for row in rows if row.strategy == name]
         low, high = own[0], own[-1]
         if low.density == high.density:
-            told.append(
+            findings.append(
                 f"{name} is {low.speedup:.2f} times as fast as {first} at a density of {low.density:g}; its loss "
                 f"differs by {low.excess:+.4f}."
             )
             continue
-        told.append(
+        findings.append(
             f"{name} is {low.speedup:.2f} times as fast as {first} where two examples share a feature in "
             f"{100 * low.shared:.1f} % of cases, and {high.speedup:.2f} times where they do in "
             f"{100 * high.shared:.0f} %; its loss differs by {low.excess:+.4f} and {high.excess:+.4f}."
         )
-    return told
+    return findings
 
 
 def density_page(
-    title: str, rows: Sequence[DensityRow], told: Sequence[str], command: str, facts: Mapping[str, str]
+    title: str, rows: Sequence[DensityRow], findings: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
     names = dict.fromkeys(row.strategy for row in rows)
     charts = []
@@ -153,7 +153,7 @@ def density_page(
     return document(
         title,
         [
-            findings_section(told),
+            findings_section(findings),
             *charts,
             section("table", "In numbers", table, "wide"),
             made_section(command, facts),

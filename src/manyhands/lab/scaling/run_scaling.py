@@ -40,9 +40,9 @@ class ScalingSettings:
     @property
     def words(self) -> list[str]:
         """What all runs are told besides; nothing is saved or measured before the end."""
-        told = [f"--{name}={self.steps}" for name in ("steps", "evaluate-every", "checkpoint-every")]
+        options = [f"--{name}={self.steps}" for name in ("steps", "evaluate-every", "checkpoint-every")]
         return [
-            *told,
+            *options,
             f"--seed={self.seed}",
             "--progress=none",
             *(["--allow-overload"] if self.allow_overload else []),
@@ -112,9 +112,13 @@ def measure_scaling(
 
 def _run(command: Sequence[str], log: Path, workers: int) -> None:
     """One run to its end; when this returns or raises, its process is gone."""
-    with log.open("wb") as told:
+    with log.open("wb") as options:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=options,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         status = process.wait()  # its own watchdog ends a run that stands still

@@ -186,7 +186,7 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
 def scaling_sentences(curve: ScalingCurve) -> list[str]:
     """What the data show: the knee, Amdahl's fit, and where the simulator sees it otherwise."""
     best = max(curve.points, key=lambda point: point.speedup)
-    told = [
+    findings = [
         f"{_workers(best.workers)} is the fastest."
         if best.workers == 1
         else f"{_workers(best.workers)} are the fastest, {best.speedup:.2f} times as fast as one.",
@@ -196,15 +196,15 @@ def scaling_sentences(curve: ScalingCurve) -> list[str]:
     last = curve.points[-1]
     if abs(last.forecast / last.speedup - 1) > 0.1:
         word = "more" if last.forecast > last.speedup else "less"
-        told.append(
+        findings.append(
             f"The simulator, which models computing, messages and cores and nothing else, forecasts {word} for "
             f"{last.workers} workers: {last.forecast:.2f} times."
         )
     if last.workers > curve.cores:
-        told.append(
+        findings.append(
             f"This machine has {curve.cores} core{'s' * (curve.cores > 1)}; more workers than that take turns on them."
         )
-    return told
+    return findings
 
 
 def _workers(count: int) -> str:
@@ -239,7 +239,7 @@ def _about_amdahl(curve: ScalingCurve) -> str:
 
 
 def scaling_page(
-    title: str, curve: ScalingCurve, told: Sequence[str], command: str, facts: Mapping[str, str]
+    title: str, curve: ScalingCurve, findings: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
     counts = [float(point.workers) for point in curve.points]
     series = [Series(name="measured", xs=counts, ys=[point.speedup for point in curve.points])]
@@ -262,7 +262,7 @@ def scaling_page(
     return document(
         title,
         [
-            findings_section(told),
+            findings_section(findings),
             section("curve", "Speed over workers", chart, "broad"),
             section("table", "In numbers", table, "wide"),
             made_section(command, facts, _HOW),

@@ -37,7 +37,7 @@ _UNFINISHED = {f".{_PLAN}.writing"}  # left by one that was killed while its pla
 _FORMAT, _VERSION = "manyhands sweep", 1
 _LOOK_S = 0.05
 _END_S = 20.0  # for a run to leave in good order
-_TOLD_LETTERS = 400
+_MESSAGE_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +93,8 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def sweep_rows(plan: SweepPlan, out: Path, failures: dict[int, str] | None = None) -> list[SweepRow]:
-    told = failures or {}
-    return [read_row(one, out / _RUNS / one.folder, told.get(one.number, "")) for one in plan.trials()]
+    messages = failures or {}
+    return [read_row(one, out / _RUNS / one.folder, messages.get(one.number, "")) for one in plan.trials()]
 
 
 def cores_of(trial: SweepTrial) -> int:
@@ -247,8 +247,8 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def last_said(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
-    return (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
+    messages = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
+    return (messages or lines or ["it said nothing"])[-1][:_MESSAGE_CHARS]
 
 
 def usable_cores() -> list[int]:

@@ -56,8 +56,10 @@ def read_row(trial: SweepTrial, folder: Path, failure: str = "") -> SweepRow:
         return SweepRow(trial=trial, final={}, failure=str(error))
     if summary is None:
         return SweepRow(trial=trial, final={}, failure=failure)
-    told = summary.get("final")
-    found = {str(name): number(value) for name, value in told.items()} if isinstance(told, dict) else {}
+    findings = summary.get("final")
+    found = (
+        {str(name): number(value) for name, value in findings.items()} if isinstance(findings, dict) else {}
+    )
     final = {name: value for name, value in found.items() if value is not None}
     return SweepRow(
         trial=trial,
@@ -88,28 +90,28 @@ def sentences(plan: SweepPlan, rows: Sequence[SweepRow]) -> list[str]:
     """What the data show: the best trial, how far the settings matter, and what failed."""
     metric, ranked = plan.metric, best_first(rows, plan.metric)
     known = [row for row in ranked if math.isfinite(row.final.get(metric, math.nan))]
-    told = []
+    findings = []
     if known:
         best = known[0]
         named = _named(best.trial, plan) or "the only combination"
-        told.append(
+        findings.append(
             f"Best of {len(known)} runs: {named}, with {metric} {best.final[metric]:.4g} after {best.seconds:.1f} s."
         )
         if len(known) > 1:
             values = [row.final[metric] for row in known]
-            told.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
+            findings.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
         if len(plan.varying) > 1:
-            told += _effects(plan, known)
+            findings += _effects(plan, known)
     failed = [row for row in rows if row.failure]
     if failed:
-        told.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
+        findings.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
     empty = sum(row.done and not math.isfinite(row.final.get(metric, math.nan)) for row in rows)
     if empty:
-        told.append(f"{empty} of {len(rows)} runs ended without a finite {metric}.")
+        findings.append(f"{empty} of {len(rows)} runs ended without a finite {metric}.")
     missing = sum(not row.done and not row.failure for row in rows)
     if missing:
-        told.append(f"{missing} of {len(rows)} runs have not ended.")
-    return told
+        findings.append(f"{missing} of {len(rows)} runs have not ended.")
+    return findings
 
 
 def _named(trial: SweepTrial, plan: SweepPlan) -> str:
@@ -195,14 +197,14 @@ def sweep_picture(plan: SweepPlan, rows: Sequence[SweepRow]) -> str:
 
 
 def sweep_page(
-    plan: SweepPlan, rows: Sequence[SweepRow], told: Sequence[str], command: str, facts: Mapping[str, str]
+    plan: SweepPlan, rows: Sequence[SweepRow], findings: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
     head, cells = sweep_cells(plan, rows)
     words = [0, *(place for place, name in enumerate(head) if name in ("strategy", "failed"))]
     return document(
         f"{plan.task}: {len(rows)} combinations",
         [
-            findings_section(told),
+            findings_section(findings),
             section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
             section(
                 "table", "All runs", data_table(head, cells, title="The best first", words=words), "wide"
