@@ -19,7 +19,7 @@ from manyhands.transport.hub import addresses
 from manyhands.transport.hub.hub_events import Rejected
 from manyhands.transport.security import Security
 
-__all__ = ["Dialer", "Listeners"]
+__all__ = ["Dialer", "HubListener"]
 
 _SILENT_PLACES: Final = 256
 _SEALED_PLACES: Final = 256
@@ -96,7 +96,7 @@ class Rejections:
         return Rejected(printable(reason), claimed, count)
 
 
-class Listeners(Generic[K]):
+class HubListener(Generic[K]):
     """The listening sockets in an epoll object, the connections that they accepted, and how many were rejected."""
 
     def __init__(self, epoll: select.epoll, security: Security) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from manyhands.errors import OutOfSharedMemory, printable
 from manyhands.transport.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
 from manyhands.transport.hub import addresses
-from manyhands.transport.hub.admission import Dialer, Listeners
+from manyhands.transport.hub.admission import Dialer, HubListener
 from manyhands.transport.hub.areas import Arenas
 from manyhands.transport.hub.connection import Connection
 from manyhands.transport.hub.handshake import (
@@ -70,7 +70,7 @@ class Reactor:
         self.clock = clock
         self.epoll = select.epoll()
         self.dialer = Dialer(settings.connect_s, random.Random())
-        self.listeners: Listeners[Connection] = Listeners(self.epoll, settings.security)
+        self.listeners: HubListener[Connection] = HubListener(self.epoll, settings.security)
         self.connections: dict[int, Connection] = {}  # by descriptor
         self.members: dict[int, Connection] = {}
         self.held_back: set[Connection] = set()
