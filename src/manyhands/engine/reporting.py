@@ -19,8 +19,7 @@ from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, Peer
 from manyhands.engine.options import StoppingCount
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
-from manyhands.places.local.control import RoleContext
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import RoleContext, TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 

@@ -109,7 +109,7 @@ class ProcessTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Start the workers, process their notes, and read the weights that worker 0 left."""
-        from manyhands.places.local.local import LocalCluster
+        from manyhands.places.local.supervisor import LocalCluster
 
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
