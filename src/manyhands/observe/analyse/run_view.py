@@ -21,8 +21,7 @@ from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.member_history import Members, ServerPlace
 from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
-from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers
-from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.analyse.view import (
     Happening,
@@ -259,7 +258,6 @@ class Gather:
         return tuple(views)
 
     def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
-        """Return each server's current figures, or its totals where the run has ended."""
         durations, events, _ = self._recent.sums(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -11,17 +10,15 @@ from manyhands.observe.analyse.view import PartiesView, PartyView, RunView
 from manyhands.observe.draw.charts import Series, histogram, line_chart
 from manyhands.observe.draw.paper import PageSection, data_table, matrix, quiet
 
-__all__ = ["parties", "skew_lines", "skew_picture"]
+__all__ = ["parties", "skew_picture"]
 
 _MOST_COLUMNS = 24
 _MOST_ROWS = 60
-_SHADES = " ·░▒▓█"
 _MOST_COURSES = 4
 _COMMON = "{} of the common model"
 
 
 def parties(run: RunView) -> PageSection | None:
-    """Return the section of the page; unknown parts have a placeholder."""
     view = run.parties
     if view is None:
         return None
@@ -66,19 +63,6 @@ def skew_picture(view: PartiesView) -> str:
     values = [[float(party.labels[row]) for party in shown] for row in range(len(view.labels))]
     names = [party.name.removeprefix("client ") for party in shown]
     return matrix(values, view.labels, names, title=title, corner="label")
-
-
-def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the same as text, one line per label and one character per party: darker for more samples."""
-    width = max((len(str(label)) for label in labels), default=0)
-    lines = []
-    for row, label in enumerate(labels):
-        shares = [own[row] / max(1, sum(own)) for own in counts]
-        cells = "".join(
-            _SHADES[min(len(_SHADES) - 1, math.ceil(share * (len(_SHADES) - 1)))] for share in shares
-        )
-        lines.append(f"{label!s:>{width}} {cells}")
-    return lines
 
 
 def _spread(view: PartiesView) -> str:
