@@ -14,7 +14,7 @@ from rich.table import Table
 
 from manyhands.errors import format_bytes
 from manyhands.facts import Promises
-from manyhands.lab.compare.figures import CompareRow, Figures, Measured, Point, Spread
+from manyhands.lab.compare.figures import CompareRow, Figures, Point, Spread
 from manyhands.native.version import __version__
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart, loss_chart, share_bars
@@ -205,7 +205,8 @@ def _curves(metric: str, rows: Sequence[CompareRow], *, losses: bool) -> list[st
     for label, place in _AXES:
         series = []
         for row in rows:
-            run = _middle(row)
+            # Of the run that took the median of the time; the lower one of two.
+            run = sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
             points = smooth(run.losses, "loss") if losses else run.evaluations
             known = sorted((point for point in points if metric in point.values), key=place)
             values = [point.values[metric] for point in known]
@@ -231,11 +232,6 @@ def smooth(points: Sequence[Point], value: str) -> list[Point]:
         )
         for end, point in enumerate(points, start=1)
     ]
-
-
-def _middle(row: CompareRow) -> Measured:
-    """The run that took the median of the time; the lower one of two."""
-    return sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
 
 
 def _shares(rows: Sequence[CompareRow]) -> str:
