@@ -77,7 +77,8 @@ class GroupConnection:
     close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
 
 
-_ALONE, _BY_DEFAULT = "single", "mirrored"
+_ALONE = "single"
+_BY_DEFAULT = "mirrored"
 
 
 def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
