@@ -28,9 +28,8 @@ from manyhands.places.external.control_server import (
     ProcessRejected,
     Warned,
 )
-from manyhands.places.local.control import Unread
+from manyhands.places.local.control import TypedNotes, Unread
 from manyhands.places.local.failure import Failure
-from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import (
@@ -217,7 +216,7 @@ class ExternalMembers(ABC):
         member, _ = self._wanted.pop(rank)
         self._at[member], self._member_of[rank] = rank, member
         self._give_part(rank, member)
-        self._unreported.append(Started(member, self._control_server.line(rank).pid))
+        self._unreported.append(Started(member, self._control_server.known[rank].hello.pid))
 
     def _hear(self, event: ControlEvent) -> list[Event | Hung]:
         match event:
