@@ -38,15 +38,11 @@ class _Format(StrEnum):
 
 @dataclass(frozen=True)
 class _LookedAt:
-    """The run that a command is about."""
-
     run: Path = argument(..., "The run's directory.")
 
 
 @dataclass(frozen=True)
 class _TimelineOptions(_LookedAt):
-    """The options of `timeline`."""
-
     out: Path | None = option(None, "Write to this file; RUN/timeline.json or .svg otherwise.", writes=True)
     form: _Format | None = option(
         None, "What to write; svg for a file of that name, trace otherwise.", "--format"
@@ -95,8 +91,6 @@ def _parse_steps(text: str) -> range:
 
 @dataclass(frozen=True)
 class _ExplainOptions(_LookedAt):
-    """The options of `explain`."""
-
     json: Path | None = json_option("Write the figures to this file as JSON, too.")
 
 
@@ -104,7 +98,7 @@ class _ExplainOptions(_LookedAt):
 def explain_command(asked: _ExplainOptions) -> None:
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.analyse.explain import explain, paragraph
-    from manyhands.observe.analyse.summary_facts import codec_words, layers_sent, privacy_words
+    from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words
     from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
     from manyhands.observe.record.checked_values import text
     from manyhands.observe.record.recorded import read_run_events
@@ -132,8 +126,6 @@ def explain_command(asked: _ExplainOptions) -> None:
 
 @dataclass(frozen=True)
 class _WatchOptions(_LookedAt):
-    """The options of `watch`."""
-
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, who need the token, too."
     )
@@ -181,8 +173,6 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
 
 @dataclass(frozen=True)
 class _ReportOptions(_LookedAt):
-    """The options of `report`."""
-
     out: Path | None = option(None, "Write to this file; RUN/report.html otherwise.", writes=True)
 
 
