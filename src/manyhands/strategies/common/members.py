@@ -185,7 +185,7 @@ class ExternalMembers(ABC):
         member, _ = self._wanted.pop(rank)
         self._at[member], self._member_of[rank] = rank, member
         self._give_part(rank, member)
-        self._unreported.append(Started(member, self._control_server.line(rank).pid))
+        self._unreported.append(Started(member, self._control_server.known[rank].hello.pid))
 
     def _require_in_time(self) -> None:
         for rank, (_, since_s) in self._wanted.items():

@@ -16,9 +16,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from manyhands.errors import Hang, UserError
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
-from manyhands.places.local.control import Unread
+from manyhands.places.local.control import TypedNotes, Unread
 from manyhands.places.local.failure import Failure
-from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.places.local.watchdog import Watched
