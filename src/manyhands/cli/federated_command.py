@@ -27,8 +27,6 @@ _say = partial(print, flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _ServeOptions:
-    """The options of `serve` that every task has."""
-
     rounds: int = option(..., "Rounds that must count.")
     strategy: str = option(
         "federated", "How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."
@@ -91,8 +89,6 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeO
 
 @dataclass(frozen=True, kw_only=True)
 class _JoinOptions:
-    """The options of `join`."""
-
     address: str = argument(..., "The server, as https://HOST:PORT.")
     data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
     out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")

@@ -16,7 +16,7 @@ from manyhands.cli.command_options import (
     option,
     write_json,
 )
-from manyhands.cli.workload_command import print_rows
+from manyhands.cli.runs import print_rows
 from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.glove.command import neighbours_table
@@ -31,8 +31,6 @@ _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
 
 @dataclass(frozen=True)
 class _EvaluateOptions:
-    """The options of `eval`."""
-
     vectors: Path = argument(..., _FORMS, metavar="VECTORS")
     analogies: Path | None = option(
         None, "Questions of four words, ': name' begins a section.", metavar="FILE"

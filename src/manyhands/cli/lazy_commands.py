@@ -51,7 +51,6 @@ class LazyCommand:
         return found
 
     def made(self, name: str) -> Any:
-        """As click runs it."""
         found = self.load()
         if isinstance(found, typer.Typer):
             group = get_group(found)

@@ -38,15 +38,11 @@ _BY_SUFFIX = {".html": Form.FILE, ".json": Form.TRACE, ".svg": Form.SVG}
 
 @dataclass(frozen=True)
 class _LookedAt:
-    """The run that a command is about."""
-
     run: Path = argument(..., "The run's directory.")
 
 
 @dataclass(frozen=True)
 class _ShowOptions(_LookedAt):
-    """The options of `show`."""
-
     form: Form | None = option(
         None,
         "A live page; one file of it; a trace for ui.perfetto.dev, or one picture, of who waited for whom; event files "
@@ -165,8 +161,6 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
 
 @dataclass(frozen=True)
 class _ExplainOptions(_LookedAt):
-    """The options of `explain`."""
-
     json: Path | None = json_option("Write the figures to this file as JSON, too.")
 
 
@@ -174,7 +168,7 @@ class _ExplainOptions(_LookedAt):
 def explain_command(asked: _ExplainOptions) -> None:
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.analyse.explain import explain, paragraph
-    from manyhands.observe.analyse.summary_facts import codec_words, layers_sent, privacy_words
+    from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words
     from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
     from manyhands.observe.record.checked_values import text
     from manyhands.observe.record.recorded import read_run_events

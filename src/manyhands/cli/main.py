@@ -27,7 +27,6 @@ _KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
 def usage_sentence(error: Any) -> str:
-    """What is wrong, what to write instead, and where all options are listed."""
     ctx = getattr(error, "ctx", None)
     is_unknown = type(error).__name__ == "NoSuchOption"
     said = _unknown_option(error.option_name, ctx) if is_unknown else _bad_value(error)

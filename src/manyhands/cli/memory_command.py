@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.command_options import json_option, option, task_commands, write_json
-from manyhands.cli.leaving import status_line
+from manyhands.cli.runs import status_line
 from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.strategy import check_count
 from manyhands.workloads.tasks.builtin import BuiltinTask
@@ -26,8 +26,6 @@ __all__ = ["memory_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _MemoryOptions:
-    """The options of every estimate."""
-
     strategy: str | None = option(None, "How, as for train; several, with ';' between.", show_default="all")
     workers: int = option(2, "Processes on this host.")
     json_file: Path | None = json_option("Write it to this file.")
@@ -100,7 +98,6 @@ def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> 
 
 
 def _of(strategy: Strategy, workers: int) -> int:
-    """As many workers as it may have."""
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 

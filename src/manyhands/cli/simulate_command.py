@@ -33,8 +33,6 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class _SimulateOptions:
-    """The options of every simulation."""
-
     strategy: str = option(
         "ps consistency=async", "ps, with its settings: 'ps consistency=aware:softsync:30'."
     )

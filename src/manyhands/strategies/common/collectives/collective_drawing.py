@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.observe.draw.aligned import aligned
+from manyhands.observe.draw.axes import aligned
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.schedule import Algorithm, chunk_bounds, span_bounds
 from manyhands.strategies.common.collectives.schedule_proof import cost, replay
