@@ -40,7 +40,7 @@ from manyhands.cli.runs import (
     print_rows,
     start_own_workers,
 )
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -143,7 +143,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
     if run.path is not None:
         print_next(
             where_the_time_goes=("explain", out),
-            the_page_of_the_run=("watch", out),
+            the_page_of_the_run=("show", out),
             the_model_over_HTTP=("serve", out),
         )
 
@@ -206,8 +206,9 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
 def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> None:
     out = Console(highlight=False)
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    workers, steps = num_of(summary["workers"], "worker"), num_of(summary["steps"], "step")
     out.print(
-        f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers · {summary['steps']} steps in "
+        f"{summary['task']} · {summary['strategy']} · {workers} · {steps} in "
         f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s"
     )
     out.print(f"final  {final}")
