@@ -187,7 +187,7 @@ def _print_next(found: Comparison, task: str, out: Path) -> None:
     folder = out / Trial(place=best.runs[0].place, repeat=best.runs[0].repeat).folder(best.strategy)
     commands: dict[str, tuple[object, ...]] = {
         "where_the_time_of_the_fastest_goes": ("explain", folder),
-        "its_page": ("watch", folder),
+        "its_page": ("show", folder),
     }
     if task in TASK_NAMES:
         commands["how_far_more_workers_help"] = ("scaling", task)

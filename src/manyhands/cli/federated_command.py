@@ -8,9 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from manyhands.cli.command_options import argument, fresh_directory, from_options, option, task_commands
+from manyhands.cli.command_options import (
+    argument,
+    command_group,
+    fresh_directory,
+    from_options,
+    option,
+    task_commands,
+)
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
 from manyhands.workloads.task_options import narrowed
@@ -95,7 +100,7 @@ def _join(asked: _JoinOptions) -> None:
     print(f"the run is done: {asked.out} has the model after {rounds} rounds")
 
 
-federated_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+federated_app = command_group()
 federated_app.command("join")(from_options(_join))
 federated_app.add_typer(
     task_commands(

@@ -112,8 +112,8 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Si
     end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
         where_the_time_goes=("explain", out),
-        who_waits_for_whom=("timeline", out, "--format", "svg"),
-        the_page_of_the_run=("watch", out),
+        who_waits_for_whom=("show", out, "--as", "svg"),
+        the_page_of_the_run=("show", out),
         the_recorded_order_again=("replay", out),
     )
 
