@@ -230,7 +230,7 @@ class WorkerEnd:
         if self._tables.exist:
             self._tables.begin()
             self._do(self._core.read_rows(self._tables.choose(self._rows)))
-            self._listen_until(lambda: not self._core.awaits_rows)
+            self._listen_until(lambda: not self._core.waiting_for)
 
     def pulled(self) -> Array:
         pulled = self._parameter.detach()[self._rows] if self._values is None else self._values

@@ -24,7 +24,7 @@ from manyhands.strategies.ps.live.server_tables import ServerTables
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
 from manyhands.strategies.ps.ps_messages import Push
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_store import Contribution
+from manyhands.strategies.ps.shard_store import Contribution, byte_view
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Gradients"]
@@ -49,20 +49,20 @@ class Gradients:
         self._coding = coding if coding is not None and coding.codes_gradients else None
         self.tables = ServerTables(layout)
         self._layout = layout
+        self._dense_bytes = [
+            layout.flag_bytes(shard) + layout.range_bytes(shard) for shard in range(layout.shards)
+        ]
         self._inline = inline
         self._areas: dict[int, WorkerArea] = {}
         self._parts: dict[tuple[int, int], AreaPart] = {}
         self._dense: dict[tuple[int, int], Contribution] = {}  # of those parts
         self._received: dict[tuple[int, int], Tensor] = {}
         self._as_received: dict[tuple[int, int], tuple[Tensor, Contribution]] = {}  # without rows, by buffer
+        self._rooms: dict[tuple[int, int], memoryview] = {}  # of those buffers: what the last push filled
         self._slots: dict[int, int] = {}  # of the members that are known to have one
-        self._newest: dict[
-            tuple[int, int], int
-        ] = {}  # by slot and shard: the member whose push was taken last
+        self._newest: dict[tuple[int, int], int] = {}  # by slot and shard: whose push was taken last
         self._held: dict[tuple[int, int, int], Contribution] = {}
-        self._fleeting: dict[
-            tuple[int, int, int], bool
-        ] = {}  # held, to be copied if they outlive this message
+        self._fleeting: dict[tuple[int, int, int], bool] = {}  # held, copied if they outlive this message
 
     def add_area(self, member: int, segment: Segment) -> None:
         """Attach a worker's memory; ValueError if its size does not match this task."""
@@ -90,7 +90,7 @@ class Gradients:
         if by_worker and self._coding is not None:
             self._require_encoded(push.shard, num_bytes)
             return None
-        dense = self._dense_bytes(push.shard) if self._inline else 0
+        dense = self._dense_bytes[push.shard] if self._inline else 0
         if num_bytes < dense:
             raise ProtocolError(
                 "payload_bytes", f"a gradient for shard {push.shard} has {dense} bytes, not {num_bytes}"
@@ -98,7 +98,11 @@ class Gradients:
         self.tables.check_capacity(push.shard, num_bytes - dense)
         if not self._inline:
             return None
-        return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
+        known = self._rooms.get((push.member, push.shard))
+        if known is None or known.nbytes != num_bytes:
+            room = byte_view(self._buffer(push, num_bytes))
+            known = self._rooms[push.member, push.shard] = room
+        return known
 
     def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
         """The gradient that came with a push, in place; None if its worker shares no memory and sent none.
@@ -119,7 +123,7 @@ class Gradients:
         buffer = self._received.get(of)
         if buffer is None or not payload:
             return None
-        if self._layout.tables or len(payload) != self._dense_bytes(push.shard):
+        if self._layout.tables or len(payload) != self._dense_bytes[push.shard]:
             return self._contribution(buffer[: len(payload)], push.shard)
         known = self._as_received.get(of)
         if known is None or known[0] is not buffer:
@@ -201,7 +205,7 @@ class Gradients:
         self._slots[member] = slot
         for old in [old for old, place in self._slots.items() if place == slot and old < member]:
             for shard in shards:
-                for table in (self._parts, self._dense, self._received, self._as_received):
+                for table in (self._parts, self._dense, self._received, self._rooms, self._as_received):
                     table.pop((old, shard), None)
             needed = {of for of, _ in (*self._parts, *self._received)}
             area = self._areas.get(old)
@@ -229,6 +233,7 @@ class Gradients:
         buffer = self._received.get((push.member, push.shard))
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._rooms.pop((push.member, push.shard), None)
         return buffer[:num_bytes]
 
     def _require_encoded(self, shard: int, num_bytes: int) -> None:
@@ -244,7 +249,7 @@ class Gradients:
 
     def _decoded(self, coding: RangeCoding, push: Push, payload: memoryview) -> Tensor:
         """Decode a payload into flags, range and rows, as an unencoded payload would be received."""
-        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
+        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes[push.shard]
         came = as_tensor(payload)
         encoded = flags + coding.length(push.shard, came[flags:])
         buffer = self._buffer(push, dense + came.numel() - encoded)
@@ -254,16 +259,13 @@ class Gradients:
         return buffer
 
     def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
-        dense = self._dense_bytes(shard)
+        dense = self._dense_bytes[shard]
         payload = memoryview(buffer[dense:].numpy())  # type: ignore[arg-type]
         return replace(self._in_buffer(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
 
     def _in_buffer(self, buffer: Tensor, shard: int) -> Contribution:
         flags = self._layout.flag_bytes(shard)
         return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
-
-    def _dense_bytes(self, shard: int) -> int:
-        return self._layout.flag_bytes(shard) + self._layout.range_bytes(shard)
 
     def _packed(self, held: Contribution) -> Tensor:
         rows = b"".join(self.tables.packed(held.rows))

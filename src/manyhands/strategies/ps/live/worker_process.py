@@ -384,7 +384,7 @@ class _SlotSession:
         self._heard_ns = time.monotonic_ns()
         self._wait.begin_again()
         self._do(self._core.read_rows(shards, whole))
-        while self._core.awaits_rows:
+        while self._core.waiting_for:
             self._turn(_AGAIN_S if self._again else _LOOK_S)
         if self._left is not None:
             raise _SlotLeft
