@@ -310,9 +310,10 @@ class ShardPrimary:
         elif self._config.confirms and self._unconfirmed.awaits(push, self._held.get(push.slot, (-1, 0))[0]):
             self._hold(push)
         else:
+            # No update before it is missing: a worker reports how far it is (Hello) before it pushes to a new primary.
             if not push.skip:
                 self._actions.append(Keep(push.shard, push.slot, push.clock, self._config.copies))
-            self._count(push)
+            self._append(push)
 
     def _hold(self, push: Push) -> None:
         """Keep a push that does not count yet."""
@@ -329,18 +330,11 @@ class ShardPrimary:
         if push is not None:
             # The Read confirms the held push before it; any other is dropped, as its worker computes it again.
             if push.clock < clock and self._is_open(push):
-                self._count(push)
+                self._append(push)
             else:
                 self._drop(push)
         self._held[slot] = (clock, member)
         self._look_at(slot)
-
-    def _count(self, push: Push) -> None:
-        """Make a kept push the next entry."""
-        known = self._next_to_take(push.slot)
-        if known is not None and known < push.clock:
-            self._append_lost(push.slot, push.clock)
-        self._append(push)
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

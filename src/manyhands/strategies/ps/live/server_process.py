@@ -241,8 +241,8 @@ class _Server:
 
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
-        for told in self._context.received():
-            match ORDERS.read(told):
+        for order in self._context.received():
+            match ORDERS.read(order):
                 case ViewPublished(view=view, addresses=addresses):
                     self._follow(view, addresses)
                 case RestoreShard(shard=shard):
@@ -286,9 +286,9 @@ class _Server:
         for gone in [member for member in self._unsent if not self._is_server(member)]:
             del self._unsent[gone]
         self._do(self._core.view(view), None, None)
-        # Gradients of a slot's former holder are no longer taken, except at two kinds of shards. To a backup the primary
-        # may still forward what it took before it learned of the new holder. Where a successor decides about earlier
-        # arrivals (`confirms`), the shards that this server serves take them, too.
+        # Gradients of a slot's former holder are no longer taken, except at two kinds of shards. To a backup the
+        # primary may still forward what it took before it learned of the new holder. Where a successor decides about
+        # earlier arrivals (`confirms`), the shards that this server serves take them, too.
         taking = {ReplicaRole.BACKUP, *([ReplicaRole.PRIMARY] if self._job.confirms else [])}
         taken = {shard for shard, replica in self._core.replicas.items() if replica.role in taking}
         fencing = [shard for shard in range(self._layout.shards) if shard not in taken]
