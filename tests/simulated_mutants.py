@@ -187,11 +187,11 @@ GUARDS = {
     ),
     "counting twice": Mutant(
         "takes a push that is in flight once more",
-        patch=(ShardPrimary, "_take_push", "push.clock < self._taken.get(push.slot, 0)", "False"),
+        patch=(ShardPrimary, "serve", "message.clock < self._taken.get(slot, 0)", "False"),
     ),
     "confirming": Mutant(
         "counts a push before a Read confirms it",
-        patch=(ShardPrimary, "_take_push", "self._config.confirms and", "False and"),
+        patch=(ShardPrimary, "serve", "elif confirms and", "elif False and"),
         draw=severed,
     ),
     "gullible": Mutant(

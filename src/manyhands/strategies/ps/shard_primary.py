@@ -50,6 +50,7 @@ from manyhands.strategies.ps.work_plan import Hold
 __all__ = ["KnownMembers", "ShardPrimary"]
 
 _NOBODY = (0, 0)
+_NO_READ = (-1, 0)
 _TAKEN = (Push, UpdatesLost)  # entries that settle updates of a slot
 
 
@@ -217,11 +218,24 @@ class ShardPrimary:
         if member > holder:
             holders[slot] = member
             self._held.pop(slot, None)  # the read of an older member
-        if self._config.confirms:
+        confirms = self._config.confirms
+        if confirms:
             self._unconfirmed.meet(slot, member)
         match message:
             case Push():
-                self._take_push(message)
+                outcome = self._core.outcome_of(slot, message.clock)
+                if outcome is not None:
+                    self._actions.append(Ack(message.shard, slot, message.clock, outcome))
+                elif message.clock < self._taken.get(slot, 0):
+                    pass  # it is in flight, and acknowledged when it is safe
+                elif confirms and self._unconfirmed.awaits(message, self._held.get(slot, _NO_READ)[0]):
+                    self._hold(message)
+                else:
+                    # No update before it is missing: a worker reports how far it is (Hello) before it pushes to a
+                    # new primary.
+                    if not message.skip:
+                        self._actions.append(Keep(message.shard, slot, message.clock, self._config.copies))
+                    self._append(message)
                 if message.pulls:
                     self._take_read(slot, message.clock + 1, member)
             case Read():
@@ -300,20 +314,6 @@ class ShardPrimary:
             arrived=arrived if arrived > next_clock else 0,
         )
         self._actions.append(SendMessage(hello.member, welcome))
-
-    def _take_push(self, push: Push) -> None:
-        outcome = self._core.outcome_of(push.slot, push.clock)
-        if outcome is not None:
-            self._actions.append(Ack(push.shard, push.slot, push.clock, outcome))
-        elif push.clock < self._taken.get(push.slot, 0):
-            pass  # it is in flight, and acknowledged when it is safe
-        elif self._config.confirms and self._unconfirmed.awaits(push, self._held.get(push.slot, (-1, 0))[0]):
-            self._hold(push)
-        else:
-            # No update before it is missing: a worker reports how far it is (Hello) before it pushes to a new primary.
-            if not push.skip:
-                self._actions.append(Keep(push.shard, push.slot, push.clock, self._config.copies))
-            self._append(push)
 
     def _hold(self, push: Push) -> None:
         """Keep a push that does not count yet."""

@@ -298,8 +298,8 @@ class Hub(Closeable):
             self._show_out(self._entrance.wake())
         if now_s >= self._calls.next_s:
             self._dial()
-        away = self._entrance.rejections.due(now_s)
-        if away is not None:
+        rejections = self._entrance.rejections
+        if rejections.total != rejections.reported and (away := rejections.due(now_s)) is not None:
             self._events.append(away)
 
     def _dial(self) -> None:

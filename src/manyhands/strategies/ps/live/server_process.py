@@ -168,6 +168,7 @@ class _Server:
         self._met: set[int] = set()  # that are connected
         self._peers: dict[int, str] = {}  # what each member that ever connected is
         self._view: View | None = None
+        self._servers: set[int] = set()  # of that view
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
@@ -283,7 +284,8 @@ class _Server:
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
                 self._hub.connect(member, address)
-        for gone in [member for member in self._unsent if not self._is_server(member)]:
+        self._servers = {member for place in view.shards for member in (place.primary, place.backup)}
+        for gone in self._unsent.keys() - self._servers:
             del self._unsent[gone]
         self._do(self._core.view(view), None, None)
         # Gradients of a slot's former holder are no longer taken, except at two kinds of shards. To a backup the
@@ -319,7 +321,7 @@ class _Server:
             self._hub.send(member, again)
             return
         self._do(self._core.handle(message, member), contribution, payload)
-        if contribution is not None:
+        if contribution is not None and isinstance(push, Push):
             self._gradients.taken(push)
 
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
@@ -416,27 +418,23 @@ class _Server:
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # queued messages go first
             self._deliver(to, message, payload)
-        elif self._is_server(to):
+        elif to in self._servers:
             self._unsent[to].append((message, payload))
 
     def _deliver(self, to: int, message: Any, payload: list[Any]) -> None:
         if isinstance(message, Forward) and isinstance(message.entry, Push):
             # Share the worker's memory with the backup before the forwards that refer to it.
             worker = message.entry.member
-            segment = self._gradients.segment(worker)
-            if segment is not None and (to, worker) not in self._shared_with:
+            area = self._gradients.areas.get(worker)
+            if area is not None and (to, worker) not in self._shared_with:
                 self._shared_with.add((to, worker))
-                self._hub.share(to, segment, worker)
+                self._hub.share(to, area.segment, worker)
         self._hub.send(to, message, payload)
         if payload:
             self._hub.send_off()
 
     def _is_primary(self, shard: int) -> bool:
         return self._view is not None and self._view.shards[shard].primary == self._member
-
-    def _is_server(self, member: int) -> bool:
-        assert self._view is not None, "nobody is spoken to before the first view"
-        return any(member in (shard.primary, shard.backup) for shard in self._view.shards)
 
     def _log(self, row: Row) -> None:
         failure = self._logs.write(row)
