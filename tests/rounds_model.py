@@ -23,7 +23,7 @@ from manyhands.foresight.simulate.faults import (
     WorkerGoes,
 )
 from manyhands.foresight.simulate.network import Agenda
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,

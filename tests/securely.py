@@ -10,9 +10,8 @@ import numpy as np
 
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
 from manyhands.strategies.federated.secure.primitives import Draw, public_identity
-from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
-from manyhands.strategies.federated.secure.secure_server import SecureServer
+from manyhands.strategies.federated.secure.secure_protocol import SecureClient, SecureServer, SecureStage
 
 MODEL = hashlib.sha256(b"the model").digest()
 

@@ -26,8 +26,8 @@ from manyhands.strategies.federated.deployed.server_files import TOKENS
 from manyhands.strategies.federated.deployed.stages import SecureAttempt, terms_from
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
 DEVICES = 5  # of which 4 must stay

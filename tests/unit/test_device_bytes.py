@@ -16,8 +16,8 @@ from torch import nn
 
 from manyhands.strategies.federated.deployed.http_client import HttpsAsker
 from manyhands.strategies.federated.deployed.protocol import TensorForm, enrolment_text
-from manyhands.strategies.federated.secure.secure_client import SecureStage
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
+from manyhands.strategies.federated.update_tally import hash_of
 from securely import Party
 
 PAGE = (Path(__file__).parents[2] / "docs" / "federated-deployment.md").read_text()

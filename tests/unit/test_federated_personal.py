@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_states import UpdateCoding, local_names
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from manyhands.strategies.federated.partition import held_back
-from manyhands.strategies.federated.personal import fine_tuned, models_kept
-from manyhands.strategies.federated.states import local_names
-from manyhands.strategies.federated.update_encoding import UpdateCoding
+from manyhands.strategies.federated.simulation import fine_tuned, models_kept
 from rounds import Played, play_rounds
 
 RATE, HOLD = 0.05, 0.7

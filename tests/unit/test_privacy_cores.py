@@ -11,23 +11,28 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.privacy import noise_draws
-from manyhands.strategies.federated.privacy.noise_draws import (
+from manyhands.strategies.federated import privacy_noise
+from manyhands.strategies.federated.privacy_noise import (
+    FIRST_BOUND,
+    LEAST_STEPS,
+    ClipRule,
+    NoiseShare,
+    RoundNoise,
     SeededDraws,
     SystemDraws,
     UniformDraws,
     add_gaussian,
+    clipped,
     discrete_gaussian,
+    next_bound,
 )
-from manyhands.strategies.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.strategies.federated.privacy.spending import (
+from manyhands.strategies.federated.private_rounds import (
     PrivacyBudget,
     RoundKind,
     Spending,
     epsilon_of,
     most_rounds,
 )
-from manyhands.strategies.federated.privacy.update_clipping import FIRST_BOUND, ClipRule, clipped, next_bound
 
 DRAWN = 100_000
 
@@ -93,14 +98,14 @@ class Drawn:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> SystemDraws:
     """The system's draws; where its bytes were new in every run, one in a million would fail a test."""
-    monkeypatch.setattr(noise_draws, "os", Drawn)
+    monkeypatch.setattr(privacy_noise, "os", Drawn)
     return SystemDraws()
 
 
 def test_the_systems_words_are_multiples_of_two_to_the_minus_53(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.array([0, (1 << 11) - 1, 1 << 11, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     asked: list[int] = []
-    monkeypatch.setattr(noise_draws.os, "urandom", lambda count: asked.append(count) or words.tobytes())
+    monkeypatch.setattr(privacy_noise.os, "urandom", lambda count: asked.append(count) or words.tobytes())
     found = SystemDraws().uniform(5)
     assert found.tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 0.5 + 2.0**-53, 1.0]
     assert asked == [40]

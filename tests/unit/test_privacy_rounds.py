@@ -15,12 +15,18 @@ from manyhands.observe.analyse.summary_facts import privacy_words
 from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientUpdate, RoundPlace
 from manyhands.strategies.federated.exchange import private_rounds
-from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.private_rounds import PrivateRounds
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
-from manyhands.strategies.federated.secure.secure_tally import SecureTally, play_round, terms_for
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.update_tally import PlainTally, PrivateTally, tally_for
+from manyhands.strategies.federated.update_tally import (
+    PlainTally,
+    PrivateTally,
+    SecureTally,
+    play_round,
+    tally_for,
+    terms_for,
+)
 from manyhands.strategy import Strategy
 
 WEIGHTS = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]

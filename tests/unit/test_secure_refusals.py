@@ -11,7 +11,6 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.primitives import PRIME, SHARE_BYTES, ProtocolRefused, sign
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
     Delivery,
@@ -22,7 +21,7 @@ from manyhands.strategies.federated.secure.secure_messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
+from manyhands.strategies.federated.secure.secure_protocol import RoundAbandoned, SecureStage
 from securely import Party
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from manyhands.strategies.federated.secure.primitives import SHARE_BYTES, ProtocolRefused, combine, public_key
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import (
     MaskedInput,
     RoundKeys,
@@ -19,8 +18,8 @@ from manyhands.strategies.federated.secure.secure_messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
-from manyhands.strategies.federated.secure.secure_tally import (
+from manyhands.strategies.federated.secure.secure_protocol import RoundAbandoned, SecureStage
+from manyhands.strategies.federated.update_tally import (
     MESSAGES,
     client_bytes,
     play_round,

@@ -30,8 +30,7 @@ __all__ = [
     "dtype_code",
 ]
 
-Label = Callable[[int], str]
-"""How a rank is called in a sentence."""
+Label = Callable[[int], str]  # how a rank is called in a sentence
 
 
 class CallKind(IntEnum):

@@ -94,12 +94,9 @@ _PART_EVERY_NS = 1_000_000  # moving costs some 20 microseconds
 # A call: its record, where it stands, and the reducer's address, operation and size of an item, or zeros.
 PHASE, ROUND, STEP, REDUCER, _OPERATION, ITEM_BYTES = range(RECORD_WORDS, RECORD_WORDS + 6)
 CALL_WORDS: Final = RECORD_WORDS + 6
-BEGIN: Final = 0
-"""Nothing is laid out yet."""
-GATHER: Final = 1
-"""This rank has laid its data out and waits until all have arrived."""
-SETTLE: Final = 2
-"""This rank has reduced its slice and waits until all are done."""
+BEGIN: Final = 0  # nothing is laid out yet
+GATHER: Final = 1  # this rank has laid its data out and waits until all have arrived
+SETTLE: Final = 2  # this rank has reduced its slice and waits until all are done
 
 
 class RoundReducer(NamedTuple):
@@ -339,10 +336,8 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
 # at a time; the longest lane of any rank says how many.
 
 
-Lane = tuple[int, int]
-"""Address and size of bytes for one rank, or for all."""
-Read = tuple[int, int, int, int]
-"""Rank and lane to read, address and size of where it goes."""
+Lane = tuple[int, int]  # address and size of bytes for one rank, or for all
+Read = tuple[int, int, int, int]  # rank and lane to read, address and size of where it goes
 
 # After the words of every call: how many steps, lanes and reads there are, whether the ranks need not compare how much
 # they bring and expect, and the room of a lane in one round. Then the tables, and for a reducer a word for each rank.

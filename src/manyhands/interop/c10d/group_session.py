@@ -28,8 +28,7 @@ from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
 __all__ = ["SHARED", "Options", "Session", "SessionPlace", "open_session"]
 
-SHARED = "shared"
-"""The default: all-reduce in shared memory, without messages."""
+SHARED = "shared"  # the default: all-reduce in shared memory, without messages
 _PATIENCE_S: Final = 5.0  # calls under way when a group is closed may take this long to end
 
 

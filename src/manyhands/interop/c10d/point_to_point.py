@@ -61,8 +61,7 @@ class PointToPoint:
         self._needed = threading.Condition(lock)  # the thread has work, or is to end
         self._asleep = False  # the thread will not poll again by itself
         self._segment: Segment | None = None
-        self._rings: dict[int, int] = {}
-        """By peer: the address of the ring that leads to it."""
+        self._rings: dict[int, int] = {}  # by peer: the address of the ring that leads to it
         self._outgoing: dict[int, deque[OutgoingMessage]] = {}
         self._requests: list[PendingReceive] = []
         self._inboxes: dict[int, Inbox] = {}

@@ -74,8 +74,7 @@ class MemoryLayout(NamedTuple):
     """The sizes that depend on the number of ranks."""
 
     region_bytes: int
-    areas: int
-    """Offset of the first rank's area."""
+    areas: int  # offset of the first rank's area
     num_bytes: int
 
 

@@ -47,16 +47,11 @@ _REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it 
 class StageReason(IntEnum):
     """Why a group stopped."""
 
-    DIED = 1
-    """A rank's process ended without leaving the group."""
-    LEFT = 2
-    """A rank closed the group while another waited for it."""
-    LATE = 3
-    """A rank did not come in time."""
-    FAILED = 4
-    """A rank raised, or was interrupted, in the middle of a call."""
-    ENDED = 5
-    """The group was aborted on purpose."""
+    DIED = 1  # a rank's process ended without leaving the group
+    LEFT = 2  # a rank closed the group while another waited for it
+    LATE = 3  # a rank did not come in time
+    FAILED = 4  # a rank raised, or was interrupted, in the middle of a call
+    ENDED = 5  # the group was aborted on purpose
 
 
 class ReductionPlan:

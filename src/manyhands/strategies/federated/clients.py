@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -23,11 +24,20 @@ from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.samples import Batches, Samples
-from manyhands.strategies.federated.small_products import plain_products
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected", "steps_in", "work_of"]
+__all__ = [
+    "ClientTrainer",
+    "LocalWork",
+    "batches",
+    "held",
+    "held_names",
+    "plain_products",
+    "selected",
+    "steps_in",
+    "work_of",
+]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -177,3 +187,26 @@ class ClientTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach().reshape(())
+
+
+# Products of small matrices on a CPU: by BLAS, where oneDNN would take longer to get ready than to multiply.
+
+
+@contextmanager
+def plain_products(model: nn.Module) -> Iterator[None]:
+    """While this is open, a client's steps of a model of linear layers are computed without oneDNN.
+
+    Clients have small batches. On ARM oneDNN takes half a millisecond to set up each product, many times what BLAS
+    takes to compute it; elsewhere the two are alike. A model with convolutions or recurrent layers, which are oneDNN's,
+    keeps it.
+    """
+    of_onednn = (nn.modules.conv._ConvNd, nn.RNNBase)
+    backend: Any = torch.backends.mkldnn
+    if not backend.enabled or any(isinstance(module, of_onednn) for module in model.modules()):
+        yield
+        return
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = True

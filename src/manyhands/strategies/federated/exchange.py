@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,43 +35,44 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_measures import ClientEvaluation
+from manyhands.strategies.federated.client_states import (
+    ClientStates,
+    LocalLayers,
+    UpdateCoding,
+    gathered,
+    restored,
+)
 from manyhands.strategies.federated.client_updates import (
     ClientAssignment,
     ClientUpdate,
+    RoundNorms,
     RoundPlace,
     RoundTally,
     TallySum,
+    require_finite,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
-from manyhands.strategies.federated.norms import RoundNorms, require_finite
 from manyhands.strategies.federated.partition import Partition, held_back
-from manyhands.strategies.federated.personal import AFTER_ALL, Tuned, tuned
-from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.rounds.simulated_rounds import (
+from manyhands.strategies.federated.private_rounds import PrivateRounds
+from manyhands.strategies.federated.samples import reading_ahead
+from manyhands.strategies.federated.simulated_rounds import (
     SimulatedCourse,
     SimulatedRounds,
     simulated_rounds,
 )
-from manyhands.strategies.federated.samples import Samples, reading_ahead
 from manyhands.strategies.federated.simulation import (
+    AFTER_ALL,
     ClientRunner,
     ClientSimulation,
     Cohort,
+    Tuned,
     client_runner_for,
+    tuned,
 )
-from manyhands.strategies.federated.spread import (
-    DURING,
-    ClientMeasures,
-    measured,
-    samples_each,
-    shown_clients,
-    spread_over,
-)
-from manyhands.strategies.federated.states import ClientStates, LocalLayers, gathered, restored
 from manyhands.strategies.federated.strategy import Federated, Tuning
-from manyhands.strategies.federated.update_encoding import UpdateCoding
 from manyhands.strategies.federated.update_tally import tally_for
-from manyhands.task import Metric, Task
+from manyhands.task import Task
 from manyhands.wire.parcels import Parcel
 
 if TYPE_CHECKING:
@@ -132,9 +134,7 @@ class FederatedExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._trainer: ClientRunner | None = None
         self._simulation: ClientSimulation | None = None
-        self._trained: tuple[Task, nn.Module] | None = None
-        self._measures: dict[str, Metric] = {}
-        self._samples: Samples | None = None  # to be measured by
+        self._evaluation: ClientEvaluation | None = None
         self._loaders: Loaders[tuple[int, ...]] | None = None
         self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
         self._clients: list[int] = []
@@ -154,29 +154,41 @@ class FederatedExchange(Exchange):
         self._norms = RoundNorms(strategy.seen_norm_ratio)
         self._round = 0  # number of the newest simulated round, from 1
         self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
+        self.total: Callable[[Tensor], Tensor] = lambda values: values  # collective
         if collective is not None:
-            [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
+            [bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
+            self.total = partial(total, collective, 0, bucket)
+            self._broadcast = partial(broadcast, collective, 0, bucket)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._weights = held(model)
         if self._collective is not None:
-            broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
+            self._broadcast([*model.parameters(), *model.buffers()])
         keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         assert self._optimizer is not None, "attach comes before compute"
         trainer = self._client_runner(computer, model)
         begin = time.monotonic()
-        assigned = self._assigned(step)
+        if self._private is not None and self._private.draws_itself:
+            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
+        else:
+            assert self._rounds is not None, "clients are met before they are asked"
+            self._course = self._rounds.begin(step)
+            chosen = list(self._course.counted)
+        assigned = [  # the same on every worker
+            replace(one, samples=self._samples_of[one.client])
+            for one in self._algorithm.given(step, chosen, self._weights)
+        ]
         self._clients = [one.client for one in assigned]
         # A tally knows those that report and, with secure sums, those that drop out.
-        secure = self._course is not None and self._strategy.secure
-        known = list(self._course.asked) if self._course is not None and secure else self._clients
-        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
-        self._tally = tally_for(
-            self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
+        known = (
+            list(self._course.asked) if self._course is not None and self._strategy.secure else self._clients
         )
+        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
+        like = self._algorithm.layers.shared(self._algorithm.sent(self._weights))
+        self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, like, self._private)
         # This worker simulates the clients whose state it has, or an equal share.
         mine = assigned[self.rank :: self.world]
         if self._kept_by_clients():
@@ -200,8 +212,15 @@ class FederatedExchange(Exchange):
             return self._trainer
         self._meet_clients(computer.task)
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
-        self._trained = (task, model)
-        self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        self._evaluation = ClientEvaluation(
+            task=task,
+            model=model,
+            measures=measures,
+            tested=self._tested,
+            rank=self.rank,
+            world=self.world,
+        )
         sizes, strategy = [len(samples) for samples in self._samples_of], self._strategy
         per_round = strategy.per_round(len(sizes))
         self._algorithm.facts = FederatedFacts(
@@ -239,28 +258,14 @@ class FederatedExchange(Exchange):
         if self._private is not None and self._loaded_state is not None:
             self._private.restore(self._loaded_state.get("privacy"))
 
-    def _assigned(self, step: int) -> list[ClientAssignment]:
-        """What the clients of round `step` are given, the same on every worker."""
-        if self._private is not None and self._private.draws_itself:
-            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
-        else:
-            assert self._rounds is not None, "clients are met before they are asked"
-            self._course = self._rounds.begin(step)
-            chosen = list(self._course.counted)
-        given = self._algorithm.given(step, chosen, self._weights)
-        return [replace(one, samples=self._samples_of[one.client]) for one in given]
-
-    def _sent_by_clients(self) -> Sequence[Tensor]:
-        return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
-
     def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
         """All that clients keep, by name, and what it is like; for a checkpoint."""
         algorithm, layers = self._algorithm, self._algorithm.layers
-        shared = len(layers.shared(self._weights))
+        shared, sent = len(layers.shared(self._weights)), layers.shared(algorithm.sent(self._weights))
         found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
             "algorithm": (algorithm.states, algorithm.kept(self._weights)),
             "layers": (layers.states, layers.kept(self._weights)),
-            "codec": (self._coding.states, self._coding.kept(self._sent_by_clients(), shared)),
+            "codec": (self._coding.states, self._coding.kept(sent, shared)),
         }
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
@@ -299,24 +304,20 @@ class FederatedExchange(Exchange):
         refused = float(len(self._refused_now))
         words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
         self._counted = round(float(words[1]))
-        broken = not self._closed(bool(words[2])) or found.weight == 0
+        counts = True
+        if self._course is not None and self._rounds is not None:
+            left_out: list[int] = []
+            if self._clients == list(self._course.counted) and (words[2] or self._norms.rejected):
+                whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
+                whose[self._refused_now] = 1
+                left_out = [*self.total(whose).nonzero().flatten().tolist(), *self._norms.rejected]
+            counts = self._rounds.close(left_out)
+        broken = not counts or found.weight == 0
         return SharedStep(
             loss=math.nan if broken else found.loss / found.weight,
             bad_workers=(0,) if broken else (),
             stop=bool(words[0] > 0),
         )
-
-    def _closed(self, some_refused: bool) -> bool:
-        """Whether the round counts without rejected updates; collective where some were rejected."""
-        if self._course is None or self._rounds is None:
-            return True
-        of_round = self._clients == list(self._course.counted)
-        if not of_round or not (some_refused or self._norms.rejected):
-            return self._rounds.close()
-        whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
-        whose[self._refused_now] = 1
-        refused = [int(one) for one in self.total(whose).nonzero().flatten()]
-        return self._rounds.close([*refused, *self._norms.rejected])
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -366,9 +367,6 @@ class FederatedExchange(Exchange):
         self._private.ended = f"stopped after round {step}: {spending.why_over()}"
         return self._private.ended
 
-    def total(self, values: Tensor) -> Tensor:
-        return values if self._collective is None else total(self._collective, 0, self._bucket, values)
-
     def step_samples(self) -> int:
         return self._counted * self._work.epochs
 
@@ -384,12 +382,20 @@ class FederatedExchange(Exchange):
     def summary(self) -> Mapping[str, Any]:
         """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
-        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
-        told["updates_rejected"] = self._norms.total_rejected
-        told["algorithm"] = dict(self._algorithm.summary())
+        summary: dict[str, Any] = {
+            "updates_refused": self._refused,
+            "updates_rejected": self._norms.total_rejected,
+            "played": played,
+            "algorithm": dict(self._algorithm.summary()),
+        }
+        if self._evaluation is not None and not self._strategy.noise:  # no promise of noise holds for them
+            kinds: dict[str, Callable[[list[int]], Tuned]] = {"measured": self._own_models}
+            if self._strategy.gives_own_models:
+                kinds["measured_common"] = lambda mine: ((client, self._weights) for client in mine)
+            summary |= self._evaluation.summary(kinds)
         if self._rounds is not None and not self._rounds.all_report:
-            told["participation"] = self._rounds.summary()
-        return told if self._private is None else {**told, "privacy": self._private.summary()}
+            summary["participation"] = self._rounds.summary()
+        return summary if self._private is None else {**summary, "privacy": self._private.summary()}
 
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
@@ -401,70 +407,32 @@ class FederatedExchange(Exchange):
             who = [] if self._strategy.noise else self._clients  # with noise that is a secret
             require_finite(found[0], self._round, self._norms.describe(who))
         self._spread = {}
-        if found is not None and not self._strategy.noise:
-            most, samples = DURING
-            shown = shown_clients(len(self._tested), most)
-            models = ((client, self.personal(client)) for client in self._simulated_here(shown))
-            measures = self._measure(models, samples_each(len(shown), samples))
-            self._spread = spread_over(measures, shown, list(self._measures), self.total)
+        if found is not None and self._evaluation is not None and not self._strategy.noise:
+            self._spread = self._evaluation.spread(
+                lambda mine: ((client, self.personal(client)) for client in mine), self.total
+            )
         return found
 
     def evaluation_facts(self) -> Mapping[str, Any]:
         """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
         return {"fairness": self._spread} if self._spread else {}
 
-    def _simulated_here(self, clients: Sequence[int]) -> list[int]:
-        return [one for one in clients if one % self.world == self.rank]
-
-    def _measure(self, models: Tuned, each: int) -> ClientMeasures:
-        assert self._trained is not None, "clients are met before they are measured"
-        task, model = self._trained
-        if self._samples is None:
-            device = next((one.device for one in self._weights), torch.device("cpu"))
-            self._samples = Samples(task, device)
-        return measured(task, self._measures, model, models, self._tested, each, self._samples)
-
-    def _measured(self) -> dict[str, Any]:
-        """The measures of this worker's clients, and which could not be taken, and why.
-
-        By the models that they use themselves; where these are not the common one, by that as well.
-        """
-        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
-            return {}
-        shown = shown_clients(len(self._tested))
-        mine, each = self._simulated_here(shown), samples_each(len(shown))
-        kinds = {"measured": self._own_models(*self._trained, mine)}
-        if self._strategy.gives_own_models:
-            kinds["measured_common"] = ((client, self._weights) for client in mine)
-        told: dict[str, Any] = {}
-        failed: dict[str, str] = {}
-        for kind, models in kinds.items():
-            found = self._measure(models, each)
-            told[kind] = {str(client): one for client, one in found.values.items()}
-            failed |= found.failed
-        told["failed"] = sorted(failed)
-        told["unmeasured"] = [
-            f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
-        ]
-        return told
-
-    def _own_models(self, task: Task, model: nn.Module, clients: Sequence[int]) -> Tuned:
+    def _own_models(self, clients: Sequence[int]) -> Tuned:
         """What each of these clients uses itself, fine-tuned where the strategy says so."""
+        models = [(client, self.personal(client)) for client in clients]
         if self._tuning is None:
-            yield from ((client, self.personal(client)) for client in clients)
-            return
+            return iter(models)
         assert self._optimizer is not None, "attach comes before the first round"
+        assert self._evaluation is not None, "clients are measured by a model"
         assigned = [
             ClientAssignment(
-                client=client,
-                samples=self._samples_of[client],
-                weights=self.personal(client),
-                number=AFTER_ALL,
+                client=client, samples=self._samples_of[client], weights=weights, number=AFTER_ALL
             )
-            for client in clients
+            for client, weights in models
         ]
         work, together = replace(self._work, epochs=self._tuning.epochs), self._strategy.together
-        yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
+        task, model = self._evaluation.task, self._evaluation.model
+        return tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
         if self._loaders is not None:

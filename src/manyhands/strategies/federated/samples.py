@@ -29,8 +29,7 @@ __all__ = ["Batches", "Samples", "apart", "columns_of", "reading_ahead"]
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
 
 
-_BatchKey: TypeAlias = tuple[int, ...]
-"""A seed, and the numbers of the samples."""
+_BatchKey: TypeAlias = tuple[int, ...]  # a seed, and the numbers of the samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,7 @@ class Samples:
         if columns is not None and device.type != "cpu":
             columns = moved(columns, device) if _fits(columns, device) else None
         self._columns = columns
-        self.loaders: Loaders[_BatchKey] | None = None
-        """The loader processes that read ahead, if any."""
+        self.loaders: Loaders[_BatchKey] | None = None  # the loader processes that read ahead, if any
         self._input_ns = 0
 
     @property

@@ -26,9 +26,8 @@ from manyhands.data.randomness import mix
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import LocalWork, batches
+from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
 from manyhands.strategies.federated.samples import Batches, Samples, apart
-from manyhands.strategies.federated.small_products import plain_products
 from manyhands.task import Task
 
 __all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
@@ -62,8 +61,7 @@ class ReplayedGradients:
         self._stacks = stacks
         self._seen: dict[tuple[int, ...], int] = {}
         self._captured: dict[tuple[int, ...], _Captured] = {}
-        self.refused = ""
-        """Why no graph could be made, where that was tried."""
+        self.refused = ""  # why no graph could be made, where that was tried
 
     def __call__(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
         """For samples (clients, batch) of the first so many clients; valid until the next call."""
@@ -112,8 +110,7 @@ class StackedStep:
     """One step of the first `active` clients: for each size of batch, which of them, and their samples."""
 
     active: int
-    parts: Sequence[tuple[Indices, Indices]]
-    """Positions (clients,) and samples (clients, batch)."""
+    parts: Sequence[tuple[Indices, Indices]]  # positions (clients,) and samples (clients, batch)
 
 
 @dataclass(frozen=True, slots=True)

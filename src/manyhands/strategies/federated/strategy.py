@@ -21,11 +21,11 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.strategies.federated.norms import check_norm_ratio
+from manyhands.strategies.federated.client_states import EVERYTHING_SHARED
+from manyhands.strategies.federated.client_updates import check_norm_ratio
 from manyhands.strategies.federated.partition import NATURAL, Partition
-from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
-from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 

@@ -15,14 +15,14 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.federated.client_measures import skew_of, spread_of
+from manyhands.strategies.federated.client_states import local_names
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.strategies.federated.partition import NATURAL
-from manyhands.strategies.federated.privacy.spending import need_accountant
-from manyhands.strategies.federated.rounds.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.strategies.federated.spread import skew_of, spread_of
-from manyhands.strategies.federated.states import local_names
+from manyhands.strategies.federated.simulated_rounds import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 

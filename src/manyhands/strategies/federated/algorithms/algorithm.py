@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manyhands.strategies.federated.client_states import ClientStates, LocalLayers
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
-from manyhands.strategies.federated.states import ClientStates, LocalLayers
 
 __all__ = ["FederatedAlgorithm", "FederatedFacts"]
 

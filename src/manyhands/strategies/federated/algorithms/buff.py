@@ -54,8 +54,7 @@ class Underway(NamedTuple):
 
     back_s: float
     client: int
-    version: int
-    """The number of the round whose weights it began with."""
+    version: int  # the number of the round whose weights it began with
 
 
 class ClientArrivals:

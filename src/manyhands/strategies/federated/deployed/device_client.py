@@ -44,9 +44,9 @@ from manyhands.strategies.federated.secure.primitives import (
     public_identity,
     sign,
 )
-from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.secure_protocol import SecureClient, SecureStage
 from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.update_tally import hash_of
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
@@ -67,8 +67,7 @@ class DevicePlan:
     task: Task
     strategy: Federated
     seed: int
-    hold_s: float
-    """How long the server holds back a question for work."""
+    hold_s: float  # how long the server holds back a question for work
     form: TensorForm
     config: Mapping[str, Any]
 
@@ -383,8 +382,7 @@ class JoiningDevice:
     data: Path
     out: Path
     token: str | None = None
-    authority: Path | None = None
-    """The server's ca.pem; None: the authorities that this host trusts."""
+    authority: Path | None = None  # the server's ca.pem; None: the authorities that this host trusts
     patience_s: float = 86400.0
     most_pause_s: float = 30.0
 

@@ -17,7 +17,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.native.dtypes import NAMED
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.deployed.protocol import MOST_HOLD_S, TensorForm
-from manyhands.strategies.federated.rounds.round_core import RoundTerms
+from manyhands.strategies.federated.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
@@ -148,10 +148,8 @@ class RoundSettings:
     select_s: float = 30.0
     present_s: float = 60.0
     patience_s: float = math.inf
-    stage_s: float = 30.0
-    """With secure=yes, how long each message after the first is waited for."""
-    hold_s: float = 20.0
-    """How long a question for work is held back while there is none."""
+    stage_s: float = 30.0  # with secure=yes, how long each message after the first is waited for
+    hold_s: float = 20.0  # how long a question for work is held back while there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from manyhands.strategies.federated.deployed.protocol import (
 )
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete, shapes_of
 from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
-from manyhands.strategies.federated.rounds.round_core import RoundPhase
+from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, validity
@@ -260,8 +260,7 @@ class ServingPlace:
     port: int = 0
     tls: Path | None = None
     """A folder with cert.pem and key.pem; None: one is made in the run directory, for `host`."""
-    linger_s: float = 30.0
-    """How long devices are waited for after the last round, to fetch the model."""
+    linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 
 def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:

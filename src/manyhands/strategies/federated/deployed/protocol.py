@@ -58,8 +58,7 @@ __all__ = [
 LABEL: Final = b"manyhands federated 1"
 CLIENT, SIGNATURE, MODEL, BODY = "x-client", "x-signature", "x-model", "x-body"
 SMALL_BYTES: Final = 1 << 16
-MOST_HOLD_S: Final = 3600.0
-"""More than any body needs that has no tensors in it."""
+MOST_HOLD_S: Final = 3600.0  # more than any body needs that has no tensors in it
 _ABOUT_BYTES: Final = 4096
 _LENGTH: Final = struct.Struct("<Q")
 

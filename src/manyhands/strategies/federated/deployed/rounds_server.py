@@ -19,7 +19,16 @@ from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.algorithms import FederatedFacts
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, shaped
+from manyhands.strategies.federated.client_updates import (
+    ClassSums,
+    ClientUpdate,
+    TallySum,
+    described_clients,
+    described_norms,
+    largest_class,
+    require_finite,
+    shaped,
+)
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
 from manyhands.strategies.federated.deployed.protocol import (
@@ -36,14 +45,7 @@ from manyhands.strategies.federated.deployed.protocol import (
 )
 from manyhands.strategies.federated.deployed.server_files import ServerFiles
 from manyhands.strategies.federated.deployed.stages import SecureAttempt
-from manyhands.strategies.federated.norms import (
-    ClassSums,
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
-)
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
@@ -64,7 +66,7 @@ from manyhands.strategies.federated.rounds.round_core import (
     handle,
 )
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, verify
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.update_tally import hash_of
 
 __all__ = ["RoundServer", "require_complete", "shapes_of"]
 

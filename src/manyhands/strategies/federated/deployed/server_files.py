@@ -27,7 +27,7 @@ from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, enrolment_text
-from manyhands.strategies.federated.rounds.round_core import RoundState, as_json, state_of
+from manyhands.strategies.federated.round_core import RoundState, as_json, state_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SIGNATURE_BYTES, verify
 
 __all__ = ["ServerFiles", "from_hex", "new_run"]
@@ -37,10 +37,8 @@ __all__ = ["ServerFiles", "from_hex", "new_run"]
 class DevicePlace:
     """One device's place: its token's hash and, once taken, its public key."""
 
-    token: str
-    """The SHA-256 of the token that opens it."""
-    key: bytes = b""
-    """The Ed25519 public key of the device that has the place; empty while it is free."""
+    token: str  # the SHA-256 of the token that opens it
+    key: bytes = b""  # the Ed25519 public key of the device that has the place; empty while it is free
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from manyhands.strategies.federated.deployed.protocol import MessageRejected
 from manyhands.strategies.federated.deployed.server_files import from_hex
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, sum_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
-from manyhands.strategies.federated.secure.secure_server import SecureServer
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.update_tally import hash_of
 
 __all__ = ["SecureAttempt", "terms_from"]
 
@@ -36,8 +35,7 @@ class StagedSum:
     flat: Tensor
     weight: float
     loss: float
-    clients: tuple[int, ...]
-    """Whose updates are in it."""
+    clients: tuple[int, ...]  # whose updates are in it
 
 
 class SecureAttempt:

@@ -31,8 +31,7 @@ RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
     64: np.dtype(np.uint64),
 }
 """The k of modulo 2ᵏ, and the words that count so by themselves."""
-MOST_WEIGHT: Final = 2**20
-"""The bound of a client's weight, unless another is given."""
+MOST_WEIGHT: Final = 2**20  # the bound of a client's weight, unless another is given
 
 Words = NDArray[np.unsignedinteger]
 
@@ -41,14 +40,10 @@ Words = NDArray[np.unsignedinteger]
 class FixedPoint:
     """How numbers become words, and their sum numbers again; UserError where a field makes no sense."""
 
-    clip: float = 8.0
-    """The largest absolute value of an item; what is larger is clipped to it."""
-    bits: int = 24
-    """Bits of an item, including its sign."""
-    max_weight: int = MOST_WEIGHT
-    """What a client weighs at most; who says more counts for so much."""
-    ring: int = 64
-    """k of modulo 2ᵏ: 16, 32 or 64."""
+    clip: float = 8.0  # the largest absolute value of an item; what is larger is clipped to it
+    bits: int = 24  # bits of an item, including its sign
+    max_weight: int = MOST_WEIGHT  # what a client weighs at most; who says more counts for so much
+    ring: int = 64  # k of modulo 2ᵏ: 16, 32 or 64
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:

@@ -47,15 +47,12 @@ __all__ = [
     "verify",
 ]
 
-KEY_BYTES: Final = 32
-"""Bytes of a public key, a secret key, a seed and a digest."""
+KEY_BYTES: Final = 32  # bytes of a public key, a secret key, a seed and a digest
 SIGNATURE_BYTES: Final = 64
 NONCE_BYTES: Final = 12
-SEAL_BYTES: Final = NONCE_BYTES + 16
-"""What sealing adds to a text: its nonce and its tag."""
+SEAL_BYTES: Final = NONCE_BYTES + 16  # what sealing adds to a text: its nonce and its tag
 
-Draw = Callable[[int], bytes]
-"""So many random bytes; `os.urandom`, but in tests."""
+Draw = Callable[[int], bytes]  # so many random bytes; `os.urandom`, but in tests
 
 
 class ProtocolRefused(ManyhandsError):
@@ -177,8 +174,7 @@ def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> 
 
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
-_DRAWN: Final = SHARE_BYTES + 32
-"""A number of so many bytes, modulo the prime, is uniform to within 2⁻²⁵⁶."""
+_DRAWN: Final = SHARE_BYTES + 32  # a number of so many bytes, modulo the prime, is uniform to within 2⁻²⁵⁶
 
 
 def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.urandom) -> dict[int, bytes]:

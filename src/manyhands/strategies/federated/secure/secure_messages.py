@@ -69,14 +69,10 @@ def fewest_clients(clients: int) -> int:
 class SecureTerms:
     """The terms that all parties of a round must agree on; UserError where they are unsafe or could overflow."""
 
-    round_id: bytes
-    """32 bytes that no other round has."""
-    clients: int
-    """How many were asked to take part."""
-    threshold: int
-    """How many must stay to the end; above two thirds of them."""
-    length: int
-    """Words in a client's vector, its weight included."""
+    round_id: bytes  # 32 bytes that no other round has
+    clients: int  # how many were asked to take part
+    threshold: int  # how many must stay to the end; above two thirds of them
+    length: int  # words in a client's vector, its weight included
     fixed: FixedPoint
 
     def __post_init__(self) -> None:
@@ -124,18 +120,12 @@ class Advertisement(_Message):
     """A client's public keys for this round."""
 
     client: U32
-    terms: _Key
-    """The digest of the terms it takes part under."""
-    model: _Key
-    """The hash of the model that it was given."""
-    channel_key: _Key
-    """With which others seal shares for it."""
-    mask_key: _Key
-    """With which others agree on masks."""
-    commitment: _Key
-    """Digest of the client's own seed."""
-    signature: _Signature = bytes(SIGNATURE_BYTES)
-    """Under all of the above."""
+    terms: _Key  # the digest of the terms it takes part under
+    model: _Key  # the hash of the model that it was given
+    channel_key: _Key  # with which others seal shares for it
+    mask_key: _Key  # with which others agree on masks
+    commitment: _Key  # digest of the client's own seed
+    signature: _Signature = bytes(SIGNATURE_BYTES)  # under all of the above
 
     @property
     def signed(self) -> bytes:

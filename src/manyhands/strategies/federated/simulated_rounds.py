@@ -18,7 +18,7 @@ import numpy as np
 from manyhands.data.randomness import mix
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.strategies.federated.algorithms.buff import duration_s
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     ClientGone,
     ClientsSeen,
@@ -42,21 +42,17 @@ from manyhands.strategies.federated.strategy import Federated
 __all__ = ["SimulatedCourse", "SimulatedRounds", "simulated_rounds"]
 
 _DROPPING: Final = 21
-_ENDLESS: Final = 1 << 53
-"""Rounds: how many there are, the training loop says."""
-_LONG_S: Final = 1e6
-"""A deadline that no client misses; a typical one takes a second."""
+_ENDLESS: Final = 1 << 53  # rounds: how many there are, the training loop says
+_LONG_S: Final = 1e6  # a deadline that no client misses; a typical one takes a second
 _ATTEMPTS: Final = 100
-_USUAL_S: Final = 10.0
-"""An attempt without a deadline; after as long as so many take a round is given up."""
+_USUAL_S: Final = 10.0  # an attempt without a deadline; after as long as so many take a round is given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCourse:
     """The clients that take part in an attempt that counts, unless updates are rejected."""
 
-    attempt: int
-    """The attempt's number, from 1."""
+    attempt: int  # the attempt's number, from 1
     asked: tuple[int, ...]
     counted: tuple[int, ...]
     """Clients whose reports come first, and in time; no other client needs to be trained."""
@@ -67,12 +63,9 @@ class SimulatedTurnout:
     """What became of the clients that were asked, over all rounds so far."""
 
     asked: int = 0
-    dropped: int = 0
-    """Clients that stopped responding."""
-    late: int = 0
-    """Whose report came after the round had ended."""
-    simulated_s: float = 0.0
-    """How long that would have taken, where a typical client takes a second."""
+    dropped: int = 0  # clients that stopped responding
+    late: int = 0  # whose report came after the round had ended
+    simulated_s: float = 0.0  # how long that would have taken, where a typical client takes a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +76,7 @@ class _Attempt:
     asked: tuple[int, ...]
     events: Sequence[RoundEvent]
     dropped: int
-    counted: tuple[int, ...] = ()
-    """Clients whose reports count, unless they are rejected."""
+    counted: tuple[int, ...] = ()  # clients whose reports count, unless they are rejected
 
 
 class SimulatedRounds:
@@ -97,8 +89,7 @@ class SimulatedRounds:
         self._everybody = tuple(range(terms.clients))
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
         """Whether only a rejected update can keep an attempt from counting in full."""
-        self.state = RoundState()
-        """The core's state between rounds."""
+        self.state = RoundState()  # the core's state between rounds
         self.participation = SimulatedTurnout()
         self._open: _Attempt | None = None
 

@@ -20,8 +20,8 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.client_updates import check_norm_ratio, described_norms, rejected_by_norm
 from manyhands.strategies.federated.clients import selected
-from manyhands.strategies.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
 
 __all__ = [
     "AbandonRound",
@@ -78,13 +78,10 @@ class ReportCame:
     """A client's report has arrived, and the driver has validated its content."""
 
     client: int
-    attempt: int
-    """The attempt for which it was made."""
-    digest: str
-    """Digest of its content, by which a repeated report is recognised."""
+    attempt: int  # the attempt for which it was made
+    digest: str  # digest of its content, by which a repeated report is recognised
     at_s: float
-    norm: float = 0.0
-    """Norm of its update; 0 where it was not computed."""
+    norm: float = 0.0  # norm of its update; 0 where it was not computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +126,7 @@ class BeginRound:
     """Save the state, and then ask these clients."""
 
     attempt: int
-    number: int
-    """Number of the round, from 0; there may be several attempts at one."""
+    number: int  # number of the round, from 0; there may be several attempts at one
     asked: tuple[int, ...]
 
 
@@ -159,8 +155,7 @@ class CloseRound:
 
     attempt: int
     number: int
-    counted: tuple[int, ...]
-    """Whose updates are in it."""
+    counted: tuple[int, ...]  # whose updates are in it
     rejected: tuple[int, ...] = ()
     """Whose updates are to be left out of it, since their norms are too large beside the others'."""
 
@@ -191,40 +186,28 @@ _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 class RoundPhase(StrEnum):
     """What the server is waiting for."""
 
-    SELECTING = "selecting"
-    """Enough clients to be there."""
-    REPORTING = "reporting"
-    """Those who were asked to report."""
-    FINISHED = "finished"
-    """Nothing: all rounds count."""
-    GIVEN_UP = "given up"
-    """Nothing: no round has counted for too long."""
+    SELECTING = "selecting"  # enough clients to be there
+    REPORTING = "reporting"  # those who were asked to report
+    FINISHED = "finished"  # nothing: all rounds count
+    GIVEN_UP = "given up"  # nothing: no round has counted for too long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTerms:
     """How rounds are held; UserError where the numbers cannot all be meant."""
 
-    rounds: int
-    """How many rounds must count."""
-    clients: int
-    """How many there are at most."""
-    goal: int
-    """Reports after which a round closes."""
-    minimum: int = 1
-    """Reports without which it is abandoned at its deadline."""
-    over: float = 1.3
-    """How many times as many clients are asked as are needed."""
-    deadline_s: float = 600.0
-    """How long a round waits for reports."""
+    rounds: int  # how many rounds must count
+    clients: int  # how many there are at most
+    goal: int  # reports after which a round closes
+    minimum: int = 1  # reports without which it is abandoned at its deadline
+    over: float = 1.3  # how many times as many clients are asked as are needed
+    deadline_s: float = 600.0  # how long a round waits for reports
     select_s: float = 30.0
     """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
-    present_s: float = 60.0
-    """How long a client counts as present after its last request."""
-    patience_s: float = math.inf
-    """After how long without a round that counts the server gives up."""
+    present_s: float = 60.0  # how long a client counts as present after its last request
+    patience_s: float = math.inf  # after how long without a round that counts the server gives up
     norm_ratio: float = 0.0
-    """How many times the median of a round's norms an update may have (`strategies/federated/norms.py`); 0: any."""
+    """How many times the median of a round's norms an update may have (`strategies/federated/client_updates.py`); 0: any."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -256,30 +239,21 @@ class RoundState:
     """Everything the core knows between two events."""
 
     phase: RoundPhase = RoundPhase.SELECTING
-    done: int = 0
-    """Number of rounds that count."""
-    attempt: int = 0
-    """Rounds that were begun; the number of the newest, from 1."""
-    abandoned: int = 0
-    """How many of them were given up."""
-    now_s: float = 0.0
-    """The latest time of any event since the server's last start."""
+    done: int = 0  # number of rounds that count
+    attempt: int = 0  # rounds that were begun; the number of the newest, from 1
+    abandoned: int = 0  # how many of them were given up
+    now_s: float = 0.0  # the latest time of any event since the server's last start
     since_s: float = 0.0
     """When the phase began; while clients are selected, when enough for a round were there."""
-    counted_s: float = 0.0
-    """When the last round counted, or the server was started."""
-    present: Mapping[int, float] = field(default_factory=dict)
-    """When each client was heard of last."""
-    asked: tuple[int, ...] = ()
-    """The clients asked in the current attempt, ascending."""
-    gone: tuple[int, ...] = ()
-    """Those of them who will not report."""
+    counted_s: float = 0.0  # when the last round counted, or the server was started
+    present: Mapping[int, float] = field(default_factory=dict)  # when each client was heard of last
+    asked: tuple[int, ...] = ()  # the clients asked in the current attempt, ascending
+    gone: tuple[int, ...] = ()  # those of them who will not report
     reported: Mapping[int, str] = field(default_factory=dict)
     """Those who have, and the digest of their report."""
     norms: Mapping[int, float] = field(default_factory=dict)
     """Norms of the reported updates, where single updates are seen."""
-    rejected: int = 0
-    """Updates of all rounds so far that did not count because of their norms."""
+    rejected: int = 0  # updates of all rounds so far that did not count because of their norms
 
     @property
     def is_over(self) -> bool:
