@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
@@ -26,8 +28,8 @@ from manyhands.strategies.federated.deployed.device_server import DeviceApp
 from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, shapes_of
-from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerFiles, new_run
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model
+from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerFiles
 from manyhands.strategies.federated.partition import Partition
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
@@ -216,7 +218,11 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     thread.start()
     told: list[str] = []
     ends = threading.Event()
-    files = ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=resume)
+    files = ServerFiles.begin(
+        out,
+        job.config(parameter_shapes(initial_model(job).named_parameters()), secrets.token_hex(16)),
+        resume=resume,
+    )
     clock = ServerClock(loop)
     app = DeviceApp(lambda: RoundServer(job, files, 0.0, told.append), job.settings.hold_s, clock=clock)
     served = Served(app, loop, clock, told)

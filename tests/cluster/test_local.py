@@ -223,7 +223,7 @@ def test_loss_that_is_not_finite_is_told_at_the_next_average() -> None:
 
 @pytest.mark.parametrize("text", ["local steps=0", "local steps=2.5", "local steps=-1", "local steps=few"])
 def test_numbers_of_steps_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="whole number of at least 1, or inf"):
+    with pytest.raises(UserError, match="integer of at least 1, or inf"):
         Strategy.parse(text)
 
 

@@ -12,7 +12,7 @@ import manyhands as mh
 from fleet import Fleet
 from manyhands.errors import ManyhandsError
 from manyhands.serving.opening import open_predictor
-from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.strategies.federated.deployed.http_client import HttpsClient
 from manyhands.workloads.tasks import build
 
 STRATEGY = "epochs=1 batch=32"
@@ -53,7 +53,7 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
 @pytest.mark.timeout(60)
 def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
     with Fleet(tmp_path, STRATEGY, devices=1, rounds=1000, options=OPTIONS[2:]) as fleet:
-        foreign_row = HttpsAsker(
+        foreign_row = HttpsClient(
             f"https://127.0.0.1:{fleet._port}", None
         )  # of the authorities that this host trusts
         with pytest.raises(ManyhandsError, match="is not the server"):

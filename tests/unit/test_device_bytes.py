@@ -14,7 +14,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.strategies.federated.deployed.http_client import HttpsClient
 from manyhands.strategies.federated.deployed.protocol import TensorForm, enrolment_text
 from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
@@ -47,8 +47,8 @@ class Wire:
 def test_a_request_is_what_the_page_shows_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, secret, body, model = Wire(), bytes(range(32)), b"an update", "ab" * 32
     monkeypatch.setattr("http.client.HTTPSConnection.connect", lambda self: setattr(self, "sock", wire))
-    ask = HttpsAsker("https://192.0.2.7:8443", None)
-    ask.sign_as("the run", 4, secret)
+    ask = HttpsClient("https://192.0.2.7:8443", None)
+    ask.signer = "the run", 4, secret
     assert ask("POST", "/report/3", body, model).body == b"{}"
     head, _, rest = wire.sent.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")

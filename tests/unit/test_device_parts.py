@@ -36,7 +36,7 @@ from manyhands.strategies.federated.deployed.device_job import (
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
 from manyhands.strategies.federated.deployed.device_state import DeviceState, _put_once
-from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
+from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
 from manyhands.strategies.federated.deployed.server_files import Enrolment
 from manyhands.transport.certificates import make_certificates
@@ -142,14 +142,14 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew() -> None:
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="must be https://HOST:PORT"):
-        HttpsAsker(address, None)
+        HttpsClient(address, None)
 
 
 def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
         with pytest.raises(UserError, match="--ca"):
-            HttpsAsker("https://127.0.0.1:1", path)
+            HttpsClient("https://127.0.0.1:1", path)
 
 
 def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_opened(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def answer(raw: bytes) -> http.client.HTTPResponse:
     ],
 )
 def test_a_device_reads_no_more_than_makes_sense(head: bytes, error: type[Exception], why: str) -> None:
-    ask = HttpsAsker("https://127.0.0.1:1", None)
+    ask = HttpsClient("https://127.0.0.1:1", None)
     raw = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n4\r\nabcd\r\n"
     with pytest.raises(error, match=why):
         ask._content(answer(raw), 100)
@@ -273,7 +273,7 @@ def test_a_device_reads_no_more_than_makes_sense(head: bytes, error: type[Except
 def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = HttpsAsker("https://127.0.0.1:1", None)
+    ask = HttpsClient("https://127.0.0.1:1", None)
     raw = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcdefgh"
     found = answer(raw)
     assert ask._content(found, 100) == b"abcd"
@@ -307,7 +307,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
 
     server = threading.Thread(target=trickle)
     server.start()
-    ask = HttpsAsker(f"https://localhost:{listener.getsockname()[1]}", tmp_path / "localhost" / "ca.pem")
+    ask = HttpsClient(f"https://localhost:{listener.getsockname()[1]}", tmp_path / "localhost" / "ca.pem")
     ask._timeout_s = 0.25
     with pytest.raises(Unreached, match="did not answer"):
         ask("GET", "/work")

@@ -169,8 +169,8 @@ def test_a_resumed_run_goes_on_with_those_under_way() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("algorithm=fedbuff:0", "fedbuff:0: .* a whole number of at least 1"),
-        ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* a whole number"),
+        ("algorithm=fedbuff:0", "fedbuff:0: .* an integer of at least 1"),
+        ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* an integer"),
         ("clients=10 fraction=0.3 algorithm=fedbuff:4", "takes 4 updates, and 3 clients are under way"),
         ("algorithm=fedbuff:4 secure=yes", "not with algorithm=fedbuff:4: its clients begin with different"),
         ("algorithm=fedbuff:4 clip=1", "uses more of a client than its update"),

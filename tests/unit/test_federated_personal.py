@@ -224,7 +224,7 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("federated max_samples=0", "max_samples=0: must be a whole number of at least 1"),
+        ("federated max_samples=0", "max_samples=0: must be an integer of at least 1"),
         (
             "federated keep=head algorithm=ditto",
             "keep=head: not with algorithm=ditto: each client has a whole",

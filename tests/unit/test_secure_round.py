@@ -20,12 +20,9 @@ from manyhands.strategies.federated.secure.secure_messages import (
 )
 from manyhands.strategies.federated.secure.secure_protocol import RoundAbandoned, SecureStage
 from manyhands.strategies.federated.update_tally import (
-    MESSAGES,
-    client_bytes,
     play_round,
-    published_bits,
 )
-from securely import MODEL, Party, drawing
+from securely import MESSAGES, MODEL, Party, client_bytes, drawing, published_bits
 
 STAGES = [stage for stage in SecureStage if stage < SecureStage.DONE]
 

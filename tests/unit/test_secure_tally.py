@@ -1,4 +1,4 @@
-"""A simulated round's sum by the protocol: exactly that of whole numbers, and the mean to half a step."""
+"""A simulated round's sum by the protocol: exactly that of integers, and the mean to half a step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_too_few_inputs_abandon_the_round() -> None:
 def test_weights_that_are_no_whole_numbers_are_refused() -> None:
     [one] = updates([1])
     for weight in (0.5, 0.0):
-        with pytest.raises(UserError, match=f"client 1 weighs {weight:g}; only whole numbers"):
+        with pytest.raises(UserError, match=f"client 1 weighs {weight:g}; only integers"):
             SecureTally(FIXED, [0, 1, 2], WEIGHTS).add(one, weight)
 
 

@@ -130,8 +130,15 @@ class Dispatch:
         return [*actions, *self.look(now)]
 
     def look(self, now: float) -> list[BatchAction]:
-        actions = self._too_late(now)
+        within, actions = f"within {self.limits.deadline_s:g} s", list[BatchAction]()
+        before = now - self.limits.deadline_s
+        while self._queue and self._queue[0].asked_at <= before:
+            sentence = f"No worker was free {within}; try again later."
+            actions.append(RefuseRequest(self._taken().number, 503, sentence))
+        too_slow = f"The answer was not computed {within}; ask for less at a time, or try again later."
         for worker, busy in self.busy.items():
+            while busy.requests and busy.requests[0].asked_at <= before:
+                actions.append(RefuseRequest(busy.requests.popleft().number, 503, too_slow))
             if not busy.killed and now >= busy.until:
                 busy.killed = True
                 actions.append(KillReplica(worker))
@@ -147,20 +154,6 @@ class Dispatch:
             oldest = self._queue[0]
             times.append(oldest.asked_at + (limits.wait_s if self.free_workers else limits.deadline_s))
         return min(times, default=None)
-
-    def _too_late(self, now: float) -> list[BatchAction]:
-        within, actions = f"within {self.limits.deadline_s:g} s", list[BatchAction]()
-        before = now - self.limits.deadline_s
-        while self._queue and self._queue[0].asked_at <= before:
-            sentence = f"No worker was free {within}; try again later."
-            actions.append(RefuseRequest(self._taken().number, 503, sentence))
-        for busy in self.busy.values():
-            while busy.requests and busy.requests[0].asked_at <= before:
-                sentence = (
-                    f"The answer was not computed {within}; ask for less at a time, or try again later."
-                )
-                actions.append(RefuseRequest(busy.requests.popleft().number, 503, sentence))
-        return actions
 
     def _batches(self, now: float) -> list[BatchAction]:
         actions: list[BatchAction] = []

@@ -94,21 +94,16 @@ def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
     try:
         return frame(said)
     except ValueError:
-        return frame([one if _is_finite(one) else _NOT_FINITE for one in said])
-
-
-_NOT_FINITE = {
-    "status": 500,
-    "error": "the model's answer is no finite number: the input is too large for it, or its training diverged",
-}
-
-
-def _is_finite(said: dict[str, Any]) -> bool:
-    try:
-        json.dumps(said, allow_nan=False)
-    except ValueError:
-        return False
-    return True
+        pass
+    why = "the model's answer is no finite number: the input is too large for it, or its training diverged"
+    finite = []
+    for one in said:
+        try:
+            frame(one)
+            finite.append(one)
+        except ValueError:
+            finite.append({"status": 500, "error": why})
+    return frame(finite)
 
 
 def frame(value: Any) -> bytes:

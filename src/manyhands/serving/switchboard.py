@@ -32,7 +32,7 @@ _ENDING = json.dumps({"error": "The server is ending; ask it again when it is ba
 class _Asked:
     """A request without an answer yet."""
 
-    body: bytes
+    body: bytes | bytearray
     size: int
     answer: asyncio.Future[tuple[int, bytes]]
 
@@ -54,8 +54,7 @@ class Switchboard:
 
     def __init__(self, limits: BatchLimits, tally: ServingTally, kill: Callable[[int], None]) -> None:
         self.core = Dispatch(limits)
-        self._tally = tally
-        self._kill = kill
+        self._tally, self._kill = tally, kill
         self._asked: dict[int, _Asked] = {}
         self._connections: dict[int, _WorkerConnection] = {}
         self._number = 0
@@ -85,12 +84,12 @@ class Switchboard:
 
         loop.call_soon_threadsafe(listen)
 
-    async def ask(self, body: bytes, size: int) -> tuple[int, bytes]:
+    async def ask(self, body: bytes | bytearray, size: int) -> tuple[int, bytes]:
         """Return status and JSON of the answer to a request of `size` inputs with body `body`."""
-        self._number += 1
-        number = self._number
         if self._closed:
             return 503, _ENDING
+        self._number += 1
+        number = self._number
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(body, size, answer)
         self._do(self.core.asked(number, size, time.monotonic()))
@@ -139,7 +138,18 @@ class Switchboard:
         for action in actions:
             match action:
                 case SendBatch(worker, requests):
-                    self._send(worker, requests)
+                    connection = self._connections[worker]
+                    connection.sent = requests
+                    asked = [self._asked[number] for number in requests]
+                    # Each body is JSON that was validated before: the array is joined without encoding it again.
+                    batch = b"[" + b",".join(one.body for one in asked) + b"]"
+                    size = sum(one.size for one in asked)
+                    connection.batches += 1
+                    connection.inputs += size
+                    self._tally.batch(size)
+                    assert connection.writer is not None, "a worker that is free has one"
+                    connection.writer.write(LENGTH.pack(len(batch)))
+                    connection.writer.write(batch)
                 case RefuseRequest(request, status, sentence):
                     self._give(request, status, json.dumps({"error": sentence}).encode())
                 case KillReplica(worker):
@@ -149,27 +159,10 @@ class Switchboard:
         wakes_at, self._timer = self.core.wakes_at, None
         if wakes_at is not None:
             delay = max(0.0, wakes_at - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._look)
-
-    def _send(self, worker: int, requests: Sequence[int]) -> None:
-        connection = self._connections[worker]
-        connection.sent = requests
-        asked = [self._asked[number] for number in requests]
-        # Each body is JSON that was validated before, so the array is joined without encoding it again.
-        batch = b"[" + b",".join(one.body for one in asked) + b"]"
-        size = sum(one.size for one in asked)
-        connection.batches += 1
-        connection.inputs += size
-        self._tally.batch(size)
-        assert connection.writer is not None, "a worker that is free has one"
-        connection.writer.write(LENGTH.pack(len(batch)))
-        connection.writer.write(batch)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay, lambda: self._do(self.core.look(time.monotonic())))
 
     def _give(self, number: int, status: int, answer: bytes) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None and not asked.answer.done():
             asked.answer.set_result((status, answer))
-
-    def _look(self) -> None:
-        self._timer = None
-        self._do(self.core.look(time.monotonic()))

@@ -99,8 +99,7 @@ class Collectives:
 
     def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
         self._stage, self._executor = stage, executor
-        self._rank = stage.rank
-        self._world = stage.world
+        self._rank, self._world = stage.rank, stage.world
         self._others = tuple(rank for rank in range(self._world) if rank != self._rank)
         self._number = 0
         self._plans: dict[tuple[object, ...], ReductionPlan] = {}
@@ -111,9 +110,8 @@ class Collectives:
 
     def all_reduce(self, tensors: _Tensors, reduction: Reduction, timeout_s: float) -> None:
         """Each tensor becomes that of all ranks, combined; several of one dtype are reduced as one vector."""
-        first = tensors[0]
-        if len(tensors) == 1 and _is_plain(first):
-            self._all_reduce_whole(first, tensors, reduction, timeout_s)
+        if len(tensors) == 1 and _is_plain(tensors[0]):
+            self._all_reduce_whole(tensors[0], tensors, reduction, timeout_s)
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -163,7 +161,7 @@ class Collectives:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
             lanes = [] if here else [_lane(flat)]
-            reads = _reads(self._others, 0, flat) if here else []
+            reads = _reads(self._others, 0, [flat] * self._world) if here else []
             self._stage.exchange(call, lanes, reads, timeout_s, reducer=reducer)
         if here:
             _give_back(flat, tensor)
@@ -174,7 +172,7 @@ class Collectives:
         call = self._call(
             CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
         )
-        lanes, reads = ([_lane(flat)], []) if here else ([], _reads([root], 0, flat))
+        lanes, reads = ([_lane(flat)], []) if here else ([], _reads([root], 0, [flat] * self._world))
         self._stage.exchange(call, lanes, reads, timeout_s)
         if not here:
             _give_back(flat, tensor)
@@ -187,11 +185,9 @@ class Collectives:
         call = self._call(
             CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
         )
-        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
+        reads = _reads(self._others, 0, rooms)
         self._stage.exchange(call, [_lane(source)], reads, timeout_s, even=even)
-        rooms[self._rank].copy_(source)
-        for room, output in zip(rooms, outputs, strict=True):
-            _give_back(room, output)
+        self._fill(rooms, outputs, source)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
         self._check_whole("output", output, tensor)
@@ -209,28 +205,23 @@ class Collectives:
             rooms = [_dense(output).view(-1) for output in outputs]
         extent = 0 if here else source.nbytes
         call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
-        others = self._others if here else ()
-        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in others]
+        reads = _reads(self._others, 0, rooms) if here else []
         self._stage.exchange(call, [] if here else [_lane(source)], reads, timeout_s)
         if here:
-            rooms[root].copy_(source)
-            for room, output in zip(rooms, outputs, strict=True):
-                _give_back(room, output)
+            self._fill(rooms, outputs, source)
 
     def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
         here = self._rank == root
         room = _dense(output).view(-1)
-        lanes: list[Lane] = []
         pieces: list[torch.Tensor] = []
         if here:
             self._check_list("input", tensors, output, even=True)
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
-            lanes = _lanes(pieces, self._rank)
         call = self._call(
             CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
         )
-        reads = [] if here else _reads([root], self._rank, room)
-        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True)
+        reads = [] if here else _reads([root], self._rank, [room] * self._world)
+        self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
         if here:
             room.copy_(pieces[root])
         _give_back(room, output)
@@ -249,7 +240,7 @@ class Collectives:
             room.copy_(combine(self._exchange_slices(call, pieces, timeout_s), reduction))
         else:
             room.copy_(pieces[self._rank])
-            reads = _reads(self._others, self._rank, room)
+            reads = _reads(self._others, self._rank, [room] * self._world)
             lanes = _lanes(pieces, self._rank)
             self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, reducer=reducer)
         _give_back(room, output)
@@ -268,12 +259,9 @@ class Collectives:
         pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
         extent = max(piece.nbytes for piece in pieces)
         call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
-        reads = [(rank, self._rank, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
-        lanes = _lanes(pieces, self._rank)
+        reads, lanes = _reads(self._others, self._rank, rooms), _lanes(pieces, self._rank)
         self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
-        rooms[self._rank].copy_(pieces[self._rank])
-        for room, output in zip(rooms, outputs, strict=True):
-            _give_back(room, output)
+        self._fill(rooms, outputs, pieces[self._rank])
 
     def all_to_all_split(
         self,
@@ -300,15 +288,7 @@ class Collectives:
     ) -> CollectiveCall:
         """The record of the next call; everything that can be refused alone has been."""
         self._number += 1
-        return call_of(
-            self._number,
-            kind,
-            tensors,
-            reduction=reduction,
-            root=root,
-            items=items,
-            extent_bytes=extent_bytes,
-        )
+        return call_of(self._number, kind, tensors, items, extent_bytes, reduction, root)
 
     def _reduce_by_torch(
         self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
@@ -324,7 +304,7 @@ class Collectives:
         reads: list[Read] = []
         if call.root in (-1, self._rank):
             pieces[self._rank].copy_(result)
-            reads = [(rank, 0, pieces[rank].data_ptr(), pieces[rank].nbytes) for rank in self._others]
+            reads = _reads(self._others, 0, pieces)
         self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_lane(result)], reads, timeout_s)
 
     def _exchange_slices(
@@ -332,9 +312,15 @@ class Collectives:
     ) -> list[torch.Tensor]:
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
-        reads = [(rank, self._rank, parts[rank].data_ptr(), mine.nbytes) for rank in self._others]
+        reads = _reads(self._others, self._rank, parts)
         self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
+
+    def _fill(self, rooms: _Tensors, outputs: _Tensors, own: torch.Tensor) -> None:
+        """What came from others is there; put this rank's own beside it, and all into the caller's tensors."""
+        rooms[self._rank].copy_(own)
+        for room, output in zip(rooms, outputs, strict=True):
+            _give_back(room, output)
 
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
@@ -396,5 +382,6 @@ def _lanes(pieces: _Tensors, rank: int) -> list[Lane]:
     return [_lane(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
 
 
-def _reads(ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:
-    return [(rank, lane, target.data_ptr(), target.nbytes) for rank in ranks]
+def _reads(ranks: Iterable[int], lane: int, rooms: _Tensors) -> list[Read]:
+    """One of each of these ranks, into its room."""
+    return [(rank, lane, *_lane(rooms[rank])) for rank in ranks]

@@ -8,6 +8,7 @@ made again to continue: that is how Python sees signals during a long wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
@@ -15,18 +16,18 @@ from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.interop.c10d.collective_calls import COMPARED_WORDS, EXTENT_WORD, RECORD_WORDS
-from manyhands.interop.c10d.shared_layout import (
+from manyhands.interop.c10d.collective_calls import (
     ABORT_OFFSET,
     ARRIVED,
+    COMPARED_WORDS,
     DONE,
-    HALF_BYTES,
+    EXTENT_WORD,
     RECORD_BYTES,
+    RECORD_WORDS,
     RECORDS,
     REGIONS,
     TABLES,
     WAKEUP,
-    MemoryLayout,
 )
 from manyhands.native.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.native.decorators import njit
@@ -58,7 +59,6 @@ __all__ = [
     "RoundReducer",
     "abort",
     "all_reduce",
-    "all_reduce_words",
     "call_head",
     "copy",
     "exchange",
@@ -69,7 +69,6 @@ __all__ = [
     "record",
     "reduce",
     "region",
-    "stage_words",
 ]
 
 MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records differ, and nothing was read
@@ -105,14 +104,6 @@ class RoundReducer(NamedTuple):
     address: int
     operation: int
     item_bytes: int
-
-
-def stage_words(
-    *, control: int, where: MemoryLayout, rank: int, world: int, spins: int, scratch: int, before: int
-) -> list[int]:
-    """The stage of a rank: `control` is the address of the shared memory, `before` the round before the first."""
-    areas = control + where.areas
-    return [control, where.region_bytes, areas, HALF_BYTES, rank, world, spins, scratch, before, 0]
 
 
 def call_head(record_words: Sequence[int], reducer: RoundReducer | None) -> list[int]:
@@ -168,11 +159,6 @@ def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
     return REACHED
 
 
-@njit(nogil=True, inline="always")
-def next_round(stage: Any) -> int:
-    return stage[_ROUND] + 1  # type: ignore[no-any-return]
-
-
 @njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
     stage[_ROUND] = number
@@ -187,7 +173,7 @@ def leave(stage: Any, number: int) -> None:
 @njit(nogil=True)
 def begin(stage: Any, call: Any) -> int:
     """Lay the record of a call out for its first round, whose number is returned."""
-    number = next_round(stage)
+    number = stage[_ROUND] + 1
     call[ROUND] = number
     own = record(stage, stage[RANK], number)
     for word in range(RECORD_WORDS):
@@ -228,23 +214,15 @@ def abort(stage_address: int, word: int) -> None:
             futex_wake(region(stage, rank) + which)
 
 
-# The compiled all-reduce: direct, staged in blocks that stay in the cache.
+# The compiled all-reduce: direct, staged in blocks that stay in the cache. Rank j combines slice j of the block of all
+# ranks, in rank order, and puts the result back into all of them. Its own slice it takes from, and leaves in, the
+# caller's tensor: only what others need is copied into shared memory, and only what others have computed is copied out.
+# While a rank waits for the results of one block, its part of the next is already laid out.
 #
-# Rank j combines slice j of the block of all ranks, in rank order, and puts the result back into all of them. Its own
-# slice it takes from, and leaves in, the caller's tensor: only what others need is copied into shared memory, and only
-# what others have computed is copied out. While a rank waits for the results of one block, its part of the next is
-# already laid out.
-
-
 # After the words of every call: where the caller's items are, how many, and how many go in one block. Then comes a
 # word for each rank.
 ADDRESS, _COUNT, _BLOCK_ITEMS = range(CALL_WORDS, CALL_WORDS + 3)
 _PARTS: Final = CALL_WORDS + 3
-
-
-def all_reduce_words(head: Sequence[int], items: int, block_items: int, world: int) -> list[int]:
-    """The block of an all-reduce that has not begun; `head` is what `rounds.call_head` gives, ADDRESS is to be set."""
-    return [*head, 0, items, block_items, *(0,) * world]
 
 
 @njit(nogil=True, inline="always")
@@ -335,7 +313,6 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
 # rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each lane
 # at a time; the longest lane of any rank says how many.
 
-
 Lane = tuple[int, int]  # address and size of bytes for one rank, or for all
 Read = tuple[int, int, int, int]  # rank and lane to read, address and size of where it goes
 
@@ -350,12 +327,7 @@ _READ_WORDS: Final = 4
 def exchange_words(
     head: Sequence[int], lanes: Sequence[Lane], reads: Sequence[Read], *, even: bool, lane_bytes: int
 ) -> list[int]:
-    words = [*head, 0, len(lanes), len(reads), even, lane_bytes]
-    for lane in lanes:
-        words += lane
-    for read in reads:
-        words += read
-    return words
+    return [*head, 0, len(lanes), len(reads), even, lane_bytes, *chain(*lanes), *chain(*reads)]
 
 
 def most_words(world: int) -> int:
@@ -456,7 +428,7 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
                 if call[_EVEN] == 0:
                     _publish_table(stage, call, call[ROUND])
             else:
-                call[ROUND] = next_round(stage)
+                call[ROUND] = stage[_ROUND] + 1
             _lay_out(stage, call, call[ROUND])
             arrive(stage, call[ROUND])
             call[PHASE] = GATHER

@@ -57,9 +57,7 @@ class FallbackGroup:
     """
 
     def __init__(self, store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
-        self._store = store
-        self._place = (rank, world)
-        self._timeout = timeout
+        self._store, self._place, self._timeout = store, (rank, world), timeout
         self._lock = threading.Lock()
         self._group: dist.ProcessGroup | None = None
         self._made: set[str] = set()
@@ -196,7 +194,6 @@ def _open_local(
         executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
     post = PointToPoint(rings, stage, f"process group {place.name}", place.label)
     resources.callback(post.close)
-
     rendezvous.watch(lambda rank, in_peace: None if in_peace else stage.abort(rank, StageReason.DIED))
     return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
 

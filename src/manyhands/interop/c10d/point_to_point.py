@@ -11,13 +11,14 @@ matches yet is set aside only when it stands before another that a receive waits
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -227,7 +228,7 @@ class PointToPoint:
                 with self._changed:
                     if self._closed:
                         return
-                    rung = self._stage.wakeup_count()
+                    woken = ctypes.c_uint32.from_address(wakeup).value
                     moved, ended = self._advance()
                 _complete(ended)
                 now_ns = time.monotonic_ns()
@@ -235,20 +236,20 @@ class PointToPoint:
                     continue
                 if now_ns >= until_ns:
                     break
-                if wait_until(wakeup, rung + 1, stop, until_ns, self._stage.spins) != REACHED:
+                if wait_until(wakeup, woken + 1, stop, until_ns, self._stage.spins) != REACHED:
                     break
             with self._changed:  # messages that can no longer complete fail
                 if self._closed:
                     return
                 _, ended = self._advance()
-                ended += self._fail_all(self._doom)
+                ended += self._fail_all(self._failure)
             _complete(ended)
         finally:
             with self._changed:
                 self._driven = False
                 self._changed.notify_all()
 
-    def _doom(self, work: PointToPointWork) -> ManyhandsError | None:
+    def _failure(self, work: PointToPointWork) -> ManyhandsError | None:
         """Why it can no longer complete: the group has stopped, a peer has left, or the time is over."""
         what = work.describe(self._label)
         if self._stage.has_stopped:
@@ -288,7 +289,6 @@ def _complete(ended: Ended) -> None:
 
 # Messages under way between two ranks, without their waiting: from here on nothing blocks, and everything is called
 # with the lock of `PointToPoint` held.
-
 
 HEADER_WORDS: Final = 8  # tag, bytes, dtype, number of dimensions, the first four sizes
 HEADER_BYTES: Final = 8 * HEADER_WORDS
@@ -359,12 +359,9 @@ class PendingReceive:
         self.work, self.tensor = work, tensor
         self.begun = False  # its message is being read
 
-    def takes(self, source: int, tag: int) -> bool:
-        return self.work.tag == tag and self.may_come_from(source)
-
-    def may_come_from(self, source: int) -> bool:
-        """Whether this receive may still match a message of `source`."""
-        return not self.begun and self.work.peer in (None, source)
+    def takes(self, source: int, tag: int | None = None) -> bool:
+        """Whether this receive may still match a message of `source`, with this tag if it is known."""
+        return not self.begun and self.work.peer in (None, source) and tag in (None, self.work.tag)
 
     def refusal(self, header: Sequence[int], source: str) -> UserError | None:
         tag, num_bytes, dtype = header[:3]
@@ -380,12 +377,11 @@ class PendingReceive:
         )
 
 
-class _Aside:
+class _Aside(NamedTuple):
     """A message that came before a receive for it."""
 
-    def __init__(self, header: Sequence[int]) -> None:
-        self.header = list(header)
-        self.bytes = torch.empty(header[1], dtype=torch.uint8)
+    header: Sequence[int]
+    bytes: torch.Tensor
 
 
 class Inbox:
@@ -418,7 +414,7 @@ class Inbox:
         A receive that is served is removed from `requests`.
         """
         moved = False
-        while self._target is not None or any(request.may_come_from(self.source) for request in requests):
+        while self._target is not None or any(request.takes(self.source) for request in requests):
             if self._target is None:
                 before, self._read = self._read, self._take(self._header_address, HEADER_BYTES)
                 moved |= self._read > before
@@ -456,7 +452,7 @@ class Inbox:
             requests.remove(request)
             ended.append((request.work, refusal))
             header[0] = -1  # read to its end, and dropped
-        return _Aside(header)
+        return _Aside(header, torch.empty(header[1], dtype=torch.uint8))
 
 
 def _load(tensor: torch.Tensor) -> str:

@@ -271,10 +271,8 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
 
     def _perform(self, opts: Any, result: _Tensors, method: Callable[..., None], *args: Any) -> c10d.Work:
         assert self._local is not None
-        timeout_s, background = self._timeout_s, True
-        if opts is not None:
-            given_s, background = opts.timeout.total_seconds(), opts.asyncOp
-            timeout_s = given_s if given_s > 0 else timeout_s
+        given_s, background = (opts.timeout.total_seconds(), opts.asyncOp) if opts is not None else (0, True)
+        timeout_s = given_s if given_s > 0 else self._timeout_s
         job = partial(method, self._local.collectives, *args, timeout_s)
         return self._session.conductor.perform(job, result, background=background)
 

@@ -36,7 +36,6 @@ class FinishedWork(c10d.Work):
         self._result = result
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:  # noqa: ARG002
-        """True at once: there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Protocol
 
 import numpy as np
@@ -91,7 +92,9 @@ class ClientUpdate:
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and all(map(_all_finite, self.change))
+        """Extremes are not finite where any item is not: one pass, without a tensor of results."""
+        extremes = (torch.stack(one.aminmax()).tolist() for one in self.change if one.numel())
+        return math.isfinite(self.loss) and all(map(math.isfinite, chain.from_iterable(extremes)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +121,9 @@ class TallySum:
 
 
 class RoundTally(Protocol):
-    """Collects the updates of one round."""
+    """Collects the updates of one round, of the clients that this worker simulated."""
 
-    def add(self, update: ClientUpdate, weight: float) -> None:
-        """Add an update of a client that this worker simulated; its numbers are finite."""
+    def add(self, update: ClientUpdate, weight: float) -> None: ...
 
     def total(self, largest: int | None = None) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
@@ -130,28 +132,20 @@ class RoundTally(Protocol):
         """
 
 
-def _all_finite(tensor: Tensor) -> bool:
-    """Check the extremes, which are not finite where any item is not: one pass, without a tensor of results."""
-    if not tensor.numel():
-        return True
-    return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
-
-
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """A row of all items as tensors of these shapes, on their devices."""
     pieces = torch.split(flat, [one.numel() for one in like])
     return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
 
 
-# Norms of updates: how one that is far larger than the others of its round is found and left out.
-#
-# Updates are summed in double precision, grouped by the power of two of their norm. Once the median of a round's norms is
-# known, whole groups can be left out without keeping single updates. Norms of honest clients lie within a few powers of
-# two, so there are only a few sums. Workers of a simulation exchange the norms of the clients that they simulated.
-
+# Norms of updates: how one that is far larger than the others of its round is found and left out. Updates are summed in
+# double precision, grouped by the power of two of their norm. Once the median of a round's norms is known, whole groups
+# can be left out without keeping single updates. Norms of honest clients lie within a few powers of two, so there are
+# only a few sums. Workers of a simulation exchange the norms of the clients that they simulated.
 
 FEWEST_NORMS: Final = 3  # fewest norms for a check: with two clients it is not clear which one is wrong
 _ZERO_CLASS: Final = -2000  # below that of every number
+_ONE: Final = 0  # the class of all, where no norm matters
 _SHOWN: Final = 5
 
 
@@ -211,9 +205,6 @@ def require_finite(measured: Mapping[str, float], number: int, came: str, *, wei
     )
 
 
-_ONE: Final = 0  # class, where no norm matters
-
-
 @dataclass(slots=True)
 class PartialSum:
     """A partial sum of weight times update, with its weights and losses."""
@@ -248,7 +239,7 @@ class ClassSums:
         part.loss += weight * update.loss
 
     def total(self, largest: int | None = None) -> PartialSum:
-        """The sum of all updates up to the class `largest`, if given; it may be the stored sum, not a copy."""
+        """Up to the class `largest`, if given; it may be the stored sum, not a copy."""
         parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
         if len(parts) == 1:
             return parts[0]

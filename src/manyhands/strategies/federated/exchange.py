@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -44,7 +43,6 @@ from manyhands.strategies.federated.client_states import (
     restored,
 )
 from manyhands.strategies.federated.client_updates import (
-    ClientAssignment,
     ClientUpdate,
     RoundNorms,
     RoundPlace,
@@ -56,13 +54,8 @@ from manyhands.strategies.federated.clients import held, held_names, selected, s
 from manyhands.strategies.federated.partition import Partition, held_back
 from manyhands.strategies.federated.private_rounds import PrivateRounds
 from manyhands.strategies.federated.samples import reading_ahead
-from manyhands.strategies.federated.simulated_rounds import (
-    SimulatedCourse,
-    SimulatedRounds,
-    simulated_rounds,
-)
+from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.strategies.federated.simulation import (
-    AFTER_ALL,
     ClientRunner,
     ClientSimulation,
     Cohort,
@@ -154,17 +147,14 @@ class FederatedExchange(Exchange):
         self._norms = RoundNorms(strategy.seen_norm_ratio)
         self._round = 0  # number of the newest simulated round, from 1
         self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
-        self.total: Callable[[Tensor], Tensor] = lambda values: values  # collective
         if collective is not None:
-            [bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
-            self.total = partial(total, collective, 0, bucket)
-            self._broadcast = partial(broadcast, collective, 0, bucket)
+            [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._weights = held(model)
         if self._collective is not None:
-            self._broadcast([*model.parameters(), *model.buffers()])
+            broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
         keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
@@ -214,12 +204,7 @@ class FederatedExchange(Exchange):
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
         measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
         self._evaluation = ClientEvaluation(
-            task=task,
-            model=model,
-            measures=measures,
-            tested=self._tested,
-            rank=self.rank,
-            world=self.world,
+            task=task, model=model, measures=measures, tested=self._tested, rank=self.rank, world=self.world
         )
         sizes, strategy = [len(samples) for samples in self._samples_of], self._strategy
         per_round = strategy.per_round(len(sizes))
@@ -367,6 +352,9 @@ class FederatedExchange(Exchange):
         self._private.ended = f"stopped after round {step}: {spending.why_over()}"
         return self._private.ended
 
+    def total(self, values: Tensor) -> Tensor:
+        return values if self._collective is None else total(self._collective, 0, self._bucket, values)
+
     def step_samples(self) -> int:
         return self._counted * self._work.epochs
 
@@ -389,7 +377,20 @@ class FederatedExchange(Exchange):
             "algorithm": dict(self._algorithm.summary()),
         }
         if self._evaluation is not None and not self._strategy.noise:  # no promise of noise holds for them
-            kinds: dict[str, Callable[[list[int]], Tuned]] = {"measured": self._own_models}
+            evaluated, tuning = self._evaluation, self._tuning
+
+            def own_models(mine: list[int]) -> Tuned:
+                models = ((client, self.personal(client)) for client in mine)
+                if tuning is None:
+                    return models
+                assert self._optimizer is not None, "attach comes before the first round"
+                work, wanted = replace(self._work, epochs=tuning.epochs), self._strategy.together
+                settings = work, self._optimizer, self._seed
+                return tuned(
+                    evaluated.task, evaluated.model, models, self._samples_of, *settings, together=wanted
+                )
+
+            kinds: dict[str, Callable[[list[int]], Tuned]] = {"measured": own_models}
             if self._strategy.gives_own_models:
                 kinds["measured_common"] = lambda mine: ((client, self._weights) for client in mine)
             summary |= self._evaluation.summary(kinds)
@@ -416,23 +417,6 @@ class FederatedExchange(Exchange):
     def evaluation_facts(self) -> Mapping[str, Any]:
         """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
         return {"fairness": self._spread} if self._spread else {}
-
-    def _own_models(self, clients: Sequence[int]) -> Tuned:
-        """What each of these clients uses itself, fine-tuned where the strategy says so."""
-        models = [(client, self.personal(client)) for client in clients]
-        if self._tuning is None:
-            return iter(models)
-        assert self._optimizer is not None, "attach comes before the first round"
-        assert self._evaluation is not None, "clients are measured by a model"
-        assigned = [
-            ClientAssignment(
-                client=client, samples=self._samples_of[client], weights=weights, number=AFTER_ALL
-            )
-            for client, weights in models
-        ]
-        work, together = replace(self._work, epochs=self._tuning.epochs), self._strategy.together
-        task, model = self._evaluation.task, self._evaluation.model
-        return tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
         if self._loaders is not None:

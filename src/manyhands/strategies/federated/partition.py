@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ __all__ = ["NATURAL", "Partition", "held_back", "labels_of"]
 
 Indices = NDArray[np.int64]
 NATURAL: Final = "natural"
+_DEFAULTS: Final[dict[str, float]] = {"shards": 2, "dirichlet": 0.5, "quantity": 0.5}
+_WORDS: Final = ("iid", *_DEFAULTS, NATURAL)
 _FEWEST = 1  # samples of a client, whatever the draw
 _HOLDING = 3
 
@@ -43,8 +45,8 @@ class Partition:
     def parse(cls, text: str) -> Partition:
         """Read `dirichlet:0.5`; a UserError lists what there is."""
         word, colon, number = text.partition(":")
-        if word not in _SPLITS and word != NATURAL:
-            raise UserError(f"partition={text}: unknown; {nearest(word, [*_SPLITS, NATURAL])}")
+        if word not in _WORDS:
+            raise UserError(f"partition={text}: unknown; {nearest(word, _WORDS)}")
         default = _DEFAULTS.get(word)
         if default is None:
             if colon:
@@ -55,7 +57,7 @@ class Partition:
         except ValueError:
             value = 0.0
         if not 0 < value < 1e6 or (word == "shards" and value != int(value)):
-            kind = "a whole number of at least 1" if word == "shards" else "a number above 0"
+            kind = "an integer of at least 1" if word == "shards" else "a number above 0"
             raise UserError(f"partition={text}: after {word}: stands {kind}, as in {word}:{default:g}")
         return cls(word, value)
 
@@ -70,11 +72,15 @@ class Partition:
         if samples < clients * _FEWEST:
             raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")
         random = np.random.default_rng(seed)
-        found = _SPLITS[self.word](lambda: labels_of(data, samples), samples, clients, self.number, random)
+        if self.word == "iid":
+            found = list(np.array_split(random.permutation(samples), clients))
+        elif self.word == "quantity":
+            found = _cut(random.permutation(samples), random.dirichlet([self.number] * clients))
+        else:
+            split = _shards if self.word == "shards" else _dirichlet
+            found = split(labels_of(data, samples), clients, self.number, random)
         for number, part in enumerate(found):
-            if (
-                len(part) < _FEWEST
-            ):  # it gets one of the client that has most: without data it cannot take part
+            if len(part) < _FEWEST:  # it gets one of the client that has most, to take part
                 richest = max(range(len(found)), key=lambda one: len(found[one]))
                 found[number], found[richest] = found[richest][:_FEWEST], found[richest][_FEWEST:]
         return [np.sort(part).astype(np.int64) for part in found]
@@ -98,7 +104,7 @@ def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[I
 
 
 def labels_of(data: Any, samples: int) -> Indices:
-    """The label of each sample: the last column of whole numbers, or the data set's `targets`."""
+    """The label of each sample: the last column of integers, or the data set's `targets`."""
     columns: Sequence[Any] = ()
     if isinstance(data, TensorDataset):
         columns = data.tensors
@@ -117,55 +123,32 @@ def labels_of(data: Any, samples: int) -> Indices:
         if labels.shape == (samples,) and labels.dtype.kind in "iub":
             return labels.astype(np.int64)
     raise UserError(
-        "partition: the data has no labels to split by (a last column of whole numbers, or `targets`); use iid, "
+        "partition: the data has no labels to split by (a last column of integers, or `targets`); use iid, "
         "quantity or natural"
     )
 
 
-def _iid(_: Any, samples: int, clients: int, __: float, random: np.random.Generator) -> list[Indices]:
-    return list(np.array_split(random.permutation(samples), clients))
-
-
-def _shards(
-    labels: Callable[[], Indices], samples: int, clients: int, each: float, random: np.random.Generator
-) -> list[Indices]:
+def _shards(labels: Indices, clients: int, each: float, random: np.random.Generator) -> list[Indices]:
     count = clients * int(each)
-    if count > samples:
+    if count > len(labels):
         raise UserError(
-            f"partition=shards:{each:g}: {clients} clients make {count} shards of {samples} samples; use "
+            f"partition=shards:{each:g}: {clients} clients make {count} shards of {len(labels)} samples; use "
             "fewer clients, or fewer shards each"
         )
-    shards = np.array_split(np.argsort(labels(), kind="stable"), count)
+    shards = np.array_split(np.argsort(labels, kind="stable"), count)
     dealt = random.permutation(count).reshape(clients, int(each))
     return [np.concatenate([shards[number] for number in mine]) for mine in dealt]
 
 
-def _dirichlet(
-    labels: Callable[[], Indices], samples: int, clients: int, alpha: float, random: np.random.Generator
-) -> list[Indices]:
-    del samples
-    found = labels()
+def _dirichlet(labels: Indices, clients: int, alpha: float, random: np.random.Generator) -> list[Indices]:
     parts: list[list[Indices]] = [[] for _ in range(clients)]
-    for label in np.unique(found):
-        mine = random.permutation(np.flatnonzero(found == label))
+    for label in np.unique(labels):
+        mine = random.permutation(np.flatnonzero(labels == label))
         for part, piece in zip(parts, _cut(mine, random.dirichlet([alpha] * clients)), strict=True):
             part.append(piece)
     return [np.concatenate(part) for part in parts]
 
 
-def _quantity(_: Any, samples: int, clients: int, alpha: float, random: np.random.Generator) -> list[Indices]:
-    return _cut(random.permutation(samples), random.dirichlet([alpha] * clients))
-
-
 def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
     ends = np.round(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
     return list(np.split(indices, ends))
-
-
-_SPLITS: Final[dict[str, Callable[..., list[Indices]]]] = {
-    "iid": _iid,
-    "shards": _shards,
-    "dirichlet": _dirichlet,
-    "quantity": _quantity,
-}
-_DEFAULTS: Final[dict[str, float]] = {"shards": 2, "dirichlet": 0.5, "quantity": 0.5}

@@ -73,13 +73,16 @@ def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraw
     step = deviation * _GRID
     for begin in range(0, len(sums), _AT_ONCE):
         part = sums[begin : begin + _AT_ONCE]
-        part += deviation * _normal(len(part), draws)
+        half = (len(part) + 1) // 2
+        radius = np.sqrt(-2.0 * np.log(draws.uniform(half)))
+        angle = (2.0 * math.pi) * draws.uniform(half)
+        part += deviation * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: len(part)]
         np.rint(part / step, out=part)
         part *= step
 
 
 def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
-    """Whole numbers, each k with a probability in proportion to exp(-k² / (2 deviation²)); deviation at least 1."""
+    """Integers, each k with a probability in proportion to exp(-k² / (2 deviation²)); deviation at least 1."""
     if not 1 <= deviation < 2.0**40:
         raise ValueError(f"a discrete Gaussian of deviation {deviation:g}: from 1 to 2^40 is provided for")
     found = np.empty(count, dtype=np.int64)
@@ -93,33 +96,20 @@ def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDAr
     return found
 
 
-def _normal(count: int, draws: UniformDraws) -> NDArray[np.float64]:
-    half = (count + 1) // 2
-    radius = np.sqrt(-2.0 * np.log(draws.uniform(half)))
-    angle = (2.0 * math.pi) * draws.uniform(half)
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-
-
 def _accepted(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
     scale = math.floor(deviation) + 1
     size = np.floor(-scale * np.log(draws.uniform(count)))
     negative = draws.uniform(count) <= 0.5
     keep = np.exp(-((size - deviation**2 / scale) ** 2) / (2 * deviation**2)) >= draws.uniform(count)
-    keep &= ~(negative & (size == 0))  # or nought would come twice as often
+    keep &= ~(negative & (size == 0))  # or zero would come twice as often
     found: NDArray[np.int64] = np.where(negative, -size, size)[keep].astype(np.int64)
     return found
 
 
-# How long a client's update may be.
-#
-# `clip=1.0` shortens every update whose Euclidean norm, over all tensors together, is above 1. `clip=adaptive:0.5`
-# follows a quantile of the norms (Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive
-# Clipping", NeurIPS 2021): each client also says whether its norm was within the bound, and after a round
-#
-#     bound ← bound · exp(-0.2 (share within - quantile))
-#
-# As in the paper the first bound is 0.1.
-
+# How long an update may be. `clip=1.0` shortens every update whose Euclidean norm, over all tensors together, is
+# above 1. `clip=adaptive:0.5` follows a quantile of the norms (Andrew, Thakkar, McMahan and Ramaswamy, "Differentially
+# Private Learning with Adaptive Clipping", NeurIPS 2021): each client also says whether its norm was within the bound,
+# and after a round bound ← bound · exp(-0.2 (share within - quantile)). As in the paper the first bound is 0.1.
 
 FIRST_BOUND: Final = 0.1  # the first bound of an adaptive clip
 _RATE: Final = 0.2
@@ -163,7 +153,7 @@ def _number(text: str) -> float:
 def clipped(change: Sequence[Tensor], bound: float) -> tuple[Tensor, bool]:
     """An update in one row and double precision, no longer than `bound`, and whether it was within.
 
-    One with a number that is not finite is nought, and was not within.
+    One with a number that is not finite is zero, and was not within.
     """
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in change])
     norm = float(torch.linalg.vector_norm(flat))
@@ -177,23 +167,20 @@ def next_bound(bound: float, quantile: float, within: float) -> float:
     return bound * math.exp(-_RATE * (within - quantile))
 
 
-# One round's noise: how much, and how a client's vector and the server's sum are made.
-#
-# A client's vector is its clipped update and, where the clip adapts, one more item that says whether it was clipped:
-# ±1/2, scaled so that all items get noise of one deviation. With the bound C and a cohort of m, the noise multiplier z is
-# shared between both as in the paper on adaptive clipping (Theorem 1):
+# One round's noise. A client's vector is its clipped update and, where the clip adapts, one item that says whether it
+# was clipped: ±1/2, scaled so that all items get noise of one deviation. With the bound C and a cohort of m, the noise
+# multiplier z is shared between both as in the paper on adaptive clipping (Theorem 1):
 #
 #     1/z² = 1/z_u² + 1/(2 s)²,   s = max(m/20, z)        deviation = z_u · C
 #
 # so that the vector as a whole is the Gaussian mechanism of multiplier z, whatever C is.
 #
 # With noise by clients (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning
-# with Secure Aggregation", ICML 2021) the vector is cut to whole steps towards nought, which makes none longer, and each
+# with Secure Aggregation", ICML 2021) the vector is cut to whole steps towards zero, which makes none longer, and each
 # client adds a discrete Gaussian of variance deviation²/t, with t the fewest clients of which the secure sum shows
-# anything. The sum then has at least the variance of the server's noise, whoever has left. It is a discrete Gaussian but
-# for a divergence of τ = 10 Σₖ exp(-2π² v k/(k+1)) per item, v a client's variance in steps; from `LEAST_STEPS` on that
-# is below 10⁻²⁷⁰ and is not counted.
-
+# anything. The sum then has at least the variance of the server's noise, whoever has left. It is a discrete Gaussian
+# but for a divergence of τ = 10 Σₖ exp(-2π² v k/(k+1)) per item, v a client's variance in steps; from `LEAST_STEPS` on
+# that is below 10⁻²⁷⁰ and is not counted.
 
 LEAST_STEPS: Final = 8.0  # the least deviation of a client's noise, in steps of the fixed point
 TAIL: Final = 12.0  # capacity for a client's noise, in deviations; the chance of exceeding it is 10⁻³²
@@ -244,7 +231,7 @@ class RoundNoise:
     def in_steps(
         self, vector: Tensor, step: float, clients: int, draws: UniformDraws | None
     ) -> NDArray[np.int64]:
-        """A client's vector in whole steps, cut towards nought, with its share of the noise if it adds one.
+        """A client's vector in whole steps, cut towards zero, with its share of the noise if it adds one.
 
         `clients` is the fewest whose sum is shown.
         """

@@ -8,7 +8,7 @@ More clients are asked than are needed (`over`), since some will not answer; the
 refused. What begins is an *attempt*, which has a number of its own for ever; only one that closes makes the round's
 number grow, so that no round counts twice, whatever is sent again and however often the server is started anew.
 
-The state is a plain value. It goes on the same from `state_of(as_json(state))` as from itself, at every point.
+The state is a plain value. It continues the same from `state_of(as_json(state))` as from itself, at every point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
     "AbandonRound",
     "BeginRound",
     "ClientGone",
-    "ClientSeen",
     "ClientsSeen",
     "CloseRound",
     "EndRounds",
@@ -50,16 +49,8 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClientSeen:
-    """A client asked whether there is work for it."""
-
-    client: int
-    at_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ClientsSeen:
-    """Several clients asked for work at once, as in a simulation."""
+    """Clients asked for work; in a simulation several at once."""
 
     clients: tuple[int, ...]
     at_s: float
@@ -117,7 +108,7 @@ class ServerResumed:
 
 
 RoundEvent: TypeAlias = (
-    ClientSeen | ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
+    ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
 )
 
 
@@ -178,8 +169,6 @@ class EndRounds:
 
 
 RoundDecision: TypeAlias = BeginRound | TakeReport | RefuseReport | CloseRound | AbandonRound | EndRounds
-
-
 _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 
 
@@ -207,7 +196,7 @@ class RoundTerms:
     present_s: float = 60.0  # how long a client counts as present after its last request
     patience_s: float = math.inf  # after how long without a round that counts the server gives up
     norm_ratio: float = 0.0
-    """How many times the median of a round's norms an update may have (`strategies/federated/client_updates.py`); 0: any."""
+    """How many times the median of a round's norms an update may have (client_updates.py); 0: any."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -216,9 +205,7 @@ class RoundTerms:
         if not 1 <= self.goal <= self.clients:
             raise UserError(f"goal={self.goal}: must be from 1 to all {self.clients} clients")
         if not 1 <= self.minimum <= self.goal:
-            raise UserError(
-                f"minimum={self.minimum}: must be from 1 to the {self.goal} reports a round waits for"
-            )
+            raise UserError(f"minimum={self.minimum}: must be from 1 to the {self.goal} reports of a round")
         if not 1 <= self.over < math.inf:
             raise UserError(f"over={self.over:g}: must be a number of at least 1")
         for name in ("deadline_s", "select_s", "present_s"):
@@ -268,18 +255,22 @@ class RoundState:
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
     """Return the state after an event, and the decisions to execute, in order."""
-    state = replace(
-        state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
-    )
     if isinstance(event, ServerResumed):
-        return _resume(terms, state)
+        # The clock is new, no client is known to be present, and open sums are lost.
+        now_s = event.at_s
+        state = replace(state, present={}, now_s=now_s, since_s=now_s, counted_s=now_s)
+        # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
+        if state.is_over and state.done < terms.rounds:
+            return replace(state, phase=RoundPhase.SELECTING), ()
+        if state.phase is RoundPhase.REPORTING:
+            return _abandon(state, "the server was started again")
+        return state, ()
+    state = replace(state, now_s=max(state.now_s, event.at_s))
     if state.is_over:
         if not isinstance(event, ReportCame):
             return state, ()
         return state, (RefuseReport(client=event.client, attempt=event.attempt, why="the run has ended"),)
     match event:
-        case ClientSeen():
-            return _look(terms, _with_seen(state, (event.client,)))
         case ClientsSeen():
             return _look(terms, _with_seen(state, event.clients))
         case ClientGone():
@@ -287,45 +278,31 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
             present = {one: at_s for one, at_s in state.present.items() if one != event.client}
             return _look(terms, replace(state, gone=gone, present=present))
         case ReportCame():
-            return _take(terms, state, event)
-        case SumCame():
-            return _take_sum(terms, state, event)
-        case RoundFailed():
+            state = _with_seen(state, (event.client,))
+            decision: RoundDecision | None = _refusal(terms, state, event)
+            if decision is None:
+                decision = TakeReport(client=event.client, attempt=event.attempt)
+                reported = {**state.reported, event.client: event.digest}
+                norms = {**state.norms, event.client: event.norm}
+                state = replace(state, reported=reported, norms=norms)
+            looked, more = _look(terms, state)
+            return looked, (decision, *more)
+        case SumCame() | RoundFailed():
             if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
                 return state, ()
-            return _abandon(state, event.why)
+            if isinstance(event, RoundFailed):
+                return _abandon(state, event.why)
+            # A sum counts as a whole, whatever the goal is: nothing can be taken out of it.
+            if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
+                why = f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}"
+                return _abandon(state, why)
+            return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
         case TimePassed():
             return _look(terms, state)
 
 
-def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """Restart: the clock is new, no client is known to be present, open sums are lost; more rounds may follow."""
-    fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
-    # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
-    if state.is_over and state.done < terms.rounds:
-        return replace(fresh, phase=RoundPhase.SELECTING), ()
-    if state.phase is RoundPhase.REPORTING:
-        return _abandon(fresh, "the server was started again")
-    return fresh, ()
-
-
 def _with_seen(state: RoundState, clients: Sequence[int]) -> RoundState:
     return replace(state, present={**state.present, **dict.fromkeys(clients, state.now_s)})
-
-
-def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
-    state = _with_seen(state, (event.client,))
-    refused = _refusal(terms, state, event)
-    if refused is not None:
-        looked, more = _look(terms, state)
-        return looked, (refused, *more)
-    reported = replace(
-        state,
-        reported={**state.reported, event.client: event.digest},
-        norms={**state.norms, event.client: event.norm},
-    )
-    looked, more = _look(terms, reported)
-    return looked, (TakeReport(client=event.client, attempt=event.attempt), *more)
 
 
 def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseReport | None:
@@ -347,15 +324,6 @@ def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseR
     return RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
 
 
-def _take_sum(terms: RoundTerms, state: RoundState, event: SumCame) -> _Outcome:
-    """A sum counts as a whole, whatever the goal is: nothing can be taken out of it."""
-    if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
-        return state, ()
-    if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
-        return _abandon(state, f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}")
-    return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
-
-
 def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
     """Make the transition that is due, if any: close, abandon, give up or begin an attempt."""
     if state.phase is RoundPhase.REPORTING:
@@ -364,8 +332,7 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
             # A client that was asked and did not report is asked again only after it was seen again.
-            silent = state.waits_for
-            present = {one: at_s for one, at_s in state.present.items() if one not in silent}
+            present = {one: at_s for one, at_s in state.present.items() if one not in state.waits_for}
             state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
@@ -383,29 +350,19 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
     there = sorted(client for client, at_s in state.present.items() if state.now_s - at_s < terms.present_s)
     if len(there) < terms.minimum:
         return replace(state, since_s=state.now_s), ()
-    waited = state.now_s - state.since_s >= terms.select_s
-    if len(there) < terms.asks and not waited:
+    if len(there) < terms.asks and state.now_s - state.since_s < terms.select_s:
         return state, ()
     drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
     asked = tuple(there[place] for place in drawn)
     # A new attempt number, also when the round is the same: reports of the abandoned attempt stay invalid.
-    begun = replace(
-        state,
-        phase=RoundPhase.REPORTING,
-        attempt=state.attempt + 1,
-        since_s=state.now_s,
-        asked=asked,
-        gone=(),
-        reported={},
-        norms={},
-    )
+    phase, attempt = RoundPhase.REPORTING, state.attempt + 1
+    begun = replace(_between(state), phase=phase, attempt=attempt, asked=asked)
     return begun, (BeginRound(attempt=begun.attempt, number=begun.done, asked=asked),)
 
 
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
-    return (
-        state.now_s >= state.since_s + terms.deadline_s
-    )  # as a driver that waits for the deadline computes it, to the last bit
+    # as a driver that waits for the deadline computes it, to the last bit
+    return state.now_s >= state.since_s + terms.deadline_s
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
@@ -440,21 +397,14 @@ def _between(state: RoundState) -> RoundState:
 
 
 def as_json(state: RoundState) -> dict[str, Any]:
-    return {
-        "phase": str(state.phase),
-        "done": state.done,
-        "attempt": state.attempt,
-        "abandoned": state.abandoned,
-        "now_s": state.now_s,
-        "since_s": state.since_s,
-        "counted_s": state.counted_s,
-        "present": [[client, at_s] for client, at_s in sorted(state.present.items())],
-        "asked": list(state.asked),
-        "gone": list(state.gone),
-        "reported": [[client, digest] for client, digest in sorted(state.reported.items())],
-        "norms": [[client, norm] for client, norm in sorted(state.norms.items())],
-        "rejected": state.rejected,
-    }
+    """What JSON can hold: tuples as lists, mappings as sorted pairs."""
+    found = {name: getattr(state, name) for name in RoundState.__dataclass_fields__}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            found[name] = [[client, one] for client, one in sorted(value.items())]
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+    return {**found, "phase": str(state.phase)}
 
 
 def state_of(value: Any) -> RoundState:

@@ -41,23 +41,21 @@ class Batches:
 
     def keys(self) -> list[_BatchKey]:
         """One key for each batch: its seed and the indices of its samples."""
-        return [
-            (mix(self.seed, number), *indices.reshape(-1).tolist())
-            for number, indices in enumerate(self.indices)
-        ]
+        own = enumerate(self.indices)
+        return [(mix(self.seed, number), *indices.reshape(-1).tolist()) for number, indices in own]
 
 
+@dataclass(frozen=True, slots=True)
 class IndexReader:
     """Reads batches in a loader process."""
 
-    def __init__(self, source: BatchSource) -> None:
-        self._source = source
+    source: BatchSource
 
     def read(self, key: _BatchKey, kept_from: int = 0) -> Any:
         del kept_from
         seed, *indices = key
         with drawn_apart(seed):
-            return self._source.fetch(indices)
+            return self.source.fetch(indices)
 
 
 def reading_ahead(task: Task, owner: str) -> Loaders[_BatchKey] | None:
@@ -77,14 +75,15 @@ class Samples:
         self._source = BatchSource(task.data, task.collate)
         columns = columns_of(task.data) if task.collate is None else None
         if columns is not None and device.type != "cpu":
-            columns = moved(columns, device) if _fits(columns, device) else None
+            found: list[Tensor] = []
+            each_tensor(columns, lambda one: (found.append(one), one)[1])  # type: ignore[func-returns-value]
+            free, _ = torch.cuda.mem_get_info(device)
+            fits = sum(one.numel() * one.element_size() for one in found) <= _PART_OF_MEMORY * free
+            columns = moved(columns, device) if fits else None
         self._columns = columns
+        self.resident = columns is not None
         self.loaders: Loaders[_BatchKey] | None = None  # the loader processes that read ahead, if any
         self._input_ns = 0
-
-    @property
-    def resident(self) -> bool:
-        return self._columns is not None
 
     def fetch(self, indices: NDArray[np.int64]) -> Any:
         if self._columns is not None:
@@ -204,16 +203,3 @@ def _concatenated(trees: list[Any]) -> Any:
         return None
     found = {name: _concatenated([tree[name] for tree in trees]) for name in first}
     return None if any(part is None for part in found.values()) else found
-
-
-def _fits(columns: Any, device: torch.device) -> bool:
-    """Whether the columns take no more of a GPU's free memory than is theirs to take."""
-    sizes: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    each_tensor(columns, count)
-    free, _ = torch.cuda.mem_get_info(device)
-    return sum(sizes) <= _PART_OF_MEMORY * free

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -56,9 +56,7 @@ class ReplayedGradients:
     """Gradients of the first rows of `stacks`, from samples on the GPU; a shape that comes often has a graph."""
 
     def __init__(self, gradients: Gradients, samples: Samples, stacks: Sequence[Tensor]) -> None:
-        self._gradients = gradients
-        self._samples = samples
-        self._stacks = stacks
+        self._gradients, self._samples, self._stacks = gradients, samples, stacks
         self._seen: dict[tuple[int, ...], int] = {}
         self._captured: dict[tuple[int, ...], _Captured] = {}
         self.refused = ""  # why no graph could be made, where that was tried
@@ -72,9 +70,7 @@ class ReplayedGradients:
         if self._seen[shape] > _WORTH and len(self._captured) < _GRAPHS and not self.refused:
             try:
                 self._captured[shape] = self._capture(shape)
-            except (
-                RuntimeError
-            ) as error:  # a loss may do what a graph cannot hold, and is then launched as before
+            except RuntimeError as error:  # a graph cannot hold every loss; it is then launched as before
                 self.refused = str(error).split("\n", 1)[0]
             else:
                 return self._captured[shape].replay(indices)
@@ -113,16 +109,12 @@ class StackedStep:
     parts: Sequence[tuple[Indices, Indices]]  # positions (clients,) and samples (clients, batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A client's assignment, and its batches in order."""
 
     given: ClientAssignment
     batches: list[Indices]
-
-    @property
-    def client(self) -> int:
-        return self.given.client
+    client: int
 
 
 def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
@@ -175,9 +167,9 @@ class StackedGradients:
 
     def __call__(self, stacked: Sequence[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
         """For tensors (clients, …), a batch (clients, samples, …): gradients of what is trained, losses (clients,)."""
-        named = dict(zip(self._names, stacked, strict=True))
         trained = {self._names[one]: stacked[one] for one in self.trained}
-        fixed = {name: one for name, one in named.items() if name not in trained}
+        named = zip(self._names, stacked, strict=True)
+        fixed = {name: one for name, one in named if name not in trained}
         found, losses = self._gradients(trained, fixed, batch)
         return [found[name] for name in trained], losses
 
@@ -227,7 +219,7 @@ class StackedTrainer:
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
         works = [
-            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)))
+            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)), one.client)
             for one in assigned
         ]
         works.sort(key=lambda work: -len(work.batches))
@@ -320,13 +312,18 @@ class StackedTrainer:
             group["params"] = [self._rows[place] for place in places]
 
     def _shrink(self, active: int) -> int:
-        """Go on with the first `active` clients; the rows of the others stay as they are."""
+        """Continue with the first `active` clients; the rows of the others stay as they are."""
         smaller = [self._stacks[one][:active] for one in self._trained]
         state = self._optimizer.state
         for before, after in zip(self._rows, smaller, strict=True):
             kept = state.pop(before, None)
             if kept is not None:
-                state[after] = {name: _rows_of(value, before, active) for name, value in kept.items()}
+                state[after] = {  # a step count is shared by all rows
+                    name: value[:active]
+                    if isinstance(value, Tensor) and value.shape == before.shape
+                    else value
+                    for name, value in kept.items()
+                }
         self._rows = smaller
         for group, places in zip(self._optimizer.param_groups, self._places, strict=True):
             group["params"] = [smaller[place] for place in places]
@@ -375,8 +372,3 @@ class StackedTrainer:
         elif task.clip_value is not None:
             for one in gradients:
                 one.clamp_(-task.clip_value, task.clip_value)
-
-
-def _rows_of(value: Any, before: Tensor, active: int) -> Any:
-    """An optimizer's state for the first rows; a step count is shared by all rows."""
-    return value[:active] if isinstance(value, Tensor) and value.shape == before.shape else value

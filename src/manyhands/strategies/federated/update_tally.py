@@ -7,8 +7,8 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +29,6 @@ from manyhands.strategies.federated.privacy_noise import clipped
 from manyhands.strategies.federated.private_rounds import PrivateRounds
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words, sum_of, words_of
 from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    SEAL_BYTES,
-    SHARE_BYTES,
-    SIGNATURE_BYTES,
     Draw,
     public_identity,
 )
@@ -119,14 +115,17 @@ class KeptTally:
         found: list[WeighedUpdate] = []
         weight, loss = 0.0, 0.0
         for client in self._clients:
-            flat = self._total(self._row(client, items))
+            flat = torch.zeros(items + 2, dtype=torch.float64)
+            if client in self._mine:
+                update, mine = self._mine[client]
+                change = [one.detach().flatten().to("cpu", torch.float64) for one in update.change]
+                flat = torch.cat([*change, torch.tensor([mine, mine * update.loss], dtype=torch.float64)])
+            flat = self._total(flat)
             if not float(flat[-2]):
                 continue  # its update was not finite, or its norm too large
-            change = [
-                one.to(mine.dtype)
-                for one, mine in zip(shaped(flat[:-2], self._like), self._like, strict=True)
-            ]
-            found.append(WeighedUpdate(client=client, change=change, weight=float(flat[-2])))
+            pieces = zip(shaped(flat[:-2], self._like), self._like, strict=True)
+            whole = [one.to(like.dtype) for one, like in pieces]
+            found.append(WeighedUpdate(client=client, change=whole, weight=float(flat[-2])))
             weight, loss = weight + float(flat[-2]), loss + float(flat[-1])
         sums = [torch.zeros_like(one, dtype=torch.float64) for one in self._like]
         for each in found:
@@ -140,13 +139,6 @@ class KeptTally:
             updates=found,
             missing=len(self._clients) - len(found),
         )
-
-    def _row(self, client: int, items: int) -> Tensor:
-        if client not in self._mine:
-            return torch.zeros(items + 2, dtype=torch.float64)
-        update, weight = self._mine[client]
-        words = torch.tensor([weight, weight * update.loss], dtype=torch.float64)
-        return torch.cat([*(one.detach().flatten().to("cpu", torch.float64) for one in update.change), words])
 
 
 class PrivateTally:
@@ -170,7 +162,7 @@ class PrivateTally:
         flat, within = clipped(update.change, noise.bound)
         vector = noise.vector(flat, within)
         if rounds.step:
-            draws = rounds.client_draws(self._place.number, update.client)
+            draws = rounds.draws(self._place.number, update.client)
             vector = torch.from_numpy(noise.in_steps(vector, rounds.step, rounds.fewest, draws) * rounds.step)
         sent = replace(update, change=[vector], loss=0.0, samples=1, encoded_bytes=update.num_bytes)
         self._inside.add(sent, 1.0)
@@ -179,35 +171,28 @@ class PrivateTally:
         """Collective: the noisy sum; what the round cost is counted, and the next one's bound is set."""
         del largest  # the clip bounds every norm
         rounds, place = self._rounds, self._place
-        rounds.take(place.clients)
+        if rounds.spending is not None:
+            rounds.spending.take(place.clients)
         found = self._inside.total()
-        row = self._noised(found.sums[0].cpu())
+        row, draws = found.sums[0].cpu(), rounds.draws(place.number)
+        if draws is not None:  # the server's noise, which worker 0 draws for all
+            if place.rank:
+                row.zero_()
+            else:
+                self._noise.add(row, draws)
+            row = place.total(row)
         if self._noise.adapts:
             rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
         sums = shaped(row[: self._items], self._like)
         return TallySum(sums=sums, weight=rounds.cohort, loss=math.nan, traffic=found.traffic)
 
-    def _noised(self, row: Tensor) -> Tensor:
-        """With the server's noise, which worker 0 draws for all."""
-        draws = self._rounds.server_draws(self._place.number)
-        if draws is None:
-            return row
-        if self._place.rank:
-            row.zero_()
-        else:
-            self._noise.add(row, draws)
-        return self._place.total(row)
 
-
-# A simulated round by the secure protocol, on encoded bytes: what each client masks, the server's result, the cost.
-#
-# Bonawitz et al. (CCS 2017) count for one of n users with m words modulo R: 2n public keys, 5n - 4 shares, the vector,
-# 2n·|key| + (5n - 4)·|share| + m⌈log₂ R⌉ bits. That is the protocol against a server that is curious but honest.
+_NO_WORDS: Words = np.empty(0, np.uint64)  # of a client that leaves before it masks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecureSum:
-    """The result of a secure round, and its cost."""
+    """The result of a simulated secure round, on encoded bytes, and its cost."""
 
     words: Words  # the sum of the survivors' words
     survivors: tuple[int, ...]  # whose inputs are in it
@@ -238,60 +223,21 @@ def play_round(
     server = SecureServer(terms, roster, model)
     going = {client: SecureStage.MASK for client in identities if client not in inputs} | dict(leaves or {})
     sent, received, messages = dict.fromkeys(identities, 0), dict.fromkeys(identities, 0), 0
-    letters: Mapping[int, bytes] = dict.fromkeys(identities, b"")
+    inbox: Mapping[int, bytes] = dict.fromkeys(identities, b"")
     while server.stage < SecureStage.DONE:
         stage = server.stage
-        for client, letter in sorted(letters.items()):
-            received[client] += len(letter)
+        for client, message in sorted(inbox.items()):
+            received[client] += len(message)
             if going.get(client, SecureStage.DONE) <= stage:
                 continue
-            party = clients[client]
-            if stage is SecureStage.ADVERTISE:
-                answer = party.advertise()
-            elif stage is SecureStage.MASK:
-                answer = party.mask(letter, inputs[client])
-            else:
-                steps = {SecureStage.SHARE: party.share, SecureStage.CONFIRM: party.confirm}
-                answer = steps.get(stage, party.unmask)(letter)
+            answer = clients[client].answer(message, inputs.get(client, _NO_WORDS))
             sent[client] += len(answer)
             messages += 1
             server.receive(client, answer)
-        letters = server.advance()
+        inbox = server.advance()
     return SecureSum(
         words=server.result(), survivors=server.survivors, messages=messages, sent=sent, received=received
     )
-
-
-MESSAGES: Final = 5  # that a client sends in a round, and receives
-_NUMBER: Final = 4
-
-
-def published_bits(clients: int, items: int, ring: int, key: int = 256, share: int = 256) -> int:
-    """What one client sends and receives by the published formula, in bits."""
-    return 2 * clients * key + (5 * clients - 4) * share + items * ring
-
-
-def client_bytes(terms: SecureTerms) -> int:
-    """What one client sends and receives in a round that nobody leaves.
-
-    On top of the formula, with our sizes of keys and shares: signatures, the digests that bind a round, the seals of
-    shares, and the numbers of clients and rows.
-    """
-    n = terms.clients
-    published = published_bits(n, terms.length, terms.fixed.ring, 8 * KEY_BYTES, 8 * SHARE_BYTES) // 8
-    signatures = 2 * n * SIGNATURE_BYTES + SIGNATURE_BYTES + SIGNATURE_BYTES
-    digests = (n + 1) * 3 * KEY_BYTES + 2 * KEY_BYTES
-    seals = 2 * (n - 1) * SEAL_BYTES
-    return published + signatures + digests + seals + _numbers(n)
-
-
-def _numbers(clients: int) -> int:
-    advertised = 1 + (1 + clients)
-    shares = 2 * (1 + clients - 1)
-    survivors = 2 + clients
-    request = survivors + 1 + clients
-    reply = 2 + clients
-    return _NUMBER * (advertised + shares + survivors + request + reply)
 
 
 def hash_of(weights: Sequence[Tensor]) -> bytes:
@@ -300,17 +246,6 @@ def hash_of(weights: Sequence[Tensor]) -> bytes:
         found.update(f"{one.dtype} {tuple(one.shape)};".encode())
         found.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.digest()
-
-
-def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
-    """Terms of a round of so many clients with updates of so many items; UserError where that is not safe."""
-    return SecureTerms(
-        round_id=os.urandom(32),
-        clients=clients,
-        threshold=fewest_clients(clients),
-        length=items + LOSS_ITEMS + 1,
-        fixed=fixed,
-    )
 
 
 class SecureTally:
@@ -326,10 +261,15 @@ class SecureTally:
         like: Sequence[Tensor] | None = None,
     ) -> None:
         """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
-        self._fixed = fixed
-        self._number = number
+        self._fixed, self._number = fixed, number
         self._like = weights if like is None else like
-        self._terms = terms_for(fixed, len(clients), sum(one.numel() for one in self._like))
+        self._terms = SecureTerms(  # UserError where that is not safe
+            round_id=os.urandom(32),
+            clients=len(clients),
+            threshold=fewest_clients(len(clients)),
+            length=sum(one.numel() for one in self._like) + LOSS_ITEMS + 1,
+            fixed=fixed,
+        )
         self._model = hash_of(weights)
         self._identities = {client: os.urandom(32) for client in clients}
         self._inputs: dict[int, Words] = {}

@@ -15,7 +15,6 @@ from manyhands.data.batches import BatchSource
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.dtypes import NAMED
-from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.deployed.protocol import MOST_HOLD_S, TensorForm
 from manyhands.strategies.federated.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
@@ -34,6 +33,20 @@ class DataColumn:
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def parse(cls, text: str) -> DataColumn:
+        name, equals, kind = text.partition("=")
+        dtype, colon, sizes = kind.partition(":")
+        shape = sizes.split("x") if colon else []
+        if not (
+            name and equals and dtype in NAMED and all(size.isdigit() and int(size) > 0 for size in shape)
+        ):
+            raise UserError(
+                f"--data-schema: {text!r} is no column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, "
+                "with a type of torch"
+            )
+        return cls(name, dtype, tuple(map(int, shape)))
+
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         return f"{self.name}={self.dtype}" + (f":{sizes}" if sizes else "")
@@ -51,7 +64,7 @@ class DataSchema:
     @classmethod
     def parse(cls, text: str) -> DataSchema:
         """Read the text form; UserError says which column is wrong."""
-        columns = tuple(_column(part.strip()) for part in text.split(","))
+        columns = tuple(DataColumn.parse(part.strip()) for part in text.split(","))
         if len({column.name for column in columns}) < len(columns):
             raise UserError(f"--data-schema {text}: two columns have one name")
         return cls(columns)
@@ -59,9 +72,11 @@ class DataSchema:
     @classmethod
     def of(cls, task: Task) -> DataSchema:
         batch = BatchSource(task.data, task.collate).fetch([0])
-        named: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else dict(enumerate(_parts(batch)))
+        if not isinstance(batch, Mapping):
+            parts = batch if isinstance(batch, tuple | list) else (torch.as_tensor(batch),)
+            batch = dict(enumerate(parts))
         columns = []
-        for name, one in named.items():
+        for name, one in batch.items():
             if not isinstance(one, Tensor) or one.ndim == 0:
                 raise UserError(
                     f"task {task.name!r}: column {name!r} of its batches is no tensor with a row for each sample, "
@@ -104,23 +119,7 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
 
-def _column(text: str) -> DataColumn:
-    name, equals, kind = text.partition("=")
-    dtype, colon, sizes = kind.partition(":")
-    shape = sizes.split("x") if colon else []
-    if not (name and equals and dtype in NAMED and all(size.isdigit() and int(size) > 0 for size in shape)):
-        raise UserError(
-            f"--data-schema: {text!r} is no column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, with a "
-            "type of torch"
-        )
-    return DataColumn(name, dtype, tuple(map(int, shape)))
-
-
-def _parts(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, tuple | list) else (torch.as_tensor(batch),)
-
-
-_OF_SIMULATION: Final = (
+_OF_SIMULATION: Final = [
     "partition",
     "together",
     "keep",
@@ -131,7 +130,7 @@ _OF_SIMULATION: Final = (
     "epsilon",
     "sampling",
     "dropout",
-)
+]
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 """Algorithms whose devices send an update and nothing else, and need nothing but the model."""
 _FEWEST_SECURE: Final = 3
@@ -192,7 +191,7 @@ class FederatedJob:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
         if self.settings.hold_s >= MOST_HOLD_S:
             raise UserError(f"hold_s={self.settings.hold_s:g}: devices wait for less than {MOST_HOLD_S:g}")
-        terms = self.terms
+        terms = self.terms  # which checks itself
         if self.strategy.secure:
             self.strategy.fixed_point.check_capacity(terms.asks)
 
@@ -215,8 +214,7 @@ class FederatedJob:
 
     @property
     def terms(self) -> RoundTerms:
-        settings = self.settings
-        goal = self.strategy.per_round(self.strategy.clients)
+        settings, goal = self.settings, self.strategy.per_round(self.strategy.clients)
         least = settings.min_reports
         if least is None:
             least = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
@@ -236,10 +234,6 @@ class FederatedJob:
             norm_ratio=self.strategy.seen_norm_ratio,
             seed=self.seed,
         )
-
-    @property
-    def algorithm(self) -> FederatedAlgorithm:
-        return algorithm_named(self.strategy.algorithm)
 
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
         """The plan that a device downloads once; it does not reveal where the server's files are."""

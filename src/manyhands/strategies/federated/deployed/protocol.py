@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
         value = int(value)
     if type(value) is not int or not least <= value < 1 << 53:
         shown = printable(repr(values.get(name))[:40])
-        raise MessageRejected(400, f"{name} is {shown}; it must be a whole number of at least {least}")
+        raise MessageRejected(400, f"{name} is {shown}; it must be a integer of at least {least}")
     return value
 
 
@@ -131,17 +132,15 @@ class TensorForm:
 
     @property
     def items(self) -> tuple[int, ...]:
-        return tuple(_items(shape) for _, _, shape in self.rows)
+        return tuple(math.prod(shape) for _, _, shape in self.rows)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            _items(shape) * torch.empty(0, dtype=NAMED[dtype]).element_size() for _, dtype, shape in self.rows
-        )
+        return sum(math.prod(shape) * NAMED[dtype].itemsize for _, dtype, shape in self.rows)
 
     @property
     def most_bytes(self) -> int:
-        return self.num_bytes + len(self._header()) + _ABOUT_BYTES
+        return self.num_bytes + len(json.dumps(self._header())) + _ABOUT_BYTES
 
     def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
         named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
@@ -161,7 +160,7 @@ class TensorForm:
             raise MessageRejected(400, "the body is no safetensors file: it ends within its header")
         header = read_object(body[_LENGTH.size : begin], "the header of the body")
         about = header.pop("__metadata__", {})
-        expected = _table(self._header())
+        expected = self._header()
         _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
             raise MessageRejected(
@@ -171,29 +170,21 @@ class TensorForm:
         tensors = []
         for name, dtype, shape in self.rows:
             start = begin + expected[name]["data_offsets"][0]
-            flat = torch.empty(0, dtype=NAMED[dtype])
-            if _items(shape):
-                flat = torch.frombuffer(
-                    content, dtype=NAMED[dtype], count=_items(shape), offset=start
-                ).clone()
+            kind, count = NAMED[dtype], math.prod(shape)
+            flat = torch.empty(0, dtype=kind)
+            if count:
+                flat = torch.frombuffer(content, dtype=kind, count=count, offset=start).clone()
             tensors.append(flat.view(shape))
         return tensors, about if isinstance(about, dict) else {}
 
-    def _header(self) -> bytes:
-        empty = {
-            name: torch.empty(shape, dtype=NAMED[dtype], device="meta") for name, dtype, shape in self.rows
-        }
-        ordered = sorted(empty, key=lambda name: (-empty[name].element_size(), name))
+    def _header(self) -> dict[str, Any]:
+        """As safetensors writes it: the largest items first."""
         offset, table = 0, {}
-        for name in ordered:
-            end = offset + empty[name].numel() * empty[name].element_size()
-            table[name] = {
-                "dtype": STORED[empty[name].dtype],
-                "shape": list(empty[name].shape),
-                "data_offsets": [offset, end],
-            }
+        for name, dtype, shape in sorted(self.rows, key=lambda row: (-NAMED[row[1]].itemsize, row[0])):
+            end = offset + math.prod(shape) * NAMED[dtype].itemsize
+            table[name] = {"dtype": STORED[NAMED[dtype]], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        return json.dumps(table).encode()
+        return table
 
 
 def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -213,18 +204,6 @@ def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
                 )
 
 
-def _table(header: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(header)
-    return found
-
-
-def _items(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 _NAME: Final = "update"
 
 
@@ -234,15 +213,11 @@ class UpdateForm:
     def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
         self._form, self._text, self._seed = form, strategy.codec, seed
         wide = any(NAMED[dtype] == torch.float64 for _, dtype, _ in form.rows)
-        count = sum(form.items)
-        self._parcel = Parcel.whole(0, count, torch.float64 if wide else torch.float32)
+        self._parcel = Parcel.whole(0, sum(form.items), torch.float64 if wide else torch.float32)
         codec = self._codec(0)
-        self.is_coded: Final = encodes(codec, self._parcel)
-        """Whether a codec makes updates smaller; for a few numbers some do not."""
-        self.keeps: Final = (
-            self.is_coded and strategy.feedback and has_feedback(strategy.codec)  # else nothing is left out
-        )
-        """Whether a device keeps what was left out of its updates."""
+        self.is_coded: Final = encodes(codec, self._parcel)  # for a few numbers some codecs are not worth it
+        # whether a device keeps what was left out of its updates
+        self.keeps: Final = self.is_coded and strategy.feedback and has_feedback(strategy.codec)
         self._most = codec.size(self._parcel) if codec is not None and self.is_coded else 0
 
     def _codec(self, client: int) -> ParcelCodec | None:
@@ -283,9 +258,8 @@ class UpdateForm:
         if not self.is_coded:
             return self._form.decode(body)
         length = _LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0
-        [encoded], about = _coded_form(min(self._most, max(0, len(body) - _LENGTH.size - length))).decode(
-            body
-        )
+        num_bytes = min(self._most, max(0, len(body) - _LENGTH.size - length))
+        [encoded], about = _coded_form(num_bytes).decode(body)
         codec = self._codec(client)
         assert codec is not None, "raw has none"
         row = torch.empty(self._parcel.count, dtype=self._parcel.dtype)

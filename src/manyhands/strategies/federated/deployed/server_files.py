@@ -30,15 +30,15 @@ from manyhands.strategies.federated.deployed.protocol import MessageRejected, en
 from manyhands.strategies.federated.round_core import RoundState, as_json, state_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SIGNATURE_BYTES, verify
 
-__all__ = ["ServerFiles", "from_hex", "new_run"]
+__all__ = ["ServerFiles", "from_hex"]
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """One device's place: its token's hash and, once taken, its public key."""
+    """One device's place: the SHA-256 of its token and, once taken, its public key."""
 
-    token: str  # the SHA-256 of the token that opens it
-    key: bytes = b""  # the Ed25519 public key of the device that has the place; empty while it is free
+    token: str
+    key: bytes = b""  # Ed25519; empty while the place is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,6 @@ class Enrolment:
     def grown(self, places: int) -> tuple[Enrolment, list[str]]:
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
         return Enrolment((*self.places, *(DevicePlace(_hash(token)) for token in tokens))), tokens
-
-    def has(self, token: str) -> bool:
-        return any(hmac.compare_digest(place.token, _hash(token)) for place in self.places)
 
     def key_of(self, client: int) -> bytes:
         """A client's public key; MessageRejected where the place is not taken."""
@@ -69,9 +66,8 @@ class Enrolment:
             raise MessageRejected(403, "the enrolment has no token")
         if not verify(key, signature, enrolment_text(token, key)):
             raise MessageRejected(403, "the enrolment is not signed with the key that it names")
-        hashed = _hash(token)
         for number, place in enumerate(self.places):
-            if not hmac.compare_digest(place.token, hashed):
+            if not hmac.compare_digest(place.token, _hash(token)):
                 continue
             if place.key == key:
                 return self, number
@@ -80,13 +76,9 @@ class Enrolment:
                 return Enrolment((*self.places[:number], taken, *self.places[number + 1 :])), number
         raise MessageRejected(403, "the enrolment token is not known, or was used; ask for another one")
 
-    @property
-    def as_json(self) -> list[dict[str, str]]:
-        return [{"token": place.token, "key": place.key.hex()} for place in self.places]
-
     @classmethod
     def of(cls, value: Any) -> Enrolment:
-        """What `as_json` gave; DataError where it is not that."""
+        """What `save_enrolment` wrote; DataError where it is not that."""
         try:
             return cls(tuple(DevicePlace(str(one["token"]), bytes.fromhex(one["key"])) for one in value))
         except (KeyError, TypeError, ValueError) as error:
@@ -131,7 +123,7 @@ class ServerFiles(Closeable):
         try:
             conflict = fingerprint(directory.config).conflict(fingerprint(config))
             if conflict is not None:
-                raise UserError(f"{path} cannot be gone on with: {conflict}")
+                raise UserError(f"{path} cannot be continued: {conflict}")
             directory.update_config({**config, "run": directory.config["run"]})
             return cls(directory)
         except BaseException:
@@ -144,20 +136,29 @@ class ServerFiles(Closeable):
 
     def enrolment(self, places: int) -> tuple[Enrolment, Path | None]:
         """The enrolment with at least so many places, and the file of new tokens, if there are any."""
-        found = Enrolment.of(self._read(_CLIENTS).get("places", []))
+        found = Enrolment.of(read_json(self._folder / _CLIENTS).get("places", []))
         grown, tokens = found.grown(places)
         if not tokens:
             return found, None
         path = self.directory.path / TOKENS
-        before = [token for token in _lines(path) if found.has(token)]  # others open nothing
+        known = {place.token for place in found.places}
+        try:
+            before = [token for token in path.read_text("ascii").split() if _hash(token) in known]
+        except FileNotFoundError:
+            before = []
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}; remove it if the tokens were handed out"
+            ) from error
         # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
         return grown, path
 
     def save_enrolment(self, enrolment: Enrolment) -> None:
-        """Store the enrolment; called before a client is told its number."""
-        write_json(self._folder / _CLIENTS, {"places": enrolment.as_json})
+        """Called before a client learns its number."""
+        places = [{"token": place.token, "key": place.key.hex()} for place in enrolment.places]
+        write_json(self._folder / _CLIENTS, {"places": places})
 
     def save_state(self, state: RoundState) -> None:
         write_json(self._folder / _STATE, as_json(state))
@@ -179,9 +180,9 @@ class ServerFiles(Closeable):
         except NoCheckpoint:
             return None
         state = state_of(loaded.extra.get("rounds"))
-        told = self._read(_STATE)
-        if told:
-            newer = state_of(told)
+        stored = read_json(self._folder / _STATE)
+        if stored:
+            newer = state_of(stored)
             attempt, abandoned = max(state.attempt, newer.attempt), max(state.abandoned, newer.abandoned)
             state = newer if newer.done == state.done else state
             rejected = max(state.rejected, newer.rejected)
@@ -194,19 +195,3 @@ class ServerFiles(Closeable):
 
     def close(self) -> None:
         self.directory.close()
-
-    def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text("ascii").split()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; remove it if the tokens were handed out") from error
-
-
-def new_run() -> str:
-    return secrets.token_hex(16)

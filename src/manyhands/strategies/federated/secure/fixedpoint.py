@@ -1,4 +1,4 @@
-"""Updates as whole numbers modulo 2ᵏ, so that masks cancel exactly and sums do not depend on their order.
+"""Updates as integers modulo 2ᵏ, so that masks cancel exactly and sums do not depend on their order.
 
     x ──clip to ±c──► round(x / step), step = c / (2ᵇ⁻¹ - 1) ──times the weight w──► modulo 2ᵏ
 
@@ -25,14 +25,12 @@ from manyhands.strategies.federated.client_updates import ClientUpdate
 
 __all__ = ["LOSS_ITEMS", "MOST_WEIGHT", "FixedPoint", "Words", "sum_of", "words_of"]
 
-RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
-    16: np.dtype(np.uint16),
-    32: np.dtype(np.uint32),
-    64: np.dtype(np.uint64),
+RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {  # the k of 2ᵏ, and words that count modulo that
+    k: np.dtype(kind) for k, kind in ((16, np.uint16), (32, np.uint32), (64, np.uint64))
 }
-"""The k of modulo 2ᵏ, and the words that count so by themselves."""
 MOST_WEIGHT: Final = 2**20  # the bound of a client's weight, unless another is given
 
+LOSS_ITEMS: Final = 2
 Words = NDArray[np.unsignedinteger]
 
 
@@ -49,7 +47,7 @@ class FixedPoint:
         if not 0 < self.clip < math.inf:
             raise UserError(f"range={self.clip:g}: must be a number above 0")
         if not 2 <= self.bits <= 32:
-            raise UserError(f"bits={self.bits}: must be a whole number from 2 to 32")
+            raise UserError(f"bits={self.bits}: must be an integer from 2 to 32")
         if self.max_weight < 1:
             raise UserError(f"max_weight={self.max_weight}: must be at least 1")
         if self.ring not in RINGS:
@@ -90,7 +88,7 @@ class FixedPoint:
                 f"item {first} of the update is {values[first]}; only finite numbers can be summed"
             )
         if weight < 1:
-            raise UserError(f"weight={weight}: must be a whole number of at least 1")
+            raise UserError(f"weight={weight}: must be an integer of at least 1")
         weight = min(weight, self.max_weight)
         whole = np.rint(np.clip(values, -self.clip, self.clip) / self.step).astype(np.int64)
         np.clip(whole, -self.most, self.most, out=whole)  # the division may round up by one
@@ -112,14 +110,11 @@ class FixedPoint:
         return items.astype(np.float64) * np.float64(self.step / weight)
 
 
-LOSS_ITEMS: Final = 2
-
-
 def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
     """What a client masks; its numbers are finite."""
     if weight != int(weight) or weight < 1:
         raise UserError(
-            f"secure=yes: client {update.client} weighs {weight:g}; only whole numbers of at least 1 are summed"
+            f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
         )
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
     whole = math.floor(update.loss)

@@ -187,7 +187,13 @@ def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.
         raise ValueError(f"points {list(points)}: must be distinct and above 0")
     terms = [int.from_bytes(secret, "big")]
     terms += [int.from_bytes(draw(_DRAWN), "big") % PRIME for _ in range(threshold - 1)]
-    return {point: _value(terms, point).to_bytes(SHARE_BYTES, "big") for point in points}
+    shares = {}
+    for point in points:
+        value = 0
+        for term in reversed(terms):  # the polynomial at this point
+            value = (value * point + term) % PRIME
+        shares[point] = value.to_bytes(SHARE_BYTES, "big")
+    return shares
 
 
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
@@ -212,13 +218,6 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
     ):
         raise ProtocolRefused("shares do not belong to one secret; one was changed, or is of another")
     return found.to_bytes(KEY_BYTES, "big")
-
-
-def _value(terms: Sequence[int], point: int) -> int:
-    found = 0
-    for term in reversed(terms):
-        found = (found * point + term) % PRIME
-    return found
 
 
 def _at(where: int, points: tuple[int, ...], values: Mapping[int, int]) -> int:

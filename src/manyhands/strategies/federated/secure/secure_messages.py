@@ -52,8 +52,7 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES
-"""A share of each of a client's two secrets, sealed for another client."""
+SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES  # a share of each of a client's two secrets, for another
 _Key = Annotated[bytes, KEY_BYTES]
 _Signature = Annotated[bytes, SIGNATURE_BYTES]
 _Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
@@ -172,9 +171,8 @@ class MaskedInput:
         """ProtocolRefused unless it has the words that were agreed on."""
         dtype = terms.fixed.dtype
         if len(data) != terms.length * dtype.itemsize:
-            raise ProtocolRefused(
-                f"a masked input has {terms.length * dtype.itemsize} bytes, and this one {len(data)}"
-            )
+            wanted = terms.length * dtype.itemsize
+            raise ProtocolRefused(f"a masked input has {wanted} bytes, and this one {len(data)}")
         return cls(words=np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False))
 
 
@@ -218,17 +216,12 @@ class UnmaskReply(_Message):
     keys: _Shares
 
 
-_NUMBERS: Final[dict[Any, int]] = {
-    Advertisement: 1,
-    KeyList: 2,
-    SealedShares: 3,
-    Delivery: 4,
-    SurvivorList: 5,
-    Confirmation: 6,
-    UnmaskRequest: 7,
-    UnmaskReply: 8,
-}
-_CODER: Final = MessageCoder({number: message for message, number in _NUMBERS.items()})
+_MESSAGES: Final = (
+    *(Advertisement, KeyList, SealedShares, Delivery),
+    *(SurvivorList, Confirmation, UnmaskRequest, UnmaskReply),
+)
+_NUMBERS: Final[dict[Any, int]] = {message: number for number, message in enumerate(_MESSAGES, 1)}
+_CODER: Final = MessageCoder(dict(enumerate(_MESSAGES, 1)))
 
 
 def _check_once(clients: Sequence[int]) -> None:
@@ -260,9 +253,8 @@ class RoundKeys:
 
     def own_mask(self, seed: bytes, client: int) -> Words:
         info = LABEL + b" own " + _PAIR.pack(client, client) + self._bound
-        return mask_words(
-            derive(seed, self._terms.round_id, info), self._terms.length, self._terms.fixed.dtype
-        )
+        key = derive(seed, self._terms.round_id, info)
+        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
 
     def channel(self, agreed: bytes, source: int, destination: int) -> bytes:
         info = LABEL + b" share " + _PAIR.pack(source, destination) + self._bound

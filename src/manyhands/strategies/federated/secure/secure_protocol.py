@@ -12,7 +12,7 @@ client it gives away one of two things, and never both: a share of its seed if i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
@@ -83,9 +83,8 @@ class SecureClient:
         model it was given. ProtocolRefused where the terms are for another number of clients.
         """
         if len(roster) != terms.clients or number not in roster:
-            raise ProtocolRefused(
-                f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
-            )
+            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            raise ProtocolRefused(why)
         self.number = number
         self.stage = SecureStage.ADVERTISE
         self._identity, self._roster, self._terms, self._model = identity, roster, terms, model
@@ -95,9 +94,18 @@ class SecureClient:
         self._others: dict[int, Advertisement] = {}
         self._keys_digest = b""
         self._agreed: dict[int, bytes] = {}
+        # for each client whose masks count: its share of the mask key, followed by its share of the seed
         self._held: dict[int, bytes] = {}
-        """For each client whose masks count: its share of the mask key, followed by its share of the seed."""
         self._lists: SurvivorList | None = None
+
+    def answer(self, message: bytes, words: Words) -> bytes:
+        """What this client answers at its stage to the server's message; `words` are what it masks."""
+        if self.stage is SecureStage.ADVERTISE:
+            return self.advertise()
+        if self.stage is SecureStage.MASK:
+            return self.mask(message, words)
+        steps = {SecureStage.SHARE: self.share, SecureStage.CONFIRM: self.confirm}
+        return steps.get(self.stage, self.unmask)(message)
 
     def advertise(self) -> bytes:
         with self._taking(SecureStage.ADVERTISE):
@@ -145,11 +153,18 @@ class SecureClient:
                 raise ProtocolRefused(
                     f"{len(self._held)} clients have shared their secrets, and it takes {self._terms.threshold}"
                 )
-            masked = self._checked(words) + self._keys.own_mask(self._seed, self.number)
-            for client in self._held.keys() - {self.number}:
-                shared = self._keys.shared_mask(
-                    self._mask_secret, self._others[client].mask_key, self.number, client
+            fixed = self._terms.fixed
+            if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
+                raise ProtocolRefused(
+                    f"an input has {self._terms.length} words of {fixed.ring} bits, and this one "
+                    f"{words.size} of {words.dtype}"
                 )
+            if not fixed.may_be_sum(words, 1):
+                raise ProtocolRefused("an input is outside of what the terms have room for")
+            masked = words + self._keys.own_mask(self._seed, self.number)
+            for client in self._held.keys() - {self.number}:
+                theirs = self._others[client].mask_key
+                shared = self._keys.shared_mask(self._mask_secret, theirs, self.number, client)
                 masked = masked + shared if self.number < client else masked - shared
             self._mask_secret = self._seed = self._channel_secret = b""
             return MaskedInput(words=masked).encode()
@@ -207,17 +222,6 @@ class SecureClient:
         for client, one in found.items():
             require_signed(one, client, self._roster, self._terms.digest, self._model)
 
-    def _checked(self, words: Words) -> Words:
-        fixed = self._terms.fixed
-        if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
-            raise ProtocolRefused(
-                f"an input has {self._terms.length} words of {fixed.ring} bits, and this one "
-                f"{words.size} of {words.dtype}"
-            )
-        if not fixed.may_be_sum(words, 1):
-            raise ProtocolRefused("an input is outside of what the terms have room for")
-        return words
-
     def _checked_lists(self, lists: SurvivorList) -> SurvivorList:
         both = set(lists.survivors) & set(lists.dropped)
         if both:
@@ -254,8 +258,8 @@ def require_signed(
 #     receive(sender, bytes) …  until enough have come or the time is up, which is the driver's to say;
 #     advance() ─► what to send to whom, at the next stage;   or RoundAbandoned, and nothing is revealed
 #
-# `sender` is who the channel says it is (its signature under a request, in a deployment). A masked input is added to the
-# sum when it comes and not kept. What a client sends too late, twice, or wrongly is refused; the driver may `drop` it.
+# `sender` is who the channel says it is (its signature under a request, in a deployment). A masked input is added to
+# the sum when it comes and not kept. What a client sends too late, twice, or wrongly is refused; it may be dropped.
 
 
 class RoundAbandoned(ProtocolRefused):
@@ -295,14 +299,7 @@ class SecureServer:
 
     def receive(self, sender: int, data: bytes) -> None:
         """What `sender` answers at this stage; ProtocolRefused, and it does not count, if anything is wrong."""
-        takers: dict[SecureStage, Callable[[int, bytes], None]] = {
-            SecureStage.ADVERTISE: self._take_advertisement,
-            SecureStage.SHARE: self._take_shares,
-            SecureStage.MASK: self._take_input,
-            SecureStage.CONFIRM: self._take_confirmation,
-            SecureStage.UNMASK: self._take_reply,
-        }
-        if self.stage not in takers:
+        if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}, and client {sender} sent more")
         if sender not in self._asked:
             raise ProtocolRefused(
@@ -310,7 +307,28 @@ class SecureServer:
             )
         if sender in self._came:
             raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
-        takers[self.stage](sender, data)
+        if self.stage is SecureStage.ADVERTISE:
+            self._take_advertisement(sender, data)
+        elif self.stage is SecureStage.SHARE:
+            shares = SealedShares.decode(data).shares
+            if shares.keys() != self._advertised.keys() - {sender}:
+                raise ProtocolRefused(f"client {sender} has not a share for each other client")
+            self._mail[sender] = dict(shares)
+        elif self.stage is SecureStage.MASK:
+            self._sum = self._sum + MaskedInput.decode(data, self._terms).words
+        elif self.stage is SecureStage.CONFIRM:
+            signature = Confirmation.decode(data).signature
+            text = self._lists.signed(self._terms.digest, self._keys_digest)
+            if not verify(self._roster[sender], signature, text):
+                raise ProtocolRefused(f"the signature of client {sender} under the survivors is wrong")
+            self._signatures[sender] = signature
+        else:
+            reply = UnmaskReply.decode(data)
+            if tuple(reply.seeds) != self._lists.survivors or tuple(reply.keys) != self._lists.dropped:
+                raise ProtocolRefused(f"client {sender} has not sent the shares it was asked for")
+            for into, given in ((self._seed_shares, reply.seeds), (self._key_shares, reply.keys)):
+                for client, share in given.items():
+                    into.setdefault(client, []).append((point_of(sender), share))
         self._came.add(sender)
 
     def drop(self, client: int) -> None:
@@ -338,16 +356,13 @@ class SecureServer:
             return dict.fromkeys(came, listed)
         if stage is SecureStage.SHARE:
             mail, self._mail, self._sharing = self._mail, {}, came
-            return {
-                client: Delivery(
-                    shares={source: sealed[client] for source, sealed in mail.items() if source != client}
-                ).encode()
+            shares = {
+                client: {source: sealed[client] for source, sealed in mail.items() if source != client}
                 for client in came
             }
+            return {client: Delivery(shares=own).encode() for client, own in shares.items()}
         if stage is SecureStage.MASK:
-            self._lists = SurvivorList(
-                survivors=tuple(sorted(came)), dropped=tuple(sorted(self._sharing - came))
-            )
+            self._lists = SurvivorList(survivors=tuple(came), dropped=tuple(self._sharing - came))
             return dict.fromkeys(came, self._lists.encode())
         if stage is SecureStage.CONFIRM:
             request = UnmaskRequest(lists=self._lists, signatures=self._signatures).encode()
@@ -369,31 +384,6 @@ class SecureServer:
         for key in (one.channel_key, one.mask_key):
             agree(os.urandom(KEY_BYTES), key)  # or every other client would refuse it, and the round with it
         self._advertised[sender] = one
-
-    def _take_shares(self, sender: int, data: bytes) -> None:
-        shares = SealedShares.decode(data).shares
-        if shares.keys() != self._advertised.keys() - {sender}:
-            raise ProtocolRefused(f"client {sender} has not a share for each other client")
-        self._mail[sender] = dict(shares)
-
-    def _take_input(self, sender: int, data: bytes) -> None:
-        del sender
-        self._sum = self._sum + MaskedInput.decode(data, self._terms).words
-
-    def _take_confirmation(self, sender: int, data: bytes) -> None:
-        signature = Confirmation.decode(data).signature
-        text = self._lists.signed(self._terms.digest, self._keys_digest)
-        if not verify(self._roster[sender], signature, text):
-            raise ProtocolRefused(f"the signature of client {sender} under the survivors is wrong")
-        self._signatures[sender] = signature
-
-    def _take_reply(self, sender: int, data: bytes) -> None:
-        reply = UnmaskReply.decode(data)
-        if tuple(reply.seeds) != self._lists.survivors or tuple(reply.keys) != self._lists.dropped:
-            raise ProtocolRefused(f"client {sender} has not sent the shares it was asked for")
-        for into, shares in ((self._seed_shares, reply.seeds), (self._key_shares, reply.keys)):
-            for client, share in shares.items():
-                into.setdefault(client, []).append((point_of(sender), share))
 
     def _take_masks_off(self) -> None:
         """Remove each survivor's own mask, and the masks that survivors share with each client that dropped out."""
