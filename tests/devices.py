@@ -22,15 +22,14 @@ from torch import nn
 
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError
+from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
 from manyhands.strategies.federated.deployed.device_server import DeviceApp
-from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model
-from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerFiles
-from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState, ServerFiles
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, Workload, load

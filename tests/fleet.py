@@ -16,7 +16,7 @@ from typing import Any
 
 import warm
 from devices import write_parts
-from manyhands.strategies.federated.deployed.server_files import TOKENS
+from manyhands.strategies.federated.deployed.run_files import TOKENS
 from manyhands.workloads.tasks import build
 
 __all__ = ["Fleet"]

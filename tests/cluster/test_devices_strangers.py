@@ -24,7 +24,7 @@ from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import enrolment_text
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model
-from manyhands.strategies.federated.deployed.server_files import ServerFiles
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.secure.primitives import public_identity, sign
 from manyhands.task import Task
 

@@ -13,8 +13,8 @@ from safetensors.torch import load, save_file
 from manyhands.errors import DataError
 from manyhands.strategies.federated.client_states import UpdateCoding
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm, UpdateForm
+from manyhands.strategies.federated.deployed.run_files import DeviceState
 from manyhands.strategies.federated.strategy import Federated
 
 FORM = TensorForm((("a", "float32", (20, 5)), ("b", "bfloat16", (3,)), ("c", "float32", ())))

@@ -35,10 +35,9 @@ from manyhands.strategies.federated.deployed.device_job import (
     read_columns,
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
-from manyhands.strategies.federated.deployed.device_state import DeviceState, _put_once
 from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
-from manyhands.strategies.federated.deployed.server_files import Enrolment
+from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _put_once
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 

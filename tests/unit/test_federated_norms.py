@@ -19,6 +19,7 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite, UserError
+from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.client_updates import (
     ClientUpdate,
     RoundNorms,
@@ -28,7 +29,6 @@ from manyhands.strategies.federated.client_updates import (
     norm_class,
     rejected_by_norm,
 )
-from manyhands.strategies.federated.partition import Partition
 from manyhands.strategies.federated.round_core import (
     AbandonRound,
     ClientsSeen,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_data import held_back
 from manyhands.strategies.federated.client_states import UpdateCoding, local_names
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.partition import held_back
 from manyhands.strategies.federated.simulation import fine_tuned, models_kept
 from rounds import Played, play_rounds
 

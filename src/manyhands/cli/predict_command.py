@@ -113,7 +113,7 @@ def generate_command(
     """
     from manyhands.errors import UserError
     from manyhands.serving.opening import open_predictor
-    from manyhands.serving.predict_text import Prompt, TextGenerator
+    from manyhands.serving.torch_predictors import Prompt, TextGenerator
 
     asked = Prompt(prompt=prompt, length=length, temperature=temperature, seed=seed)
     generator = open_predictor(run)

@@ -83,7 +83,6 @@ class Guard:
         return None
 
     def has_token(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the headers have the run's token, as `Authorization: Bearer TOKEN`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
 

@@ -80,7 +80,6 @@ class WebThread:
         self._thread = threading.Thread(target=self._serve, name=listening.what, daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and wait until the server answers."""
         self._thread.start()
         deadline = time.monotonic() + _START_S
         while not self._server.started:

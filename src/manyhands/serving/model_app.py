@@ -21,9 +21,9 @@ from typing import Any
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.serving_view import Answered, ServingTally
 from manyhands.serving.access import Guard
+from manyhands.serving.batching import Switchboard
 from manyhands.serving.model_replica import MAX_FRAME_BYTES
 from manyhands.serving.page_app import SECURE_HEADERS, PageApp
-from manyhands.serving.switchboard import Switchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 
 __all__ = ["BodyLimits", "ModelApp", "RequestRefused", "checked_body"]

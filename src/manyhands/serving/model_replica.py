@@ -31,7 +31,6 @@ _MOST_SAID = 500  # characters of an error message
 
 
 def replica(context: RoleContext) -> None:
-    """Answer batches until the other end closes the socket."""
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
@@ -84,7 +83,6 @@ def _computed(
 
 
 def _failed(error: Exception) -> dict[str, Any]:
-    """Return the error of a request; the traceback goes to the server's terminal."""
     traceback.print_exception(error, file=sys.stderr)
     return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SAID]}
 
@@ -107,13 +105,11 @@ def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
 
 
 def frame(value: Any) -> bytes:
-    """Encode one frame; ValueError where a number in it is not finite."""
     body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def _received(connection: socket.socket) -> Any:
-    """Return the next frame; None at the end of the stream."""
     head = _exactly(connection, LENGTH.size)
     if head is None:
         return None

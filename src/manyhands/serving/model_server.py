@@ -32,12 +32,11 @@ from manyhands.observe.draw.serving_page import (
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Silent, Supervisor
 from manyhands.places.local.template import warm
-from manyhands.serving.batching import BatchLimits
+from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
 from manyhands.serving.model_app import BodyLimits, ModelApp
 from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import Drawn, PageApp, require_web
-from manyhands.serving.switchboard import Switchboard
 from manyhands.workloads.predictor import Predictor
 
 __all__ = ["ModelServer", "Replicas", "ServeOptions", "Staffing"]

@@ -69,7 +69,6 @@ SECURE_HEADERS = {
 
 
 def require_web() -> None:
-    """Raise an error that names what to install where the web packages are missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -90,7 +89,6 @@ RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=repor
 
 
 def live_page() -> str:
-    """Return the page frame, the same for every run and requester; the event stream fills it."""
     lead = (
         '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
         '<button id="save" type="button">Save as a report</button></div>\n'
@@ -101,7 +99,6 @@ def live_page() -> str:
 
 
 def as_event(name: str, value: object) -> bytes:
-    """Format one server-sent event; JSON keeps it on one line."""
     return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
 
 

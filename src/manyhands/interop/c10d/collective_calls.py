@@ -116,14 +116,12 @@ class CollectiveCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The collective, as in `all_reduce(sum)` or `broadcast(root 2)`."""
         facts = [Reduction(self.reduction).name.lower()] if self.reduction else []
         facts += [f"root {self.root}"] if self.root != _NO_ROOT else []
         return CallKind(self.kind).name.lower() + (f"({', '.join(facts)})" if facts else "")
 
     @property
     def load(self) -> str:
-        """What the rank contributes, as in `float32[4, 3]`, or nothing."""
         if not self.dtype:
             return "nothing"
         sizes = ", ".join(map(str, self.shape)) + (", …" if self.dims > _SHOWN_DIMS else "")

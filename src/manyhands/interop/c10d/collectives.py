@@ -286,7 +286,6 @@ class Collectives:
         root: int = -1,
         extent_bytes: int = 0,
     ) -> CollectiveCall:
-        """The record of the next call; everything that can be refused alone has been."""
         self._number += 1
         return call_of(self._number, kind, tensors, items, extent_bytes, reduction, root)
 
@@ -368,7 +367,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Where `dense` had to be a copy, copy it back."""
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense.view(tensor.shape))
 
@@ -383,5 +381,4 @@ def _lanes(pieces: _Tensors, rank: int) -> list[Lane]:
 
 
 def _reads(ranks: Iterable[int], lane: int, rooms: _Tensors) -> list[Read]:
-    """One of each of these ranks, into its room."""
     return [(rank, lane, *_lane(rooms[rank])) for rank in ranks]

@@ -241,7 +241,6 @@ def _block(call: Any, step: int) -> Any:
 
 @njit(nogil=True)
 def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> None:
-    """Copy what other ranks reduce into this rank's half, or their results `out` of it."""
     address, size = _block(call, step)
     first = _cut(size, stage[RANK], stage[WORLD])
     end = _cut(size, stage[RANK] + 1, stage[WORLD])
@@ -256,7 +255,6 @@ def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> No
 
 @njit(nogil=True)
 def _reduce_block(stage: Any, call: Any, call_address: int, number: int) -> None:
-    """Combine this rank's slice of the block, its own part in the caller's tensor."""
     address, size = _block(call, call[STEP])
     world = stage[WORLD]
     first, end = _cut(size, stage[RANK], world), _cut(size, stage[RANK] + 1, world)
@@ -331,7 +329,6 @@ def exchange_words(
 
 
 def most_words(world: int) -> int:
-    """The largest block of an exchange among `world` ranks, with room for a reducer's table."""
     return _TABLE + (_LANE_WORDS + _READ_WORDS + 1) * world
 
 

@@ -82,7 +82,6 @@ class PointToPoint:
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
     ) -> PointToPointWork:
-        """Fill a contiguous tensor with the next message of `tag`, from `source` or from any rank."""
         work = PointToPointWork(CallKind.RECV, tensor, source, tag, self._drive)
         request = PendingReceive(work, tensor)
         with self._changed:
@@ -266,7 +265,6 @@ class PointToPoint:
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
     def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
-        """Withdraw, with the lock held, every message that can no longer complete."""
         ended: Ended = []
         for outgoing in self._outgoing.values():
             for message in list(outgoing):
@@ -313,7 +311,6 @@ class PointToPointWork(PendingWork):
         self._drive = drive
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end, and raise what went wrong; TimeoutError after `timeout`, unless that is zero."""
         if not self.is_completed():
             self._drive(self, timeout.total_seconds() or None)
         return super().wait(timeout)
@@ -396,7 +393,6 @@ class Inbox:
         self._aside: deque[_Aside] = deque()
 
     def take_aside(self, request: PendingReceive, ended: Ended) -> bool:
-        """Serve a new receive from what was set aside, if the first message of its tag is there."""
         for message in self._aside:
             if request.takes(self.source, message.header[0]):
                 self._aside.remove(message)

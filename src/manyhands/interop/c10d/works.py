@@ -70,7 +70,6 @@ class PendingWork(c10d.Work):
         self._future: Future[Any] = Future()
 
     def complete(self, error: BaseException | None) -> None:
-        """Release the waiters, and run the callbacks of the future."""
         self._error = error
         self._complete.set()
         if error is None:

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from manyhands.data.parties import Parties
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
 from manyhands.strategies.federated.clients import held
-from manyhands.strategies.federated.partition import labels_of
-from manyhands.strategies.federated.samples import Samples, columns_of
 from manyhands.task import Metric, Task
 
 __all__ = [

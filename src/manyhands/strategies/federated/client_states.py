@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
-from manyhands.wire.codec import ParcelCodec, codec_named, encodes, round_trip
+from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import RAW, has_feedback
 from manyhands.wire.parcels import Parcel
 
@@ -48,14 +48,12 @@ def gathered(
         flat = total(torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in mine]))
         pieces = torch.split(flat, [one.numel() for one in like])
         found["clients"].append(client)
-        found["states"].append(
-            [piece.view(one.shape).to(one.dtype) for piece, one in zip(pieces, like, strict=True)]
-        )
+        shapes = zip(pieces, like, strict=True)
+        found["states"].append([piece.view(one.shape).to(one.dtype) for piece, one in shapes])
     return found if found["clients"] else {}
 
 
 def restored(kept: Mapping[str, Any], rank: int, world: int, device: torch.device) -> ClientStates:
-    """The states of the clients that worker `rank` simulates, out of what `gathered` found."""
     pairs = zip(kept.get("clients", ()), kept.get("states", ()), strict=True)
     return {
         client: [one.clone().to(device) for one in state] for client, state in pairs if client % world == rank
@@ -72,21 +70,20 @@ def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
     """
     found: set[int] = set()
     for pattern in patterns.split(",") if patterns != EVERYTHING_SHARED else ():
-        reached = {at for at, name in enumerate(names) if _reaches(pattern, name)}
+        reached = {
+            at
+            for at, parts in enumerate(name.split(".") for name in names)
+            if any(fnmatchcase(".".join(parts[: depth + 1]), pattern) for depth in range(len(parts)))
+        }
         if not reached:
             shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
             raise UserError(f"keep={patterns}: nothing of the model is called {pattern!r}; there are {shown}")
         found |= reached
     if found and len(found) == len(names):
         raise UserError(
-            f"keep={patterns}: that is the whole model, and nothing would be shared; name fewer layers"
+            f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
         )
     return frozenset(found)
-
-
-def _reaches(pattern: str, name: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
 
 
 class LocalLayers:
@@ -115,7 +112,6 @@ class LocalLayers:
         return [one for at, one in enumerate(tensors) if at not in self._local] if self._local else tensors
 
     def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
-        """What came of an update, as if what stayed had not changed."""
         if not self._local:
             return found
         updates = [replace(one, change=self._filled(one.change, like)) for one in found.updates]
@@ -129,10 +125,9 @@ class LocalLayers:
         ]
 
 
-# Updates compressed on their way to the server, by the codecs of `wire/`.
-#
-# A client's update is one parcel of the model's tensors, and one of what the algorithm adds to them; single numbers are
-# sent as they are. The residual of a biased codec stays on the client and is added to what it sends the next time.
+# Updates compressed on their way to the server, by the codecs of `wire/`. A client's update is one parcel of the model's
+# tensors, and one of what the algorithm adds to them; single numbers are sent as they are. The residual of a biased
+# codec stays on the client and is added to what it sends the next time.
 
 
 class UpdateCoding:
@@ -144,9 +139,8 @@ class UpdateCoding:
         self._seed = seed
         self.states: ClientStates = {}
         """What was left out of each client's updates so far, a row for each parcel."""
-        self._before: dict[
-            int, list[Tensor] | None
-        ] = {}  # of the clients whose updates were coded in this round
+        # of the clients whose updates were coded in this round
+        self._before: dict[int, list[Tensor] | None] = {}
 
     def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
         """What is like that, for updates of tensors like these, of which the first so many are the model's."""
@@ -157,7 +151,7 @@ class UpdateCoding:
             for group in _groups(like, weights)
         ]
 
-    def carried(self, update: ClientUpdate, number: int, weights: int) -> ClientUpdate:
+    def encoded(self, update: ClientUpdate, number: int, weights: int) -> ClientUpdate:
         """The update as the server decodes it in round `number`, and how many bytes it took."""
         if self._text == RAW:
             return update
@@ -175,9 +169,15 @@ class UpdateCoding:
         change = list(update.change)
         num_bytes = update.num_bytes
         for parcel, group in zip(parcels, groups, strict=True):
-            if encodes(codec, parcel):
-                num_bytes -= sum(change[at].numel() * change[at].element_size() for at in group)
-                num_bytes += _code(codec, parcel, group, change)
+            if not encodes(codec, parcel):
+                continue
+            num_bytes -= sum(change[at].numel() * change[at].element_size() for at in group)
+            flat = torch.cat([change[at].detach().flatten().to("cpu", parcel.dtype) for at in group])
+            buffer = torch.empty(codec.size(parcel), dtype=torch.uint8)
+            num_bytes += len(round_trip(codec, parcel, flat, buffer))
+            pieces = torch.split(flat, [change[at].numel() for at in group])
+            for at, piece in zip(group, pieces, strict=True):
+                change[at] = piece.view(change[at].shape).to(change[at].device, change[at].dtype)
         if self._feedback:
             memory = codec.memory()
             self._before[update.client] = self.states.get(update.client)
@@ -188,7 +188,6 @@ class UpdateCoding:
         return replace(update, change=change, encoded_bytes=num_bytes)
 
     def begin_round(self) -> None:
-        """What was coded before stands."""
         self._before = {}
 
     def refused(self, client: int) -> None:
@@ -210,12 +209,3 @@ def _groups(like: Sequence[Tensor], weights: int) -> list[list[int]]:
 def _dtype(like: Sequence[Tensor], group: Sequence[int]) -> torch.dtype:
     wide = any(like[at].dtype == torch.float64 for at in group)
     return torch.float64 if wide else torch.float32
-
-
-def _code(codec: ParcelCodec, parcel: Parcel, group: Sequence[int], change: list[Tensor]) -> int:
-    flat = torch.cat([change[at].detach().flatten().to("cpu", parcel.dtype) for at in group])
-    encoded = round_trip(codec, parcel, flat, torch.empty(codec.size(parcel), dtype=torch.uint8))
-    pieces = torch.split(flat, [change[at].numel() for at in group])
-    for at, piece in zip(group, pieces, strict=True):
-        change[at] = piece.view(change[at].shape).to(change[at].device, change[at].dtype)
-    return len(encoded)

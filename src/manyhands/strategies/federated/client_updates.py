@@ -133,7 +133,6 @@ class RoundTally(Protocol):
 
 
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A row of all items as tensors of these shapes, on their devices."""
     pieces = torch.split(flat, [one.numel() for one in like])
     return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
 
@@ -169,7 +168,6 @@ def largest_class(norms: Collection[float], ratio: float) -> int | None:
 
 
 def rejected_by_norm(norms: Mapping[int, float], ratio: float) -> tuple[int, ...]:
-    """The clients whose updates do not count, in ascending order."""
     largest = largest_class(norms.values(), ratio)
     if largest is None:
         return ()
@@ -294,7 +292,6 @@ class RoundNorms:
         return [client for client in self.rejected if client in self._mine]
 
     def describe(self, clients: Sequence[int]) -> str:
-        """What the round was made of, where these clients took part."""
         if not self._ratio:
             return f"{described_clients(clients) or 'its clients'}, whose norms were not looked at"
         return described_norms({one: norm for one, norm in self._all.items() if one not in self.rejected})

@@ -23,8 +23,8 @@ from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
+from manyhands.strategies.federated.client_data import Batches, Samples
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.samples import Batches, Samples
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 

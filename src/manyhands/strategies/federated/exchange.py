@@ -34,6 +34,7 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_data import Partition, held_back, reading_ahead
 from manyhands.strategies.federated.client_measures import ClientEvaluation
 from manyhands.strategies.federated.client_states import (
     ClientStates,
@@ -51,9 +52,7 @@ from manyhands.strategies.federated.client_updates import (
     require_finite,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
-from manyhands.strategies.federated.partition import Partition, held_back
 from manyhands.strategies.federated.private_rounds import PrivateRounds
-from manyhands.strategies.federated.samples import reading_ahead
 from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
@@ -78,7 +77,6 @@ _T = TypeVar("_T")
 
 
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
-    """Which samples each client has; UserError where the data cannot be split so."""
     parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
     strategy.check_parties(len(parts))
     return parts
@@ -93,7 +91,6 @@ def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRound
 
 
 def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Callable[[nn.Module, Any], _T]:
-    """A loss or metric, computed in the precision of the run."""
 
     def computed(model: nn.Module, batch: Any) -> _T:
         with computer.precision():
@@ -232,7 +229,6 @@ class FederatedExchange(Exchange):
         return self._trainer
 
     def _meet_clients(self, task: Task) -> None:
-        """Learn who has which samples, and what is kept about them, once."""
         if self._samples_of:
             return
         parts = split_over(self._strategy, task, self._seed)
@@ -244,7 +240,6 @@ class FederatedExchange(Exchange):
             self._private.restore(self._loaded_state.get("privacy"))
 
     def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
-        """All that clients keep, by name, and what it is like; for a checkpoint."""
         algorithm, layers = self._algorithm, self._algorithm.layers
         shared, sent = len(layers.shared(self._weights)), layers.shared(algorithm.sent(self._weights))
         found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
@@ -260,7 +255,7 @@ class FederatedExchange(Exchange):
         finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
             shared = len(self._algorithm.layers.shared(self._weights))
-            sent, update = update, self._coding.carried(update, step, shared)
+            sent, update = update, self._coding.encoded(update, step, shared)
             finite = update is sent or update.is_finite
             if not finite:
                 self._coding.refused(update.client)
@@ -277,7 +272,6 @@ class FederatedExchange(Exchange):
         self._counted += update.samples
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: the total of all updates, and whether any worker wants to stop."""
         assert self._tally is not None, "compute comes before agree"
         largest = self._norms.judge(self._clients, self.total)
         for client in self._norms.rejected_here:  # they keep what they had before the round
@@ -313,7 +307,6 @@ class FederatedExchange(Exchange):
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
-        """The weights that a client uses for itself, where this worker simulates it."""
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -338,7 +331,6 @@ class FederatedExchange(Exchange):
         self._algorithm.load_state(memory.get("algorithm", {}))
 
     def cannot_continue(self, computer: Computer, step: int) -> str:
-        """A budget of privacy that does not allow the next round."""
         if not self._strategy.epsilon:
             return ""
         self._meet_clients(computer.task)

@@ -69,7 +69,6 @@ class SeededDraws:
 
 
 def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraws) -> None:
-    """Add noise of this deviation to each item in place, and round to the grid."""
     step = deviation * _GRID
     for begin in range(0, len(sums), _AT_ONCE):
         part = sums[begin : begin + _AT_ONCE]
@@ -85,24 +84,19 @@ def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDAr
     """Integers, each k with a probability in proportion to exp(-k² / (2 deviation²)); deviation at least 1."""
     if not 1 <= deviation < 2.0**40:
         raise ValueError(f"a discrete Gaussian of deviation {deviation:g}: from 1 to 2^40 is provided for")
-    found = np.empty(count, dtype=np.int64)
+    found, scale = np.empty(count, dtype=np.int64), math.floor(deviation) + 1
     for begin in range(0, count, _AT_ONCE):
         part = found[begin : begin + _AT_ONCE]
         done = 0
-        while done < len(part):
-            some = _accepted(len(part) - done, deviation, draws)
+        while done < len(part):  # by rejection from a discrete Laplace
+            size = np.floor(-scale * np.log(draws.uniform(len(part) - done)))
+            negative = draws.uniform(len(size)) <= 0.5
+            chance = np.exp(-((size - deviation**2 / scale) ** 2) / (2 * deviation**2))
+            keep = chance >= draws.uniform(len(size))
+            keep &= ~(negative & (size == 0))  # or zero would come twice as often
+            some = np.where(negative, -size, size)[keep].astype(np.int64)
             part[done : done + len(some)] = some
             done += len(some)
-    return found
-
-
-def _accepted(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
-    scale = math.floor(deviation) + 1
-    size = np.floor(-scale * np.log(draws.uniform(count)))
-    negative = draws.uniform(count) <= 0.5
-    keep = np.exp(-((size - deviation**2 / scale) ** 2) / (2 * deviation**2)) >= draws.uniform(count)
-    keep &= ~(negative & (size == 0))  # or zero would come twice as often
-    found: NDArray[np.int64] = np.where(negative, -size, size)[keep].astype(np.int64)
     return found
 
 
@@ -163,7 +157,6 @@ def clipped(change: Sequence[Tensor], bound: float) -> tuple[Tensor, bool]:
 
 
 def next_bound(bound: float, quantile: float, within: float) -> float:
-    """What the bound becomes after a round in which the share `within` of the updates was not clipped."""
     return bound * math.exp(-_RATE * (within - quantile))
 
 
@@ -196,7 +189,6 @@ class NoiseShare:
 
     @classmethod
     def of(cls, noise: float, cohort: float, *, adapts: bool) -> NoiseShare:
-        """The shares for rounds of `cohort` clients, on average."""
         if not adapts:
             return cls(update=noise, bit=0.0)
         if noise == 0:
@@ -219,7 +211,6 @@ class RoundNoise:
 
     @property
     def bit_scale(self) -> float:
-        """What a bit of one is worth in the vector."""
         return self.deviation / self.share.bit if self.share.bit else self.bound
 
     def vector(self, update: Tensor, within: bool) -> Tensor:

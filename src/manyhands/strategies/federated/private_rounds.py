@@ -63,7 +63,6 @@ class RoundKind:
 
 
 def need_accountant() -> None:
-    """UserError that names the extra, where the package is not installed."""
     try:
         import dp_accounting  # noqa: F401
     except ImportError as error:
@@ -153,7 +152,6 @@ class Spending:
 
     @property
     def rounds(self) -> int:
-        """That the worst off has been in, or may have been in."""
         return int(self._rounds.max()) + sum(self._before.values())
 
     def take(self, chosen: Sequence[int]) -> None:
@@ -164,7 +162,6 @@ class Spending:
         return self.most_rounds is None or bool((asked < self.most_rounds).all())
 
     def why_over(self) -> str:
-        """A sentence on a run that ends since it cannot afford its next round."""
         budget = self._budget
         next_one = "the next round would bring a client to" if self._apart else "another one would make it"
         return (
@@ -178,7 +175,6 @@ class Spending:
         return f"epsilon is {self.epsilon_after(0):.4g} after {count}{whose}"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: rounds of each kind, those of this run's own kind by client."""
         played = [
             *((kind, [rounds]) for kind, rounds in self._before.items()),
             (self._kind, self._rounds.tolist()),
@@ -199,7 +195,6 @@ class Spending:
         self.most_rounds = self._allowed()
 
     def epsilon_after(self, more: int) -> float:
-        """What it would be after so many more rounds of the worst off."""
         played = dict(self._before)
         played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
         return epsilon_of(played, self._budget.delta)
@@ -405,7 +400,6 @@ class PrivateRounds:
             self.bound = self._allowed(float(state["bound"]))
 
     def summary(self) -> dict[str, Any]:
-        """For the run's summary: plain values, and a sentence on what is promised to whom."""
         found: dict[str, Any] = {"clip": self.bound, "noise": self._terms.noise}
         terms, spending = self._terms, self.spending
         if spending is None:

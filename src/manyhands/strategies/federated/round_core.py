@@ -217,7 +217,6 @@ class RoundTerms:
 
     @property
     def asks(self) -> int:
-        """How many clients a round asks, where so many are there."""
         return min(self.clients, math.ceil(self.goal * self.over - 1e-9))
 
 
@@ -248,13 +247,11 @@ class RoundState:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Clients that were asked and may still report."""
         out = frozenset(self.gone)
         return tuple(one for one in self.asked if one not in self.reported and one not in out)
 
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
-    """Return the state after an event, and the decisions to execute, in order."""
     if isinstance(event, ServerResumed):
         # The clock is new, no client is known to be present, and open sums are lost.
         now_s = event.at_s

@@ -3,7 +3,7 @@
     begin(number) ─► who is asked, and whose reports would count ── they are trained ──► close(refused) ─► does it?
 
 How long a client takes, and whether it drops out, follows from (seed, attempt, client): all workers of a run find the
-same without a word, and so does a run that goes on from a checkpoint. The core is pure, so that it can be asked what
+same without a word, and so does a run that continues from a checkpoint. The core is pure, so that it can be asked what
 would come of a round before anybody is trained; attempts that fail cost nothing.
 """
 
@@ -113,22 +113,29 @@ class SimulatedRounds:
                     "deadline"
                 )
             attempt = self._attempt(state)
-            after, ended = self._told(state, attempt.events)
+            after, ended = self._outcome(state, attempt.events)
             if isinstance(ended, CloseRound):
                 self._open = replace(attempt, counted=ended.counted)
                 return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
-            self._count(attempt, sum(_reports(event) for event in attempt.events), after)
+            reports = [event for event in attempt.events if isinstance(event, ReportCame | SumCame)]
+            in_time = sum(len(one.clients) if isinstance(one, SumCame) else 1 for one in reports)
+            self._count(attempt, in_time, after)
             state = after
 
     def close(self, refused: Collection[int] = ()) -> bool:
         """Close the round after its clients were trained; return whether it counts without the rejected updates."""
         assert self._open is not None, "begin comes before close"
         opened, self._open = self._open, None
-        events = opened.events
-        if refused:
-            out = ({*opened.asked} - {*opened.counted}) | {*refused}
-            events = [_without(event, out) for event in events]
-        state, ended = self._told(opened.begun, events)
+        # The same attempt, without the clients whose updates were rejected or never made.
+        out = ({*opened.asked} - {*opened.counted}) | {*refused} if refused else set()
+        events: list[RoundEvent] = []
+        for event in opened.events:
+            if isinstance(event, ReportCame) and event.client in out:
+                event = ClientGone(client=event.client, at_s=event.at_s)
+            elif isinstance(event, SumCame):
+                event = replace(event, clients=tuple(one for one in event.clients if one not in out))
+            events.append(event)
+        state, ended = self._outcome(opened.begun, events)
         self._count(opened, len(opened.counted), state)
         return isinstance(ended, CloseRound)
 
@@ -138,7 +145,6 @@ class SimulatedRounds:
         return {"state": as_json(self.state), "participation": asdict(self.participation)}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it; DataError where it is not what `memory` gave."""
         if not memory:
             return
         self.state = state_of(memory.get("state"))
@@ -148,11 +154,10 @@ class SimulatedRounds:
             raise DataError(f"the participation of clients is damaged: {error!r}") from error
 
     def summary(self) -> dict[str, Any]:
-        attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
-        return {**attempts, **asdict(self.participation)}
+        state = self.state
+        return {"attempts": state.attempt, "abandoned": state.abandoned, **asdict(self.participation)}
 
     def _attempt(self, begun: RoundState) -> _Attempt:
-        """What those who are asked do, in order, up to the deadline."""
         attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
         if self.all_report:
             whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
@@ -173,19 +178,18 @@ class SimulatedRounds:
             ends_s = until_s if len(stay) < len(asked) else trips[-1][0]
             events = [SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
         else:
-            events = [self._event(attempt, client, at_s, gone) for at_s, client in in_time]
-            events = [event for event in events if not (self._has_deadline and isinstance(event, ClientGone))]
+            events = []
+            for at_s, client in in_time:
+                if client not in gone:
+                    events.append(ReportCame(client=client, attempt=attempt, digest="", at_s=at_s))
+                elif (
+                    not self._has_deadline
+                ):  # else the deadline shows it; without one the server is taken to know
+                    events.append(ClientGone(client=client, at_s=at_s))
             events.append(TimePassed(at_s=until_s))
         return _Attempt(begun=begun, asked=asked, events=events, dropped=len(gone))
 
-    @staticmethod
-    def _event(attempt: int, client: int, at_s: float, gone: Collection[int]) -> RoundEvent:
-        """A report; or nothing, which only a deadline tells: without one the server is taken to know."""
-        if client in gone:
-            return ClientGone(client=client, at_s=at_s)
-        return ReportCame(client=client, attempt=attempt, digest="", at_s=at_s)
-
-    def _told(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+    def _outcome(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
         """Up to the end of the attempt; who comes after that is too late."""
         for event in events:
             state, decisions = handle(self._terms, state, event)
@@ -200,20 +204,6 @@ class SimulatedRounds:
         self.participation.asked += len(attempt.asked)
         self.participation.dropped += attempt.dropped
         self.participation.late += len(attempt.asked) - attempt.dropped - in_time
-
-
-def _reports(event: RoundEvent) -> int:
-    return len(event.clients) if isinstance(event, SumCame) else int(isinstance(event, ReportCame))
-
-
-def _without(event: RoundEvent, out: Collection[int]) -> RoundEvent:
-    """The same attempt, without the clients whose updates were rejected or never made."""
-    match event:
-        case ReportCame() if event.client in out:
-            return ClientGone(client=event.client, at_s=event.at_s)
-        case SumCame():
-            return replace(event, clients=tuple(client for client in event.clients if client not in out))
-    return event
 
 
 def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedRounds:

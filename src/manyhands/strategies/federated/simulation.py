@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import require_loss
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
+from manyhands.strategies.federated.client_data import Partition, Samples, held_back
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, restored
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import (
@@ -33,8 +34,6 @@ from manyhands.strategies.federated.clients import (
     steps_in,
     work_of,
 )
-from manyhands.strategies.federated.partition import Partition, held_back
-from manyhands.strategies.federated.samples import Samples
 from manyhands.strategies.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
 from manyhands.strategies.federated.strategy import ALL, AUTO, FINE_TUNE, Federated, Tuning
 from manyhands.task import Task
@@ -236,7 +235,6 @@ def tuned(
     *,
     together: int = AUTO,
 ) -> Tuned:
-    """What each of these clients makes of the weights that it is given, by an optimizer that is set as `like` is."""
     assigned = [
         ClientAssignment(client=client, samples=samples_of[client], weights=weights, number=_AFTER_ALL)
         for client, weights in models

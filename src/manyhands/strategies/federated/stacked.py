@@ -25,9 +25,9 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from manyhands.data.randomness import mix
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
+from manyhands.strategies.federated.client_data import Batches, Samples, apart
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
-from manyhands.strategies.federated.samples import Batches, Samples, apart
 from manyhands.task import Task
 
 __all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
@@ -292,7 +292,6 @@ class StackedTrainer:
 
     @torch.no_grad()
     def _begin(self, starts: Sequence[Sequence[Tensor]], like: Optimizer) -> None:
-        """Every client begins with an optimizer without memory, set as `like` is."""
         count = len(starts)
         if not self._stacks:
             self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
@@ -312,7 +311,6 @@ class StackedTrainer:
             group["params"] = [self._rows[place] for place in places]
 
     def _shrink(self, active: int) -> int:
-        """Continue with the first `active` clients; the rows of the others stay as they are."""
         smaller = [self._stacks[one][:active] for one in self._trained]
         state = self._optimizer.state
         for before, after in zip(self._rows, smaller, strict=True):
@@ -353,7 +351,6 @@ class StackedTrainer:
         return apart(next(self._coming), indices.shape)
 
     def _parameters_of(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
-        """One client's parameters with their gradients, as an algorithm corrects them: views of the stacks."""
         parameters = list(start[: self._parameters])  # what is not trained has no gradient
         for row, one in zip(self._rows, self._trained, strict=True):
             assert row.grad is not None, "gradients come before they are corrected"

@@ -22,9 +22,9 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
+from manyhands.strategies.federated.client_data import NATURAL, Partition
 from manyhands.strategies.federated.client_states import EVERYTHING_SHARED
 from manyhands.strategies.federated.client_updates import check_norm_ratio
-from manyhands.strategies.federated.partition import NATURAL, Partition
 from manyhands.strategies.federated.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
@@ -50,7 +50,6 @@ def _read_together(text: str) -> int:
 
 
 def _number(kind: str) -> Callable[[str], float]:
-    """Reads a number, or says that the text is not of this kind."""
 
     def read(text: str) -> float:
         try:
@@ -309,7 +308,6 @@ class Federated(Strategy):
         return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_parties(self, clients: int) -> None:
-        """UserError where so many are there, by the data, and another number was asked for."""
         if self.clients not in (_CLIENTS, clients):
             raise UserError(
                 f"federated clients={self.clients}: with partition={self.partition} there are as many as the data has "
@@ -317,7 +315,6 @@ class Federated(Strategy):
             )
 
     def check_round(self, clients: int) -> None:
-        """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
         algorithm_named(self.algorithm).check_round(count)
         if not self.secure:
@@ -336,7 +333,6 @@ class Federated(Strategy):
 
     @property
     def gives_own_models(self) -> bool:
-        """Whether clients use other models than the common one."""
         keeps = self.personal != _NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED
         return keeps or algorithm_named(self.algorithm).trains_personal
 
@@ -344,7 +340,6 @@ class Federated(Strategy):
         return max(1, round(self.fraction * clients))
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """The model, a client's copy of it, and the sums of updates in double precision, by norm."""
         [worker] = super().needs(model, workers)
         what = "a client's weights, and the sum of updates"
         besides = (1 + 2 * (_SUMS if self.seen_norm_ratio else 1)) * model.weights

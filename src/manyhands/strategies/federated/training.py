@@ -15,11 +15,11 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.federated.client_data import NATURAL
 from manyhands.strategies.federated.client_measures import skew_of, spread_of
 from manyhands.strategies.federated.client_states import local_names
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
-from manyhands.strategies.federated.partition import NATURAL
 from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.strategies.federated.simulated_rounds import simulated_rounds
@@ -54,7 +54,6 @@ class FederatedTraining(ExchangeTraining):
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
         samples, besides = super().gather(finished)
         besides |= finished[0]["algorithm"]
         besides |= {name: finished[0][name] for name in ("participation", "privacy") if name in finished[0]}
@@ -80,7 +79,6 @@ class FederatedTraining(ExchangeTraining):
         return samples, {**besides, "parties": parties}
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """How the clients were simulated, what was not counted or measured, and what is promised to whom."""
         said = [one.get("played") for one in finished]
         said += [sentence for one in finished for sentence in one.get("unmeasured", ())]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)

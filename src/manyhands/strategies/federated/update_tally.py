@@ -79,7 +79,6 @@ class PlainTally:
         self._sums.add(update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective: the sum over all workers."""
         mine = self._sums.total(largest)
         words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
         found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
@@ -106,7 +105,6 @@ class KeptTally:
         self._mine[update.client] = (update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective: share one client's update after another; the worker that simulated it adds it, others zeros."""
         if largest is not None:
             self._mine = {
                 client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest

@@ -47,7 +47,6 @@ class FedProx(FederatedAlgorithm):
         self._mu = mu
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-        """The gradient of the distance is mu times the way that was gone."""
         del client
         for parameter, begun in zip(parameters, start, strict=False):  # buffers come after the parameters
             if parameter.grad is not None:
@@ -61,7 +60,6 @@ class FedNova(FederatedAlgorithm):
     about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The model's, and one number: the steps, by the most that any client takes."""
         return [*weights, torch.zeros(1, dtype=torch.float64)]
 
     def report(
@@ -76,7 +74,6 @@ class FedNova(FederatedAlgorithm):
         ]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """As many mean steps as clients took on average."""
         taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
         scaled = [one * taken for one in mean[:parameters]]
         super().step(weights, [*scaled, *mean[parameters:-1]])
@@ -103,7 +100,6 @@ class _FedOpt(FederatedAlgorithm):
         self._second: list[Tensor] = []
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """One step of the server's optimizer, the mean in the place of a gradient's opposite; buffers by their mean."""
         assert self.facts.names, "an algorithm is attached before its first step"
         count = self.facts.parameters
         super().step(weights[count:], mean[count:])
@@ -187,7 +183,6 @@ class Scaffold(FederatedAlgorithm):
         return weights[: self.facts.parameters]
 
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Take the client's control variate out; zero before its first round."""
         like = self.kept(weights)
         self._begin_server(like)
         self._before[client] = self.states.get(client) or [torch.zeros_like(one) for one in like]
@@ -195,7 +190,6 @@ class Scaffold(FederatedAlgorithm):
         return weights
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-        """Note the gradient, then add c - c_i."""
         del start
         noted, before = self._met[client], self._before[client]
         for parameter, met, mine, common in zip(parameters, noted, before, self._server, strict=True):
@@ -214,7 +208,6 @@ class Scaffold(FederatedAlgorithm):
         return [*change, *(new - old for new, old in zip(after, before, strict=True))]
 
     def refused(self, client: int) -> None:
-        """Its control variate stays, since c does not follow."""
         self._coming.pop(client, None)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
@@ -224,7 +217,6 @@ class Scaffold(FederatedAlgorithm):
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """The model by its mean, and c by the other; clients keep theirs."""
         super().step(weights, mean[: len(weights)])
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):

@@ -24,7 +24,6 @@ from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
 from manyhands.strategies.federated.deployed.device_job import DataSchema, read_columns
-from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import (
     BackOff,
     HttpsClient,
@@ -42,7 +41,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.server_files import from_hex
+from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import (
     KEY_BYTES,
@@ -81,7 +80,6 @@ class DevicePlan:
 
     @classmethod
     def read(cls, sent: Mapping[str, Any], data: Path) -> DevicePlan:
-        """UserError where the task is not one that this device has, or its data do not fit."""
         name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
         known = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not known or not isinstance(options, dict) or not isinstance(text, str):
@@ -136,7 +134,6 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
 
 
 def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str) -> None:
-    """Take the token's place, if this device has none yet; UserError where the server refuses."""
     if state.client is not None:
         return
     if not token:
@@ -344,7 +341,6 @@ class Device:
             self._tell(f"leaves attempt {attempt}: {refused}")
 
     def _stage_message(self, attempt: int, party: SecureClient) -> bytes | None:
-        """The server's message at a stage, once it is there; None where the attempt is over."""
         since = self._clock()
         while party.stage is not SecureStage.ADVERTISE and self._clock() - since < self._patience_s:
             target = f"/secure/{attempt}/{int(party.stage)}"
@@ -355,7 +351,6 @@ class Device:
 
 
 def plan_for(send: SendRequest, data: Path) -> DevicePlan:
-    """The server's plan for a device that is enrolled; Unreached where it was not reached."""
     reply = _answered(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES))
     if reply.status != 200:
         raise UserError(f"the server refused this device: {_sentence(reply)}")

@@ -63,7 +63,6 @@ class DataSchema:
 
     @classmethod
     def parse(cls, text: str) -> DataSchema:
-        """Read the text form; UserError says which column is wrong."""
         columns = tuple(DataColumn.parse(part.strip()) for part in text.split(","))
         if len({column.name for column in columns}) < len(columns):
             raise UserError(f"--data-schema {text}: two columns have one name")
@@ -87,7 +86,6 @@ class DataSchema:
         return cls(tuple(columns))
 
     def require_like(self, other: DataSchema, whose: str) -> None:
-        """UserError where types or shapes differ; names may."""
         if len(self.columns) != len(other.columns):
             raise UserError(f"{whose} has {len(other.columns)} columns, and {self} is wanted")
         for mine, theirs in zip(self.columns, other.columns, strict=True):
@@ -96,7 +94,6 @@ class DataSchema:
 
 
 def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
-    """The task over the tensors of a device's file; DataError says how they differ from the schema."""
     try:
         found = read_tensors(path)
     except ValueError as error:

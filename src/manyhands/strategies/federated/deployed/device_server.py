@@ -33,7 +33,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     whole_in,
 )
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model, require_complete
-from manyhands.strategies.federated.deployed.server_files import ServerFiles
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.transport.certificates import make_certificates
@@ -91,7 +91,6 @@ class DeviceApp:
         return state.phase, state.done, state.attempt, secure and secure.server.stage
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
-        """Answer one request, as ASGI asks."""
         if scope["type"] != "http":
             return
         try:
@@ -160,7 +159,6 @@ class DeviceApp:
     async def _signed_body(
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
-        """Read the body and check it against the hash that the client signed."""
         if self._reading[client] >= _BODIES:
             raise MessageRejected(
                 429, f"client {client} is sending {_BODIES} requests already; one at a time"
@@ -348,7 +346,6 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 
 
 def _check_tls(folder: Path) -> None:
-    """UserError where the folder holds no certificate and its key, or devices would refuse it."""
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise UserError(

@@ -177,7 +177,6 @@ def _cut_after(connection: http.client.HTTPSConnection, seconds: float) -> Itera
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """UserError unless it is https://HOST:PORT, without anything else."""
     try:
         parts = urlsplit(address if "://" in address else f"https://{address}")
         host, port = parts.hostname, parts.port

@@ -147,7 +147,6 @@ class TensorForm:
         return b"".join(encode_tensors(named, about))
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
-        """The tensors in the order of the form, and what the header says besides; MessageRejected with what differs."""
         if len(body) > self.most_bytes:
             raise MessageRejected(
                 413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
@@ -188,7 +187,6 @@ class TensorForm:
 
 
 def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """MessageRejected with the first thing that differs."""
     for name in [*expected, *header]:
         if name not in header:
             raise MessageRejected(422, f"tensor {printable(repr(name))} is missing")
@@ -254,7 +252,6 @@ class UpdateForm:
         return body, row - read
 
     def decode(self, body: bytes, *, client: int) -> tuple[list[Tensor], dict[str, Any]]:
-        """The tensors of a client's update, and what the header says besides; MessageRejected with what is wrong."""
         if not self.is_coded:
             return self._form.decode(body)
         length = _LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0
@@ -272,7 +269,6 @@ class UpdateForm:
         return [piece.view(shape).to(NAMED[dtype]) for piece, (_, dtype, shape) in rows], about
 
     def require_left(self, left: Tensor, where: str) -> Tensor:
-        """What was kept; DataError where it is not of this run's updates."""
         if left.shape != (self._parcel.count,) or left.dtype != self._parcel.dtype:
             raise DataError(f"{where}: is not of this model's updates; remove it")
         if not bool(left.isfinite().all()):

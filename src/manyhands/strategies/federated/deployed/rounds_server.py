@@ -44,7 +44,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     request_text,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.server_files import ServerFiles
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
@@ -157,7 +157,6 @@ class SecureAttempt:
         return None
 
     def silent(self, at_s: float) -> frozenset[int]:
-        """Clients that have not answered although the stage's deadline has passed."""
         return self.server.waits_for if at_s >= self._due_s else frozenset()
 
     def advance(self, at_s: float) -> bool:
@@ -175,7 +174,6 @@ class SecureAttempt:
         return False
 
     def total(self) -> tuple[Tensor, float, float]:
-        """The sums of weight times update, of weight times loss, and of weights."""
         return sum_of(self._terms.fixed, self.server.result())
 
 
@@ -215,7 +213,6 @@ class RoundServer:
         self._refresh()
 
     def _refresh(self) -> None:
-        """What is asked for often, made once a round."""
         self.model_hash = hash_of(self._weights).hex()
         self.model_body = self.form.encode(self._weights, {"rounds": str(self.state.done)})
 
@@ -310,7 +307,6 @@ class RoundServer:
         return {}
 
     def secure_message(self, client: int, attempt: int, stage: int, body: bytes, at_s: float) -> None:
-        """A client's message of the secure sum; MessageRejected where it is wrong or too late."""
         try:
             self.secure_attempt(attempt).receive(client, stage, body)
         except ProtocolRefused as refused:
@@ -320,7 +316,6 @@ class RoundServer:
         self._advance(at_s)
 
     def secure_attempt(self, attempt: int) -> SecureAttempt:
-        """The current one; MessageRejected for another, or where updates come in the clear."""
         if self.secure is None or attempt != self.state.attempt:
             raise MessageRejected(409, f"attempt {attempt} has ended, or is not summed securely")
         return self.secure
@@ -453,7 +448,6 @@ class RoundServer:
 
 
 def require_complete(server: RoundServer) -> None:
-    """ManyhandsError where the server gave up, or could not do what it had to."""
     if server.failed is not None:
         raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
     if server.state.phase is RoundPhase.GIVEN_UP:

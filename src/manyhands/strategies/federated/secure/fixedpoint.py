@@ -72,7 +72,6 @@ class FixedPoint:
         return int(2 ** (self.ring - 1) - 1) // (self.max_weight * self.most)
 
     def check_capacity(self, clients: int) -> None:
-        """UserError unless the sum of so many clients cannot overflow."""
         if clients > self.most_clients:
             raise UserError(
                 f"bits={self.bits}: {clients} clients of a weight of up to {self.max_weight} overflow a sum modulo "
@@ -111,7 +110,6 @@ class FixedPoint:
 
 
 def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
-    """What a client masks; its numbers are finite."""
     if weight != int(weight) or weight < 1:
         raise UserError(
             f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"

@@ -60,7 +60,6 @@ class ProtocolRefused(ManyhandsError):
 
 
 def need_cryptography() -> None:
-    """UserError that names the extra, where the package is not installed."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -118,7 +117,6 @@ def seal(key: bytes, text: bytes, context: bytes, draw: Draw = os.urandom) -> by
 
 
 def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    """What `seal` was given; ProtocolRefused if anything of it was changed on the way."""
     need_cryptography()
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -168,7 +168,6 @@ class MaskedInput:
 
     @classmethod
     def decode(cls, data: bytes, terms: SecureTerms) -> MaskedInput:
-        """ProtocolRefused unless it has the words that were agreed on."""
         dtype = terms.fixed.dtype
         if len(data) != terms.length * dtype.itemsize:
             wanted = terms.length * dtype.itemsize

@@ -121,7 +121,6 @@ class SecureClient:
             return replace(mine, signature=sign(self._identity, mine.signed)).encode()
 
     def share(self, message: bytes) -> bytes:
-        """Given the keys of all clients: return a sealed share of both secrets for each other client."""
         with self._taking(SecureStage.SHARE):
             listed = KeyList.decode(message)
             self._check_keys(listed)
@@ -142,7 +141,6 @@ class SecureClient:
             return SealedShares(shares=sealed).encode()
 
     def mask(self, message: bytes, words: Words) -> bytes:
-        """Given the others' shares: the words under their masks."""
         with self._taking(SecureStage.MASK):
             for client, sealed in Delivery.decode(message).shares.items():
                 if client not in self._agreed:
@@ -170,14 +168,12 @@ class SecureClient:
             return MaskedInput(words=masked).encode()
 
     def confirm(self, message: bytes) -> bytes:
-        """Given the list of clients whose input has arrived: return this client's signature of it."""
         with self._taking(SecureStage.CONFIRM):
             self._lists = self._checked_lists(SurvivorList.decode(message))
             text = self._lists.signed(self._terms.digest, self._keys_digest)
             return Confirmation(signature=sign(self._identity, text)).encode()
 
     def unmask(self, message: bytes) -> bytes:
-        """Given proof that enough others saw the same list: return the shares that remove the masks from the sum."""
         with self._taking(SecureStage.UNMASK):
             request = UnmaskRequest.decode(message)
             lists = self._checked_lists(request.lists)
@@ -199,7 +195,6 @@ class SecureClient:
 
     @contextmanager
     def _taking(self, stage: SecureStage) -> Iterator[None]:
-        """A step is taken once, at its stage; one that refuses is the last."""
         if self.stage is not stage:
             raise ProtocolRefused(
                 f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
@@ -209,7 +204,6 @@ class SecureClient:
         self.stage = SecureStage(stage + 1)
 
     def _check_keys(self, listed: KeyList) -> None:
-        """Refuse a list that is too short, has a key twice, or what its client has not signed for this round."""
         found = {one.client: one for one in listed.advertisements}
         if len(found) < self._terms.threshold:
             raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
@@ -386,7 +380,6 @@ class SecureServer:
         self._advertised[sender] = one
 
     def _take_masks_off(self) -> None:
-        """Remove each survivor's own mask, and the masks that survivors share with each client that dropped out."""
         keys = RoundKeys(self._terms, self._model)
         found = self._sum
         for client in self._lists.survivors:
