@@ -84,7 +84,7 @@ class Fleet:
         ]
         words += [
             "--out",
-            str(self.home(number)),
+            str(self.device_state(number)),
             "--enrol",
             token,
             "--max-pause",
@@ -95,7 +95,7 @@ class Fleet:
         words += ["--ca", str(self.run / "certificates" / "127.0.0.1" / "ca.pem")]
         self.devices[number] = self._started(words)
 
-    def home(self, number: int) -> Path:
+    def device_state(self, number: int) -> Path:
         """A device's folder."""
         return self.folder / f"device-{number}"
 

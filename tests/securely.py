@@ -65,35 +65,35 @@ class Party:
         self.clients = {client: self.client(client) for client in numbers}
         self.server = SecureServer(self.terms, self.roster, MODEL)
         self.transcript: list[bytes] = []
-        self.letters: Mapping[int, bytes] = dict.fromkeys(numbers, b"")
+        self.messages: Mapping[int, bytes] = dict.fromkeys(numbers, b"")
 
     def client(self, number: int, model: bytes = MODEL, terms: SecureTerms | None = None) -> SecureClient:
         return SecureClient(
             number, self.identities[number], self.roster, terms or self.terms, model, self.draw
         )
 
-    def answer(self, number: int, letter: bytes) -> bytes:
+    def answer(self, number: int, message: bytes) -> bytes:
         client = self.clients[number]
         if client.stage is SecureStage.ADVERTISE:
             return client.advertise()
         if client.stage is SecureStage.SHARE:
-            return client.share(letter)
+            return client.share(message)
         if client.stage is SecureStage.MASK:
-            return client.mask(letter, self.inputs[number])
-        return client.confirm(letter) if client.stage is SecureStage.CONFIRM else client.unmask(letter)
+            return client.mask(message, self.inputs[number])
+        return client.confirm(message) if client.stage is SecureStage.CONFIRM else client.unmask(message)
 
     def play(self, until: SecureStage, leaves: Mapping[int, SecureStage] | None = None) -> None:
         """Everybody answers, but those who have left, until the server is at `until`."""
         going = leaves or {}
         while self.server.stage < until:
             stage = self.server.stage
-            for number, letter in self.letters.items():
+            for number, message in self.messages.items():
                 if going.get(number, SecureStage.DONE) > stage:
-                    answer = self.answer(number, letter)
+                    answer = self.answer(number, message)
                     self.transcript.append(answer)
                     self.server.receive(number, answer)
-            self.letters = self.server.advance()
-            self.transcript += self.letters.values()
+            self.messages = self.server.advance()
+            self.transcript += self.messages.values()
 
     def plain_sum(self, survivors: tuple[int, ...]) -> list[int]:
         """By Python's own integers: what the sum of these clients must be."""

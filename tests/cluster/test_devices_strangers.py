@@ -42,7 +42,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
         found = Hostile(served, tmp_path)
         yield found
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
 
 
 class Pieces:
@@ -155,9 +155,9 @@ def test_a_header_that_is_nested_far_too_deep_is_refused(hostile: Hostile) -> No
 
 
 def test_a_request_with_two_lengths_is_refused_also_where_no_body_is_read(hostile: Hostile) -> None:
-    home, both = hostile.honest._home, {"content-length": "0", "transfer-encoding": "chunked"}
+    device_state, both = hostile.honest._state, {"content-length": "0", "transfer-encoding": "chunked"}
     target = "/model"
-    signed = hostile.served.headers(home.client, home.secret, "GET", target)
+    signed = hostile.served.headers(device_state.client, device_state.secret, "GET", target)
     assert hostile.served.ask("GET", target, b"", signed).status == 200
     assert hostile.served.ask("GET", target, b"", {**signed, **both}).status == 411
 
@@ -189,10 +189,10 @@ def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, s
             size = 1.8e19 if number == 0 else 0.01
             change = [torch.full(shape, size) for _, _, shape in server.form.rows]
             body = server.form.encode(change, {"samples": "5", "steps": "1", "loss": "0.5"})
-            home = device._home
-            reply = served.signed(home.client, home.secret, "POST", "/report/1", body, server.model_hash)
+            own = device._state
+            reply = served.signed(own.client, own.secret, "POST", "/report/1", body, server.model_hash)
         for device in devices:
-            device._home.close()
+            device._state.close()
         return reply.status, reply.body.decode(), list(served.told), server
 
 
@@ -245,12 +245,14 @@ def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twi
     assert hostile.report(body)[0] == 200
     hostile.honest._fetch(hostile.model, 0)
     update = server.form.encode(hostile.zeros, {"samples": "5", "steps": "1", "loss": "0.5"})
-    home = hostile.honest._home
-    reply = served.signed(home.client, home.secret, "POST", "/report/1", update, hostile.model)
+    device_state = hostile.honest._state
+    reply = served.signed(
+        device_state.client, device_state.secret, "POST", "/report/1", update, hostile.model
+    )
     assert (reply.status, reply.body.count(b"\n")) == (503, 1)
     assert isinstance(server.failed, WriteFailed)
     assert any("No space left" in sentence for sentence in served.told)
-    again = served.signed(home.client, home.secret, "GET", "/work?have=1&after=0")
+    again = served.signed(device_state.client, device_state.secret, "GET", "/work?have=1&after=0")
     assert again.status == 503, "nothing is decided on a state that is ahead of the disk"
     state = json.loads((tmp_path / "run" / "federated" / "state.json").read_text())
     assert (state["done"], state["attempt"], state["phase"]) == (0, 1, "reporting")
@@ -263,14 +265,14 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(served.server._files, "save_round", lambda *_: 1 / 0)
         found = Hostile(served, tmp_path)
         assert found.report(found.body())[0] == 200
-        home = found.honest._home
+        own = found.honest._state
         assert (
-            served.signed(home.client, home.secret, "POST", "/report/1", found.body(), found.model).status
+            served.signed(own.client, own.secret, "POST", "/report/1", found.body(), found.model).status
             == 503
         )
         assert isinstance(served.server.failed, ZeroDivisionError)
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
     monkeypatch.undo()
     offer(monkeypatch, TOY)
     with serving(job, tmp_path / "run", resume=True) as served:
@@ -283,7 +285,7 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         assert served.server.state.attempt == 2
         assert found.report(found.body(), attempt=2)[0] == 200
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
 
 
 def test_tokens_are_there_before_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,13 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
         own = load_file(tmp_path / "3.safetensors")
         labels = own.pop("labels").tolist()
         [images] = own.values()
-        predictor = open_predictor(fleet.home(3))
+        predictor = open_predictor(fleet.device_state(3))
         asked = [image.reshape(8, 8).tolist() for image in images]
         predicted = [one["label"] for one in predictor.answers(predictor.inputs(asked))]
         assert sum(map(int.__eq__, predicted, labels)) / len(labels) > 0.9
         final = mh.load(fleet.run).state_dict()
         for number in range(5):
-            for name, tensor in mh.load(fleet.home(number)).state_dict().items():
+            for name, tensor in mh.load(fleet.device_state(number)).state_dict().items():
                 assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
 
 

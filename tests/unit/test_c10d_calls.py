@@ -119,11 +119,11 @@ def test_blocks_fit_and_cover_all_items_in_as_few_rounds_as_there_can_be(count: 
     assert blocks <= 1 or items * item_bytes % CACHE_LINE == 0
 
 
-@given(lanes=st.integers(0, 500))
-def test_lanes_fit_into_a_half(lanes: int) -> None:
-    room = collective_calls.lane_bytes(lanes)
+@given(chunks=st.integers(0, 500))
+def test_lanes_fit_into_a_half(chunks: int) -> None:
+    room = collective_calls.chunk_bytes(chunks)
     assert room % CACHE_LINE == 0
-    assert 0 < room * max(lanes, 1) <= collective_calls.HALF_BYTES
+    assert 0 < room * max(chunks, 1) <= collective_calls.HALF_BYTES
 
 
 @given(world=st.integers(2, 40))

@@ -107,11 +107,11 @@ def test_messages_of_a_secure_sum_have_the_sizes_of_the_page() -> None:
     sizes: dict[SecureStage, set[int]] = {}
     while party.server.stage < SecureStage.DONE:
         stage = party.server.stage
-        for number, letter in party.letters.items():
-            answer = party.answer(number, letter)
+        for number, message in party.messages.items():
+            answer = party.answer(number, message)
             sizes.setdefault(stage, set()).add(len(answer))
             party.server.receive(number, answer)
-        party.letters = party.server.advance()
+        party.messages = party.server.advance()
     assert list(sizes.values()) == [
         {4 + 32 + 32 + 64 + 32 + 64},
         {4 + (clients - 1) * (4 + 160)},

@@ -175,10 +175,10 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
 
 
 def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
-    home = DeviceState(tmp_path / "device")
+    device_state = DeviceState(tmp_path / "device")
     key = tmp_path / "device" / "identity.key"
     assert key.stat().st_mode & 0o777 == 0o600
-    assert DeviceState(tmp_path / "device").secret == home.secret
+    assert DeviceState(tmp_path / "device").secret == device_state.secret
     key.chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
         DeviceState(tmp_path / "device")

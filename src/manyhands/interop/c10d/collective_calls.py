@@ -41,11 +41,11 @@ __all__ = [
     "Reduction",
     "block_items",
     "call_of",
+    "chunk_bytes",
     "describe_lateness",
     "describe_mismatch",
     "describe_uneven",
     "dtype_code",
-    "lane_bytes",
     "layout_of",
 ]
 
@@ -265,6 +265,6 @@ def block_items(count: int, item_bytes: int, half_bytes: int = HALF_BYTES) -> in
     return round_up(-(-num_bytes // rounds), CACHE_LINE) // item_bytes
 
 
-def lane_bytes(lanes: int, half_bytes: int = HALF_BYTES) -> int:
-    """The room in one half for what goes to one rank, where `lanes` ranks get something of their own."""
-    return half_bytes // max(lanes, 1) // CACHE_LINE * CACHE_LINE
+def chunk_bytes(chunks: int, half_bytes: int = HALF_BYTES) -> int:
+    """The room in one half for what goes to one rank, where `chunks` ranks get something of their own."""
+    return half_bytes // max(chunks, 1) // CACHE_LINE * CACHE_LINE

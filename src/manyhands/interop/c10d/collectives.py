@@ -15,7 +15,7 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Reduction, call_of
-from manyhands.interop.c10d.compiled_calls import Lane, Read, RoundReducer
+from manyhands.interop.c10d.compiled_calls import Chunk, Read, RoundReducer
 from manyhands.interop.c10d.shared_stage import CollectiveStage, ReductionPlan, StageReason
 from manyhands.native.dtypes import HALVES, SUMMED
 from manyhands.native.group import reduction_kernels
@@ -160,9 +160,9 @@ class Collectives:
         if reducer is None:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
-            lanes = [] if here else [_lane(flat)]
+            chunks = [] if here else [_chunk(flat)]
             reads = _reads(self._others, 0, [flat] * self._world) if here else []
-            self._stage.exchange(call, lanes, reads, timeout_s, reducer=reducer)
+            self._stage.exchange(call, chunks, reads, timeout_s, reducer=reducer)
         if here:
             _give_back(flat, tensor)
 
@@ -172,8 +172,8 @@ class Collectives:
         call = self._call(
             CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
         )
-        lanes, reads = ([_lane(flat)], []) if here else ([], _reads([root], 0, [flat] * self._world))
-        self._stage.exchange(call, lanes, reads, timeout_s)
+        chunks, reads = ([_chunk(flat)], []) if here else ([], _reads([root], 0, [flat] * self._world))
+        self._stage.exchange(call, chunks, reads, timeout_s)
         if not here:
             _give_back(flat, tensor)
 
@@ -186,7 +186,7 @@ class Collectives:
             CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
         )
         reads = _reads(self._others, 0, rooms)
-        self._stage.exchange(call, [_lane(source)], reads, timeout_s, even=even)
+        self._stage.exchange(call, [_chunk(source)], reads, timeout_s, even=even)
         self._fill(rooms, outputs, source)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class Collectives:
         extent = 0 if here else source.nbytes
         call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
         reads = _reads(self._others, 0, rooms) if here else []
-        self._stage.exchange(call, [] if here else [_lane(source)], reads, timeout_s)
+        self._stage.exchange(call, [] if here else [_chunk(source)], reads, timeout_s)
         if here:
             self._fill(rooms, outputs, source)
 
@@ -221,7 +221,7 @@ class Collectives:
             CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
         )
         reads = [] if here else _reads([root], self._rank, [room] * self._world)
-        self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
+        self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         if here:
             room.copy_(pieces[root])
         _give_back(room, output)
@@ -241,8 +241,8 @@ class Collectives:
         else:
             room.copy_(pieces[self._rank])
             reads = _reads(self._others, self._rank, [room] * self._world)
-            lanes = _lanes(pieces, self._rank)
-            self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, reducer=reducer)
+            chunks = _chunks(pieces, self._rank)
+            self._stage.exchange(call, chunks, reads, timeout_s, per_rank=True, reducer=reducer)
         _give_back(room, output)
 
     def reduce_scatter_from(
@@ -259,8 +259,8 @@ class Collectives:
         pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
         extent = max(piece.nbytes for piece in pieces)
         call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
-        reads, lanes = _reads(self._others, self._rank, rooms), _lanes(pieces, self._rank)
-        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
+        reads, chunks = _reads(self._others, self._rank, rooms), _chunks(pieces, self._rank)
+        self._stage.exchange(call, chunks, reads, timeout_s, per_rank=True, even=False)
         self._fill(rooms, outputs, pieces[self._rank])
 
     def all_to_all_split(
@@ -304,7 +304,7 @@ class Collectives:
         if call.root in (-1, self._rank):
             pieces[self._rank].copy_(result)
             reads = _reads(self._others, 0, pieces)
-        self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_lane(result)], reads, timeout_s)
+        self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_chunk(result)], reads, timeout_s)
 
     def _exchange_slices(
         self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
@@ -312,7 +312,7 @@ class Collectives:
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
         reads = _reads(self._others, self._rank, parts)
-        self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
+        self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
 
     def _fill(self, rooms: _Tensors, outputs: _Tensors, own: torch.Tensor) -> None:
@@ -371,14 +371,14 @@ def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.detach().copy_(dense.view(tensor.shape))
 
 
-def _lane(tensor: torch.Tensor) -> Lane:
+def _chunk(tensor: torch.Tensor) -> Chunk:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _lanes(pieces: _Tensors, rank: int) -> list[Lane]:
+def _chunks(pieces: _Tensors, rank: int) -> list[Chunk]:
     """One for each other rank; what a rank has for itself does not travel."""
-    return [_lane(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
+    return [_chunk(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
 
 
-def _reads(ranks: Iterable[int], lane: int, rooms: _Tensors) -> list[Read]:
-    return [(rank, lane, *_lane(rooms[rank])) for rank in ranks]
+def _reads(ranks: Iterable[int], chunk: int, rooms: _Tensors) -> list[Read]:
+    return [(rank, chunk, *_chunk(rooms[rank])) for rank in ranks]

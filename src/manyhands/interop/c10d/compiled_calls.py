@@ -54,7 +54,7 @@ __all__ = [
     "SCRATCH_ROOM",
     "SETTLE",
     "STEP",
-    "Lane",
+    "Chunk",
     "Read",
     "RoundReducer",
     "abort",
@@ -304,32 +304,31 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
         call[PHASE] = GATHER
 
 
-# The compiled exchange: every rank lays out lanes and reads lanes of others. All collectives but one are of this kind.
-#
-# A lane is bytes for one rank, or one lane for all. Broadcast, gathers, scatter, all-to-all and barrier are exchanges
+# The compiled exchange: every rank lays out chunks and reads those of others; all collectives but one are of this kind.
+# A chunk is bytes for one rank, or one chunk for all. Broadcast, gathers, scatter, all-to-all and barrier are exchanges
 # that differ only in their tables. With a reducer, a rank does not copy what it reads but combines it with its own, in
-# rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each lane
-# at a time; the longest lane of any rank says how many.
+# rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each
+# chunk at a time; the longest chunk of any rank says how many.
 
-Lane = tuple[int, int]  # address and size of bytes for one rank, or for all
-Read = tuple[int, int, int, int]  # rank and lane to read, address and size of where it goes
+Chunk = tuple[int, int]  # address and size of bytes for one rank, or for all
+Read = tuple[int, int, int, int]  # rank and chunk to read, address and size of where it goes
 
-# After the words of every call: how many steps, lanes and reads there are, whether the ranks need not compare how much
-# they bring and expect, and the room of a lane in one round. Then the tables, and for a reducer a word for each rank.
-_STEPS, _LANES, _READS, _EVEN, _LANE_BYTES = range(CALL_WORDS, CALL_WORDS + 5)
+# After the words of every call: how many steps, chunks and reads there are, whether the ranks need not compare how much
+# they bring and expect, and the room of a chunk in one round. Then the tables, and for a reducer a word for each rank.
+_STEPS, _CHUNKS, _READS, _EVEN, _CHUNK_BYTES = range(CALL_WORDS, CALL_WORDS + 5)
 _TABLE: Final = CALL_WORDS + 5
-_LANE_WORDS: Final = 2
+_CHUNK_WORDS: Final = 2
 _READ_WORDS: Final = 4
 
 
 def exchange_words(
-    head: Sequence[int], lanes: Sequence[Lane], reads: Sequence[Read], *, even: bool, lane_bytes: int
+    head: Sequence[int], chunks: Sequence[Chunk], reads: Sequence[Read], *, even: bool, chunk_bytes: int
 ) -> list[int]:
-    return [*head, 0, len(lanes), len(reads), even, lane_bytes, *chain(*lanes), *chain(*reads)]
+    return [*head, 0, len(chunks), len(reads), even, chunk_bytes, *chain(*chunks), *chain(*reads)]
 
 
 def most_words(world: int) -> int:
-    return _TABLE + (_LANE_WORDS + _READ_WORDS + 1) * world
+    return _TABLE + (_CHUNK_WORDS + _READ_WORDS + 1) * world
 
 
 @njit(nogil=True, inline="always")
@@ -355,32 +354,32 @@ def _publish_table(stage: Any, call: Any, number: int) -> None:
     world, rank = stage[WORLD], stage[RANK]
     table = _brought(stage, rank, number)
     for other in range(world):
-        lane = other if call[_LANES] == world else 0  # one lane for each, or one for all
-        table[other] = call[_TABLE + lane * _LANE_WORDS + 1]
+        chunk = other if call[_CHUNKS] == world else 0  # one chunk for each, or one for all
+        table[other] = call[_TABLE + chunk * _CHUNK_WORDS + 1]
     for read in range(call[_READS]):
-        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS + read * _READ_WORDS
         table[world + call[at]] = call[at + 3]
     table[world + rank] = table[rank]  # what a rank keeps for itself does not travel
 
 
 @njit(nogil=True)
 def _lay_out(stage: Any, call: Any, number: int) -> None:
-    room = call[_LANE_BYTES]
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
     target = half(stage, stage[RANK], number)
-    for lane in range(call[_LANES]):
-        at = _TABLE + lane * _LANE_WORDS
+    for chunk in range(call[_CHUNKS]):
+        at = _TABLE + chunk * _CHUNK_WORDS
         size = min(room, call[at + 1] - first)
         if size > 0:
-            copy(target + lane * room, call[at] + first, size)
+            copy(target + chunk * room, call[at] + first, size)
 
 
 @njit(nogil=True)
 def _read(stage: Any, call: Any, number: int) -> None:
-    room = call[_LANE_BYTES]
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
     for read in range(call[_READS]):
-        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS + read * _READ_WORDS
         size = min(room, call[at + 3] - first)
         if size > 0:
             copy(call[at + 2] + first, half(stage, call[at], number) + call[at + 1] * room, size)
@@ -388,10 +387,10 @@ def _read(stage: Any, call: Any, number: int) -> None:
 
 @njit(nogil=True)
 def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
-    """Combine this step's window of the lane that this rank reads from all others with its own, in rank order."""
-    room = call[_LANE_BYTES]
+    """Combine this step's window of the chunk that this rank reads from all others with its own, in rank order."""
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
-    at = _TABLE + call[_LANES] * _LANE_WORDS
+    at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS
     if call[_READS] == 0 or call[at + 3] <= first:
         return
     parts = array_at(parts_address, stage[WORLD], int64)
@@ -406,7 +405,7 @@ def _steps(stage: Any, call: Any, number: int) -> int:
     longest = 0
     for rank in range(stage[WORLD]):
         longest = max(longest, record(stage, rank, number)[EXTENT_WORD])
-    return (longest + call[_LANE_BYTES] - 1) // call[_LANE_BYTES]  # type: ignore[no-any-return]
+    return (longest + call[_CHUNK_BYTES] - 1) // call[_CHUNK_BYTES]  # type: ignore[no-any-return]
 
 
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
@@ -414,7 +413,7 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an exchange, from where it stands to its end: REACHED, or why not."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     head = array_at(call_address, _TABLE, int64)
-    words = _TABLE + head[_LANES] * _LANE_WORDS + head[_READS] * _READ_WORDS
+    words = _TABLE + head[_CHUNKS] * _CHUNK_WORDS + head[_READS] * _READ_WORDS
     call = array_at(call_address, words, int64)
     if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
         return ABORTED

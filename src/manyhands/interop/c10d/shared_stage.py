@@ -37,14 +37,14 @@ from manyhands.interop.c10d.collective_calls import (
     CallKind,
     CollectiveCall,
     block_items,
+    chunk_bytes,
     describe_lateness,
     describe_mismatch,
     describe_uneven,
-    lane_bytes,
     layout_of,
 )
 from manyhands.interop.c10d.compiled_calls import (
-    Lane,
+    Chunk,
     Read,
     RoundReducer,
     exchange,
@@ -146,7 +146,7 @@ class CollectiveStage:
     def exchange(
         self,
         call: CollectiveCall,
-        lanes: Sequence[Lane],
+        chunks: Sequence[Chunk],
         reads: Sequence[Read],
         timeout_s: float,
         *,
@@ -154,15 +154,15 @@ class CollectiveStage:
         even: bool = True,
         reducer: RoundReducer | None = None,
     ) -> None:
-        """Collective: lay out `lanes`, and read those of others.
+        """Collective: lay out `chunks`, and read those of others.
 
-        `per_rank` says that lane i is for rank i, on the ranks that have lanes; else there is at most one, for all.
+        `per_rank` says that chunk i is for rank i, on the ranks that have chunks; else there is at most one, for all.
         Without `even`, what each rank brings for each is compared with what that one expects. With a `reducer`, all
-        reads are of one lane to one place, where this rank's own contribution lies.
+        reads are of one chunk to one place, where this rank's own contribution lies.
         """
-        room = lane_bytes(self.world if per_rank else 1)
+        room = chunk_bytes(self.world if per_rank else 1)
         head = compiled_calls.call_head(call.words(), reducer)
-        words = exchange_words(head, lanes, reads, even=even, lane_bytes=room)
+        words = exchange_words(head, chunks, reads, even=even, chunk_bytes=room)
         self._call[: len(words)] = words
         self._run(exchange, self._call, self._call_address, call, timeout_s)
 

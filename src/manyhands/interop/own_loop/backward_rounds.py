@@ -196,7 +196,8 @@ class Rounds:
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
         self._weigh(self.readings.part.share)
-        self._watch_backward()
+        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+            self.exchange.hooks.on_next_gradient = self._begin_backward
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
         if self.exchange.steps_itself:
@@ -319,10 +320,6 @@ class Rounds:
         if self._model is not None and self.exchange.hooks is not None:
             self.exchange.hooks.weight = share
 
-    def _watch_backward(self) -> None:
-        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
-            self.exchange.hooks.on_next_gradient = self._begin_backward
-
     def _average(self, *, end: bool = False) -> None:
         if self.exchange.average is not None:
             self.exchange.average(end)
@@ -368,7 +365,8 @@ class Rounds:
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Called by autograd when all gradients of a backward are there."""
-        self._watch_backward()
+        assert self.exchange.hooks is not None, "they have called"
+        self.exchange.hooks.on_next_gradient = self._begin_backward
         if self._holding:
             return
         part = self.readings.part

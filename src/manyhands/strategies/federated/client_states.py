@@ -125,7 +125,7 @@ class LocalLayers:
         ]
 
 
-# Updates compressed on their way to the server, by the codecs of `wire/`. A client's update is one parcel of the model's
+# Updates compressed on the way to the server, by the codecs of `wire/`. A client's update is one parcel of the model's
 # tensors, and one of what the algorithm adds to them; single numbers are sent as they are. The residual of a biased
 # codec stays on the client and is added to what it sends the next time.
 

@@ -82,21 +82,15 @@ class PlainTally:
         mine = self._sums.total(largest)
         words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
         found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
-        return TallySum(
-            sums=shaped(found[:-2], mine.sums),
-            weight=float(found[-2]),
-            loss=float(found[-1]),
-            traffic=self._sent,
-        )
+        sums, weight, loss = shaped(found[:-2], mine.sums), float(found[-2]), float(found[-1])
+        return TallySum(sums=sums, weight=weight, loss=loss, traffic=self._sent)
 
 
 class KeptTally:
     """Keeps every update: each worker gets all, in the order of the round's clients."""
 
     def __init__(self, total: Total, clients: Sequence[int], like: Sequence[Tensor]) -> None:
-        self._total = total
-        self._clients = clients
-        self._like = like
+        self._total, self._clients, self._like = total, clients, like
         self._mine: dict[int, tuple[ClientUpdate, float]] = {}
         self._sent = Traffic()
 
@@ -106,9 +100,8 @@ class KeptTally:
 
     def total(self, largest: int | None = None) -> TallySum:
         if largest is not None:
-            self._mine = {
-                client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest
-            }
+            counted = [one for one, (update, _) in self._mine.items() if norm_class(update.norm) <= largest]
+            self._mine = {client: self._mine[client] for client in counted}
         items = sum(one.numel() for one in self._like)
         found: list[WeighedUpdate] = []
         weight, loss = 0.0, 0.0
@@ -129,14 +122,8 @@ class KeptTally:
         for each in found:
             for total_of, change_of in zip(sums, each.change, strict=True):
                 total_of.add_(change_of, alpha=each.weight)
-        return TallySum(
-            sums=sums,
-            weight=weight,
-            loss=loss,
-            traffic=self._sent,
-            updates=found,
-            missing=len(self._clients) - len(found),
-        )
+        missing, traffic = len(self._clients) - len(found), self._sent
+        return TallySum(sums=sums, weight=weight, loss=loss, traffic=traffic, updates=found, missing=missing)
 
 
 class PrivateTally:
@@ -214,10 +201,8 @@ def play_round(
     RoundAbandoned where too few are left.
     """
     roster = {client: public_identity(secret) for client, secret in identities.items()}
-    clients = {
-        client: SecureClient(client, secret, roster, terms, model, draw)
-        for client, secret in identities.items()
-    }
+    own = identities.items()
+    clients = {client: SecureClient(client, secret, roster, terms, model, draw) for client, secret in own}
     server = SecureServer(terms, roster, model)
     going = {client: SecureStage.MASK for client in identities if client not in inputs} | dict(leaves or {})
     sent, received, messages = dict.fromkeys(identities, 0), dict.fromkeys(identities, 0), 0
@@ -233,9 +218,8 @@ def play_round(
             messages += 1
             server.receive(client, answer)
         inbox = server.advance()
-    return SecureSum(
-        words=server.result(), survivors=server.survivors, messages=messages, sent=sent, received=received
-    )
+    words, stayed = server.result(), server.survivors
+    return SecureSum(words=words, survivors=stayed, messages=messages, sent=sent, received=received)
 
 
 def hash_of(weights: Sequence[Tensor]) -> bytes:
@@ -286,9 +270,5 @@ class SecureTally:
                 "whose update is not finite"
             ) from error
         flat, loss, weight = sum_of(self._fixed, found.words)
-        return TallySum(
-            sums=shaped(flat, self._like),
-            weight=weight,
-            loss=loss,
-            traffic=Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values())),
-        )
+        traffic = Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values()))
+        return TallySum(sums=shaped(flat, self._like), weight=weight, loss=loss, traffic=traffic)

@@ -1,4 +1,4 @@
-"""Algorithms whose clients keep nothing: FedAvg, FedSGD, FedProx, FedNova, and FedOpt, a server with an optimizer."""
+"""FedAvg, FedSGD, FedProx, FedNova and FedOpt, whose clients keep nothing; SCAFFOLD and Ditto, whose clients do."""
 
 from __future__ import annotations
 
@@ -48,9 +48,14 @@ class FedProx(FederatedAlgorithm):
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
         del client
-        for parameter, begun in zip(parameters, start, strict=False):  # buffers come after the parameters
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - begun, alpha=self._mu)
+        _hold_near(parameters, start, self._mu)
+
+
+def _hold_near(parameters: Sequence[Tensor], weights: Sequence[Tensor], by: float) -> None:
+    """Add the gradient of the squared distance from these weights, times by/2."""
+    for parameter, other in zip(parameters, weights, strict=False):  # buffers come after the parameters
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - other, alpha=by)
 
 
 class FedNova(FederatedAlgorithm):
@@ -107,9 +112,8 @@ class _FedOpt(FederatedAlgorithm):
         if not self._momentum:
             self._momentum = [torch.zeros_like(weight) for weight in parameters]
             self._second = [torch.full_like(weight, _TAU**2) for weight in parameters]
-        for weight, change, momentum, second in zip(
-            parameters, changes, self._momentum, self._second, strict=True
-        ):
+        moments = zip(self._momentum, self._second, strict=True)
+        for weight, change, (momentum, second) in zip(parameters, changes, moments, strict=True):
             momentum.mul_(self.beta_1).add_(change, alpha=1 - self.beta_1)
             self._grow(second, change.square())
             weight.addcdiv_(momentum, second.sqrt().add_(_TAU), value=self._rate)
@@ -127,7 +131,7 @@ class _FedOpt(FederatedAlgorithm):
 
 
 class FedAdam(_FedOpt):
-    """FedAdam: the second moment is an exponential moving average."""
+    """The second moment is an exponential moving average."""
 
     word: ClassVar[str] = "fedadam"
     about: ClassVar[str] = "Adam on the server, with the clients' mean as its gradient"
@@ -155,9 +159,6 @@ class FedAdagrad(_FedOpt):
 
     def _grow(self, second: Tensor, square: Tensor) -> None:
         second.add_(square)
-
-
-# Algorithms whose clients keep something from round to round: SCAFFOLD and Ditto.
 
 
 class Scaffold(FederatedAlgorithm):
@@ -208,7 +209,7 @@ class Scaffold(FederatedAlgorithm):
         return [*change, *(new - old for new, old in zip(after, before, strict=True))]
 
     def refused(self, client: int) -> None:
-        self._coming.pop(client, None)
+        self._coming.pop(client, None)  # its control variate stays, since c does not follow
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
         """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
@@ -240,9 +241,7 @@ class Ditto(FederatedAlgorithm):
     """Ditto: FedAvg, plus a personal model for every client that never leaves it."""
 
     word: ClassVar[str] = "ditto"
-    about: ClassVar[str] = (
-        "FedAvg, beside which each client trains a model of its own, held near the common one"
-    )
+    about: ClassVar[str] = "FedAvg, beside which each client trains its own model, held near the common one"
     number: ClassVar[str] = "LAMBDA"
     trains_personal: ClassVar[bool] = True
     models_kept: ClassVar[int] = 1
@@ -260,9 +259,7 @@ class Ditto(FederatedAlgorithm):
 
     def correct_personal(self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         del client
-        for parameter, common in zip(parameters, weights, strict=False):  # buffers come after the parameters
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - common, alpha=self._hold)
+        _hold_near(parameters, weights, self._hold)
 
     def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
         self.keep(client, trained)

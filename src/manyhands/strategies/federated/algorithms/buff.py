@@ -99,9 +99,7 @@ class FedBuff(FederatedAlgorithm):
     """FedBuff: the server does not wait for slow clients; late updates count for less."""
 
     word: ClassVar[str] = "fedbuff"
-    about: ClassVar[str] = (
-        "asynchronous: a step after every SIZE updates, which count for less the staler they are"
-    )
+    about: ClassVar[str] = "asynchronous: a step after every SIZE updates, which count for less when stale"
     number: ClassVar[str] = "SIZE"
     cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
     cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
