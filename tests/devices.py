@@ -24,11 +24,11 @@ from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
-from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings, initial_model
 from manyhands.strategies.federated.deployed.device_server import DeviceApp
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState, ServerFiles
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
@@ -219,7 +219,9 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     ends = threading.Event()
     files = ServerFiles.begin(
         out,
-        job.config(parameter_shapes(initial_model(job).named_parameters()), secrets.token_hex(16)),
+        job.config(
+            parameter_shapes(initial_model(job.task, job.seed).named_parameters()), secrets.token_hex(16)
+        ),
         resume=resume,
     )
     clock = ServerClock(loop)

@@ -21,9 +21,10 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.deployed.device_job import initial_model
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import enrolment_text
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.secure.primitives import public_identity, sign
 from manyhands.task import Task
@@ -206,7 +207,10 @@ def test_one_update_that_is_too_large_beside_the_others_does_not_count(tmp_path:
     assert any("rejected, since larger than norm_ratio=100 times the median of 0.048" in one for one in told)
     assert any("client 0 (norm 8.6e+19)" in one for one in told)
     moved = [
-        after - mine for after, mine in zip(server._weights, held(initial_model(server._job)), strict=True)
+        after - mine
+        for after, mine in zip(
+            server._weights, held(initial_model(server._job.task, server._job.seed)), strict=True
+        )
     ]
     for one in moved:
         torch.testing.assert_close(one, torch.full_like(one, 0.01))
@@ -229,7 +233,9 @@ def test_a_server_whose_evaluation_is_not_finite_stops_and_names_the_round_and_w
     assert (state["done"], state["phase"]) == (0, "reporting")
     with serving(server._job, tmp_path / "run", resume=True) as served:
         assert served.server.state.done == 0
-        assert all(map(torch.equal, served.server._weights, held(initial_model(server._job))))
+        assert all(
+            map(torch.equal, served.server._weights, held(initial_model(server._job.task, server._job.seed)))
+        )
 
 
 def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twice(
@@ -291,7 +297,7 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
 def test_tokens_are_there_before_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is killed between the two makes others; those that open nothing are gone from the file."""
     job, out = job_for("clients=2"), tmp_path / "run"
-    config = job.config(parameter_shapes(initial_model(job).named_parameters()), "run")
+    config = job.config(parameter_shapes(initial_model(job.task, job.seed).named_parameters()), "run")
     with ServerFiles.begin(out, config, resume=False) as files:
         monkeypatch.setattr(files, "save_enrolment", _killed)
         with pytest.raises(KeyboardInterrupt):

@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
-from manyhands.strategies.federated.deployed.device_job import DataSchema, read_columns
+from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
 from manyhands.strategies.federated.deployed.http_client import (
     BackOff,
     HttpsClient,
@@ -95,9 +94,7 @@ class DevicePlan:
         schema = DataSchema.parse(str(sent.get("schema")))
         task = _task_over(str(name), options, data, schema)
         seed = whole_in(sent, "seed")
-        with preserved():
-            seed_all(seed)
-            model = task.model()
+        model = initial_model(task, seed)
         form = TensorForm.of(model)
         if form.as_json != sent.get("model"):
             raise UserError(
@@ -143,10 +140,8 @@ def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str
     key = public_identity(state.secret)
     signature = sign(state.secret, enrolment_text(token, key))
     asked = {"token": token, "key": key.hex(), "signature": signature.hex()}
-    reply = _answered(send("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES))
-    if reply.status != 200:
-        raise UserError(f"--enrol: the server refused: {_sentence(reply)}")
-    answer = _object(reply)
+    reply = send("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES)
+    answer = _answer(reply, "--enrol: the server refused")
     state.remember(server=address, run=str(answer.get("run")), client=whole_in(answer, "client"))
 
 
@@ -198,9 +193,7 @@ class Device:
         self._clock, self._sleep, self._patience_s = clock, sleep, patience_s
         self._client = state.client
         self._back_off = BackOff(most_s=most_pause_s, seed=self._client)
-        with preserved():
-            seed_all(plan.seed)
-            self._model = plan.task.model()
+        self._model = initial_model(plan.task, plan.seed)
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
         self._algorithm = algorithm_named(plan.strategy.algorithm)
@@ -351,24 +344,25 @@ class Device:
 
 
 def plan_for(send: SendRequest, data: Path) -> DevicePlan:
-    reply = _answered(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES))
-    if reply.status != 200:
-        raise UserError(f"the server refused this device: {_sentence(reply)}")
     try:
-        return DevicePlan.read(_object(reply), data)
+        sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
+        return DevicePlan.read(sent, data)
     except MessageRejected as refused:
         raise ManyhandsError(f"the server's plan makes no sense: {refused}") from refused
+
+
+def _answer(reply: Reply, refused: str) -> dict[str, Any]:
+    """What a device is told before it takes part; Unreached where it may try again, UserError where it may not."""
+    if _comes_back(reply):
+        raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
+    if reply.status != 200:
+        raise UserError(f"{refused}: {_sentence(reply)}")
+    return _object(reply)
 
 
 def _comes_back(reply: Reply) -> bool:
     """Whether to retry: the server, or a proxy in front of it, has a temporary failure."""
     return reply.status >= 500 or reply.status in (408, 429)
-
-
-def _answered(reply: Reply) -> Reply:
-    if _comes_back(reply):
-        raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
-    return reply
 
 
 def _object(reply: Reply) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.dtypes import NAMED
@@ -22,7 +23,14 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
 
-__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "read_columns"]
+__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "initial_model", "read_columns"]
+
+
+def initial_model(task: Task, seed: int) -> nn.Module:
+    """The weights that a run of this seed begins with, as in simulation."""
+    with preserved():
+        seed_all(seed)
+        return task.model()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import UserError, printable
-from manyhands.strategies.federated.deployed.device_job import FederatedJob
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
     MODEL,
@@ -32,7 +32,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model, require_complete
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
@@ -271,7 +271,7 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
     need_cryptography()
     if place.tls is not None:
         _check_tls(place.tls)
-    shapes = parameter_shapes(initial_model(job).named_parameters())
+    shapes = parameter_shapes(initial_model(job.task, job.seed).named_parameters())
     config = job.config(shapes, secrets.token_hex(16))
     with (
         _listening(place.host, place.port) as listener,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.data.randomness import preserved, seed_all
+from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError
@@ -31,7 +31,7 @@ from manyhands.strategies.federated.client_updates import (
     shaped,
 )
 from manyhands.strategies.federated.clients import held, held_names
-from manyhands.strategies.federated.deployed.device_job import FederatedJob
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
     CLIENT,
@@ -71,17 +71,10 @@ from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, 
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 
-__all__ = ["RoundServer", "initial_model", "require_complete"]
+__all__ = ["RoundServer", "require_complete"]
 
 _MOST_LOSS = 1e9
 _LEAST_BYTES = 4096  # that a message of a secure sum may have
-
-
-def initial_model(job: FederatedJob) -> torch.nn.Module:
-    """The weights that a run of this seed begins with, as in simulation."""
-    with preserved():
-        seed_all(job.seed)
-        return job.task.model()
 
 
 class SecureAttempt:
@@ -189,7 +182,7 @@ class RoundServer:
         self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
         self.failed: Exception | None = None
         """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
-        self._model = initial_model(job)
+        self._model = initial_model(job.task, job.seed)
         self._weights = held(self._model)
         self._algorithm = algorithm_named(job.strategy.algorithm)
         self._algorithm.facts = FederatedFacts(
