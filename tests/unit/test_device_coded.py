@@ -53,7 +53,7 @@ def test_a_device_sends_what_a_simulated_client_does_round_after_round(codec: st
         body, left = form.encode(given, ABOUT, left, client=2, number=number)
         found, about = form.decode(body, client=2)
         update = ClientUpdate(client=2, change=given, samples=3, steps=2, loss=0.5)
-        carried = simulated.carried(update, number, len(given))
+        carried = simulated.encoded(update, number, len(given))
         for mine, theirs in zip(found, carried.change, strict=True):
             assert mine.dtype == theirs.dtype
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

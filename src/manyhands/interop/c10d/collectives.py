@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -50,27 +51,21 @@ def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer |
     return RoundReducer(reduction_kernels.reducer_address(kind), operation, dtype.itemsize)
 
 
+@cache
 def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
-    reason = _refusal(dtype, reduction)
+    """UserError where a reduction cannot be done; asked of torch itself, on tensors of one item."""
+    reason = ""
+    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        reason = "only integers have bits to combine"
+    elif reduction is Reduction.AVG and dtype is torch.bool:
+        reason = "truth values have no mean; sum them as int64"
+    elif compiled_reducer(dtype, reduction) is None:
+        try:
+            combine([torch.zeros(1, dtype=dtype)] * 2, reduction)
+        except RuntimeError as error:
+            reason = f"torch has none on the CPU ({str(error).splitlines()[0]})"
     if reason:
         raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
-
-
-@cache
-def _refusal(dtype: torch.dtype, reduction: Reduction) -> str:
-    """Why a reduction cannot be done, or nothing; asked of torch itself, on tensors of one item."""
-    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        return "only integers have bits to combine"
-    if reduction is Reduction.AVG and dtype is torch.bool:
-        return "truth values have no mean; sum them as int64"
-    if compiled_reducer(dtype, reduction) is not None:
-        return ""
-    one = torch.zeros(1, dtype=dtype)
-    try:
-        combine([one, one], reduction)
-    except RuntimeError as error:
-        return f"torch has none on the CPU ({str(error).splitlines()[0]})"
-    return ""
 
 
 def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
@@ -153,10 +148,8 @@ class Collectives:
         flat = _dense(tensor).view(-1)
         reducer = compiled_reducer(tensor.dtype, reduction)
         here = self._rank == root
-        extent = 0 if here else flat.nbytes
-        call = self._call(
-            CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, root=root, extent_bytes=extent
-        )
+        facts = {"root": root, "extent_bytes": 0 if here else flat.nbytes}
+        call = self._call(CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, **facts)
         if reducer is None:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
@@ -169,9 +162,8 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         flat = _dense(tensor).view(-1)
         here = self._rank == root
-        call = self._call(
-            CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
-        )
+        extent = flat.nbytes if here else 0
+        call = self._call(CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=extent)
         chunks, reads = ([_chunk(flat)], []) if here else ([], _reads([root], 0, [flat] * self._world))
         self._stage.exchange(call, chunks, reads, timeout_s)
         if not here:
@@ -182,9 +174,8 @@ class Collectives:
         self._check_list("output", outputs, tensor)
         even = all(output.numel() == tensor.numel() for output in outputs)
         source, rooms = _dense(tensor).view(-1), [_dense(output).view(-1) for output in outputs]
-        call = self._call(
-            CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
-        )
+        items = tensor.numel() if even else -1
+        call = self._call(CallKind.ALL_GATHER, [tensor], items, extent_bytes=source.nbytes)
         reads = _reads(self._others, 0, rooms)
         self._stage.exchange(call, [_chunk(source)], reads, timeout_s, even=even)
         self._fill(rooms, outputs, source)
@@ -217,9 +208,8 @@ class Collectives:
         if here:
             self._check_list("input", tensors, output, even=True)
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
-        call = self._call(
-            CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
-        )
+        extent = room.nbytes if here else 0
+        call = self._call(CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=extent)
         reads = [] if here else _reads([root], self._rank, [room] * self._world)
         self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         if here:
@@ -293,10 +283,8 @@ class Collectives:
         self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
         """Each rank combines one slice and gives the result to all, or to the root of the call."""
-        sizes = [
-            flat.numel() * (rank + 1) // self._world - flat.numel() * rank // self._world
-            for rank in range(self._world)
-        ]
+        ends = [flat.numel() * rank // self._world for rank in range(self._world + 1)]
+        sizes = [end - begin for begin, end in pairwise(ends)]
         pieces = flat.split_with_sizes(sizes)
         cut = call._replace(extent_bytes=max(sizes) * flat.itemsize)
         result = combine(self._exchange_slices(cut, pieces, timeout_s), reduction)
@@ -323,9 +311,8 @@ class Collectives:
 
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
-            raise UserError(
-                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
-            )
+            wanted = f"there must be one for each of {self._world} ranks"
+            raise UserError(f"{name} list of {len(tensors)} tensors: {wanted}")
         for rank, tensor in enumerate(tensors):
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:
@@ -345,14 +332,12 @@ class Collectives:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._world:
-                raise UserError(
-                    f"{name} has {rows} rows, which do not divide among {self._world} ranks; give split sizes"
-                )
+                wrong = f"{rows} rows, which do not divide among {self._world} ranks"
+                raise UserError(f"{name} has {wrong}; give split sizes")
             splits = [rows // self._world] * self._world
         if len(splits) != self._world or sum(splits) != rows:
-            raise UserError(
-                f"{name} split sizes {list(splits)}: need one for each of {self._world} ranks, {rows} in sum"
-            )
+            wanted = f"one for each of {self._world} ranks, {rows} in sum"
+            raise UserError(f"{name} split sizes {list(splits)}: need {wanted}")
         return tensor.split_with_sizes(list(splits))
 
 

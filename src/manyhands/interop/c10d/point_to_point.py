@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +54,7 @@ class PointToPoint:
     def __init__(
         self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
     ) -> None:
-        self._descriptor, self._stage, self._name = descriptor, stage, name
-        self._label = label
+        self._descriptor, self._stage, self._name, self._label = descriptor, stage, name, label
         self._rank, self._world = stage.rank, stage.world
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # a message ended, or no thread drives any more
@@ -98,9 +97,8 @@ class PointToPoint:
             if self._closed:
                 return
             self._closed = True
-            ended = self._fail_all(
-                lambda work: UserError(f"{work.describe(self._label)}: {self._name} was closed")
-            )
+            closed = f"{self._name} was closed"
+            ended = self._fail_all(lambda work: UserError(f"{work.describe(self._label)}: {closed}"))
             self._needed.notify_all()
             thread, self._thread = self._thread, None
         nudge(self._stage.wakeup_address(self._rank))  # for whoever of this process waits for it
@@ -153,9 +151,8 @@ class PointToPoint:
         if not work.is_completed():
             with self._changed:
                 if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(
-                        target=self._carry_on, name=f"manyhands post of {self._name}", daemon=True
-                    )
+                    name = f"manyhands messages of {self._name}"
+                    self._thread = threading.Thread(target=self._carry_on, name=name, daemon=True)
                     self._thread.start()
                 if self._asleep:
                     self._needed.notify()
@@ -209,10 +206,8 @@ class PointToPoint:
             while not work.is_completed() and time.monotonic_ns() < until_ns:
                 with self._changed:
                     if self._driven:
-                        left_s = (until_ns - time.monotonic_ns()) / 1e9
-                        self._changed.wait_for(
-                            lambda: work.is_completed() or not self._driven, max(left_s, 0)
-                        )
+                        left_s = max((until_ns - time.monotonic_ns()) / 1e9, 0)
+                        self._changed.wait_for(lambda: work.is_completed() or not self._driven, left_s)
                         continue
                     self._driven = True
                 self._wait_for_wakeup(work.is_completed, min(until_ns, time.monotonic_ns() + _SLICE_NS))
@@ -230,10 +225,9 @@ class PointToPoint:
                     woken = ctypes.c_uint32.from_address(wakeup).value
                     moved, ended = self._advance()
                 _complete(ended)
-                now_ns = time.monotonic_ns()
                 if moved:
                     continue
-                if now_ns >= until_ns:
+                if time.monotonic_ns() >= until_ns:
                     break
                 if wait_until(wakeup, woken + 1, stop, until_ns, self._stage.spins) != REACHED:
                     break
@@ -264,17 +258,14 @@ class PointToPoint:
         self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
-    def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
+    def _fail_all(self, failure: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
         ended: Ended = []
-        for outgoing in self._outgoing.values():
-            for message in list(outgoing):
-                if (error := doom(message.work)) is not None:
-                    outgoing.remove(message)
+        queues: list[Any] = [*self._outgoing.values(), self._requests]
+        for pending in queues:
+            for message in list(pending):
+                if (error := failure(message.work)) is not None:
+                    pending.remove(message)
                     ended.append((message.work, error))
-        for request in list(self._requests):
-            if (error := doom(request.work)) is not None:
-                self._requests.remove(request)
-                ended.append((request.work, error))
         if ended:
             self._changed.notify_all()
         return ended
@@ -365,9 +356,8 @@ class PendingReceive:
         if num_bytes == self.tensor.nbytes and dtype == dtype_code(self.tensor.dtype):
             return None
         shown = min(header[3], _SHOWN_DIMS)
-        sent = CollectiveCall(
-            0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=tuple(header[4 : 4 + shown])
-        )
+        shape = tuple(header[4 : 4 + shown])
+        sent = CollectiveCall(0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=shape)
         return UserError(
             f"recv: rank {source} sends {sent.load} (tag {tag}), which does not fit into {_load(self.tensor)}; both "
             "sides must agree on shape and dtype"

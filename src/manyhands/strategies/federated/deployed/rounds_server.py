@@ -180,14 +180,13 @@ class RoundServer:
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
     ) -> None:
         self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
+        # what kept a decision from being carried out: nothing is answered any more, and the run must be resumed
         self.failed: Exception | None = None
-        """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
         self._model = initial_model(job.task, job.seed)
         self._weights = held(self._model)
         self._algorithm = algorithm_named(job.strategy.algorithm)
-        self._algorithm.facts = FederatedFacts(
-            names=held_names(self._model), parameters=len(list(self._model.parameters()))
-        )
+        parameters = len(list(self._model.parameters()))
+        self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
         self.form = TensorForm.of(self._model)
         self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
@@ -195,8 +194,7 @@ class RoundServer:
         self.state = RoundState()
         self._forget()
         self._began = self._attempt_began = time.monotonic()
-        found = self._files.load()
-        if found is None:
+        if (found := self._files.load()) is None:
             self._files.save_round(self.state, self._model.state_dict(), {}, [])
         else:
             self.state, loaded = found
