@@ -8,7 +8,7 @@
 | masks | AES-256 in counter mode |
 | who a client is | Ed25519 (RFC 8032) |
 
-The package is asked for when one of them is first used, so that everything else works without it.
+The package is imported when one of them is first used, so that everything else works without it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
     ProtocolRefused where `theirs` is one of the few points with which every agreement is zero.
     """
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     mine = X25519PrivateKey.from_private_bytes(secret)
@@ -100,7 +99,6 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -109,7 +107,6 @@ def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) 
 
 def seal(key: bytes, text: bytes, context: bytes, draw: Draw = os.urandom) -> bytes:
     """AES-256-GCM: nonce, ciphertext and tag; `context` is not in it, but must be the same to open it."""
-    need_cryptography()
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = draw(NONCE_BYTES)
@@ -117,7 +114,6 @@ def seal(key: bytes, text: bytes, context: bytes, draw: Draw = os.urandom) -> by
 
 
 def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    need_cryptography()
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -130,21 +126,18 @@ def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def public_identity(secret: bytes) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
 def sign(secret: bytes, text: bytes) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(secret).sign(text)
 
 
 def verify(public: bytes, signature: bytes, text: bytes) -> bool:
-    need_cryptography()
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -160,7 +153,6 @@ def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> 
 
     Every key is used for one mask only.
     """
-    need_cryptography()
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
     from cryptography.hazmat.primitives.ciphers.modes import CTR
