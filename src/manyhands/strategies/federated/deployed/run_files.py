@@ -89,6 +89,10 @@ class Enrolment:
                 return Enrolment((*self.places[:number], taken, *self.places[number + 1 :])), number
         raise MessageRejected(403, "the enrolment token is not known, or was used; ask for another one")
 
+    @property
+    def as_json(self) -> list[dict[str, str]]:
+        return [{"token": place.token, "key": place.key.hex()} for place in self.places]
+
     @classmethod
     def of(cls, value: Any) -> Enrolment:
         try:
@@ -166,8 +170,7 @@ class ServerFiles(Closeable):
 
     def save_enrolment(self, enrolment: Enrolment) -> None:
         """Called before a client learns its number."""
-        places = [{"token": place.token, "key": place.key.hex()} for place in enrolment.places]
-        write_json(self._folder / _CLIENTS, {"places": places})
+        write_json(self._folder / _CLIENTS, {"places": enrolment.as_json})
 
     def save_state(self, state: RoundState) -> None:
         write_json(self._folder / _STATE, as_json(state))
