@@ -34,11 +34,11 @@ LONGEST_S = 2.0  # of one attack
 
 
 def frame(
-    kind: int, body: bytes, *, version: int = 2, body_bytes: int | None = None, payload: int = 0
+    kind: int, body: bytes, *, version: int = 4, body_bytes: int | None = None, payload: int = 0
 ) -> bytes:
     """A frame of the transport itself, with any lengths."""
     announced = len(body) if body_bytes is None else body_bytes
-    return HEADER.pack(b"MHUB", version, kind, TRANSPORT, 0, announced, payload, 0) + body
+    return HEADER.pack(b"MHFR", version, kind, TRANSPORT, 0, announced, payload, 0) + body
 
 
 def listening_ports(pids: Collection[int]) -> dict[int, int]:
@@ -156,10 +156,10 @@ def curious(end: socket.socket, rng: random.Random) -> None:
                 end.sendall(frame(3, f"[{SURROGATE},false]".encode(), version=version))
                 answer(end)
                 return
-        told = re.search(rb"'(package|fingerprint)'.* has '([^']*)'", body)
-        if told is None:
+        report = re.search(rb"'(package|fingerprint)'.* has '([^']*)'", body)
+        if report is None:
             return
-        known[told[1].decode()] = told[2].decode()
+        known[report[1].decode()] = report[2].decode()
 
 
 def replayed(end: socket.socket, rng: random.Random) -> None:

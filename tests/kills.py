@@ -26,7 +26,7 @@ __all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "trai
 
 _PRACTICE = """
 import subprocess, time
-from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.supervisor import LocalCluster, Role
 
 def work(context):
     from manyhands.places.local.status import State
@@ -55,8 +55,8 @@ import torch
 import manyhands as mh
 
 def loss(model, batch):
-    if not hasattr(model, "told"):
-        model.told = True
+    if not hasattr(model, "reported"):
+        model.reported = True
         print("at work", flush=True)
     return model(batch).square().mean()
 

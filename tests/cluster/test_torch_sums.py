@@ -171,9 +171,9 @@ def test_torchs_engines_find_each_other_in_the_store_that_a_leader_keeps() -> No
 
     assert in_threads(2, act) == [[2.0, 3.0], [2.0, 3.0]]
     late = RunStore(key_value_store, "torch", 0.05)
-    with pytest.raises(ManyhandsError, match="nobody has said 'nothing' in the run's store within 0 s"):
+    with pytest.raises(ManyhandsError, match="nobody has set 'nothing' in the run's store within 0 s"):
         late.wait(["nothing"])
-    with pytest.raises(ManyhandsError, match="nobody has said"):
+    with pytest.raises(ManyhandsError, match="nobody has set"):
         late.get("nothing")
     assert late.delete_key("name")
     assert not late.check(["name"])
@@ -187,7 +187,7 @@ def test_on_two_hosts_words_go_over_links_and_sums_too_where_the_network_is_not_
     task = make_task(OPTIMIZERS["momentum"])
     reference = fitted_plainly(task, 20)
     store, ends = HashStore(), TcpLink.pair()
-    told: dict[int, Any] = {}
+    report: dict[int, Any] = {}
 
     def connected(rank: int) -> Exchange:
         resources = Resources(
@@ -202,14 +202,14 @@ def test_on_two_hosts_words_go_over_links_and_sums_too_where_the_network_is_not_
             alarm=Alarm(),
         )
         exchange = AllReduceTraining.end(Mirrored(buckets=BUCKET_BYTES), resources)
-        told[rank] = exchange.summary()["sums"]
+        report[rank] = exchange.summary()["sums"]
         assert isinstance(exchange, AllReduceExchange)
         assert isinstance(exchange._collective, TorchCollective) == (by == "nccl")
         return exchange
 
     found = train_in_threads(task, 2, connected, 20)
     for rank, weights in enumerate(found):
-        assert told[rank]["by"] == by
+        assert report[rank]["by"] == by
         assert distance(weights, reference) < 1e-9
         assert same_bits(weights, found[0])
 

@@ -177,9 +177,9 @@ def test_who_drops_out_is_the_same_with_two_workers_and_in_a_run_that_is_resumed
     mh.fit(task(data), words, workers=2, rounds=3, out=tmp_path / "parts")
     both = mh.fit(task(data), words, workers=2, rounds=6, out=tmp_path / "parts", resume=True)
     assert_same(alone.model, both.model)
-    told = alone.summary["participation"]
-    assert told == pytest.approx(both.summary["participation"])
-    assert told["dropped"] > 0
+    report = alone.summary["participation"]
+    assert report == pytest.approx(both.summary["participation"])
+    assert report["dropped"] > 0
     rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     attempts = [row["attempt"] for row in rows if "attempt" in row]
     assert len(attempts) == 6

@@ -116,7 +116,9 @@ def test_fine_tuned_models_are_measured_alike_by_two_workers_and_after_a_resume(
             assert list(mine) == ["evaluation_loss", "near"]
             for name in mine:
                 assert None in mine[name], "of a single sample nothing is held out"
-                values = ([math.nan if one is None else one for one in told[name]] for told in (mine, theirs))
+                values = (
+                    [math.nan if one is None else one for one in report[name]] for report in (mine, theirs)
+                )
                 np.testing.assert_allclose(*values, rtol=1e-9)
     tuned, common = (
         whole.summary[name]["evaluation_loss"]["mean"] for name in ("fairness", "fairness_common")

@@ -250,7 +250,7 @@ def test_a_codec_that_there_is_not_is_named() -> None:
         ("codec=topk:nan", "must be a fraction above 0"),
         ("codec=topk:", "a value must follow, as topk:0.01"),
         ("codec=int8:4", "write int8 alone"),
-        ("codec=qsgd:128", "levels '128' must be a whole number from 1 to 127"),
+        ("codec=qsgd:128", "levels '128' must be an integer from 1 to 127"),
         ("codec=qsgd:1,levels=2", "levels is given twice"),
         ("codec=dgc:0.001,momentun=0.9", "did you mean 'momentum'"),
         ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number from 0 to below 1"),
@@ -312,10 +312,10 @@ def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
         "number = wire_of(Wire.TCP, 'topk+coarse') >> 8\n"
         "print(names.__file__.startswith('{}'), strategy, codec_of(number))"
     )
-    told = subprocess.run(
+    report = subprocess.run(
         [sys.executable, "-c", asked.format(tmp_path)], env=environment, capture_output=True, text=True
     )
-    assert told.stdout == "True allreduce link=tcp codec=coarse topk+coarse\n", told.stderr
+    assert report.stdout == "True allreduce link=tcp codec=coarse topk+coarse\n", report.stderr
     rows = [sys.executable, "-m", "pytest", "tests/unit/test_codecs.py", "-n0", "-q", "-k", "coarse"]
     tested = subprocess.run(rows, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert tested.returncode == 0, tested.stdout

@@ -94,9 +94,9 @@ def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_wi
     words = "federated partition=natural batch=all epochs=2 fraction=0.67 algorithm=fedbuff:2"
     run = play_rounds(task(), words, 12)
     np.testing.assert_allclose(weight_of(run), versions[-1], rtol=0, atol=1e-9)
-    told = run.exchange.summary()["algorithm"]
-    assert told["staleness"]["mean"] == pytest.approx(late / 24)
-    assert told["staleness"]["mean"] > 1, "six are under way, and two make a step"
+    report = run.exchange.summary()["algorithm"]
+    assert report["staleness"]["mean"] == pytest.approx(late / 24)
+    assert report["staleness"]["mean"] > 1, "six are under way, and two make a step"
 
 
 def test_staleness_counts_as_under_parameter_servers() -> None:

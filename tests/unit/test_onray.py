@@ -31,7 +31,7 @@ from manyhands.places.ray.actor_placement import (
     room_for,
     seats,
 )
-from manyhands.places.ray.actor_store import ActorStore, RayStore
+from manyhands.places.ray.actor_store import ActorStore, open_actor_store
 from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster, connected, ray_module
 from manyhands.places.ray.role_actors import RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
@@ -104,7 +104,7 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
     store, chance = ActorStore(), random.Random(seed)
-    kept = RayStore(lambda call, *given: getattr(store, call)(*given), 1.0)
+    kept = open_actor_store(lambda call, *given: getattr(store, call)(*given), 1.0)
     ours = PrefixStore("run", kept)
     theirs = PrefixStore("run", HashStore())
     for _ in range(200):
@@ -126,32 +126,32 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    actor, troubles = ActorStore(), [None, "worker 1 on Ray: died"]
+    actor, troubles = ActorStore(), [None, None, "worker 1 on Ray: died"]
     ask = lambda call, *given: getattr(actor, call)(*given)  # noqa: E731
-    kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
+    kept, impatient = open_actor_store(ask, 5.0, lambda: troubles.pop(0)), open_actor_store(ask, 0.1)
     store = PrefixStore("run", kept)
     store.set("here/0", "a")
     assert not store.check(["here/1"])
     with pytest.raises(ManyhandsError, match="worker 1 on Ray: died"):
         store.check(["here/1"])
-    with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
+    with pytest.raises(PeerTimeout, match="nobody has set 'run/leader' in the run's store within 0 s"):
         PrefixStore("run", impatient).get("leader")
-    patient = RayStore(ask, 600.0)
+    patient = open_actor_store(ask, 600.0)
     patient.wait(["run/here/0"])
-    with pytest.raises(PeerTimeout, match="nobody has said 'leader' on Ray within 0 s"):
+    with pytest.raises(PeerTimeout, match="nobody has set 'leader' in the run's store within 0 s"):
         patient.wait(["run/here/0", "leader"], timedelta(seconds=0.1))
 
 
 def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -> None:
     store = HashStore()
-    told = {
+    report = {
         "name": "chief 0 on hostA",
         "host": "another",
         "version": mh.__version__,
         "unix": "unix:x",
         "token": "aa",
     }
-    store.set("manyhands/run/leader", json.dumps(told))
+    store.set("manyhands/run/leader", json.dumps(report))
     place = ProcessPlace(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
     with pytest.raises(
         UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
@@ -333,9 +333,9 @@ def test_a_ray_that_cannot_start_is_one_sentence_and_leaves_nothing(
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with pytest.raises(UserError) as told, connected(address, cpus=2):
+    with pytest.raises(UserError) as report, connected(address, cpus=2):
         raise AssertionError("nothing is trained")
-    said = str(told.value)
+    said = str(report.value)
     assert said.startswith(f"cluster={address}: {sentence} (")
     assert "\n" not in said
     assert str(error).splitlines()[0].rstrip(".") in said

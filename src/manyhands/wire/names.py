@@ -110,7 +110,7 @@ def _fraction(text: str) -> float:
 def _between(least: int, most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
-            raise UserError(f"{text!r} must be a whole number from {least} to {most}")
+            raise UserError(f"{text!r} must be an integer from {least} to {most}")
         return int(text)
 
     return read

@@ -119,8 +119,8 @@ def trained_steps(path: str | Path) -> int:
     if place.is_dir():
         config, built = _task_of(place, None, with_data=False)
         return _newest(place, config, built)[0]
-    told = read_exported(place).about.get("steps", "")
-    return int(told) if told.isdecimal() and len(told) < 19 else 0
+    recorded = read_exported(place).about.get("steps", "")
+    return int(recorded) if recorded.isdecimal() and len(recorded) < 19 else 0
 
 
 def export_weights(asked: ExportAsked) -> Export:

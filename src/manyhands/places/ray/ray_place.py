@@ -5,7 +5,7 @@
         ── stands in rank 0 ─────────►  session, run directory and terminal are this process's
 
 What an actor is given is the run; tensors move on links between the processes. Through Ray go the address of the
-leader and the run's secret (`RayStore`), and word of who died. Where the strategy survives that, the role is started
+leader and the run's secret (`actor_store`), and word of who died. Where the strategy survives that, the role is started
 again, on another node if need be, and comes back in the place of the one that died. Where workers follow the size of
 the cluster, one that has no place any more is followed by an actor that takes none, for as long as it takes to finish
 what the slot owes.
@@ -47,7 +47,7 @@ from manyhands.places.ray.actor_placement import (
 from manyhands.places.ray.actor_store import ActorStore
 from manyhands.places.ray.role_actors import RayRoles, RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS
-from manyhands.strategy import Strategy, check_choice, read_settings, setting, settings_of, whole_number
+from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
 __all__ = ["RayCluster"]
 
@@ -72,7 +72,7 @@ class RayCluster(Place):
     """Where workers are put: `pack` them on few nodes, or `spread` them over many."""
     servers: str = setting("spread", str)
     """Where parameter servers are put; spread, the death of a node takes fewer of them."""
-    cpus: int = setting(1, whole_number)
+    cpus: int = setting(1, integer)
     """What each role takes of Ray's CPUs, and how many threads it computes with."""
     address: str = setting("ray", str)
     """`ray`, `auto`, `ray://HOST:PORT` or `HOST:PORT`."""

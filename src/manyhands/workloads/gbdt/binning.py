@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MOST_CATEGORY = (1 << 20) - 1
-"""A category is a whole number; a larger one would make the sets of categories in a model file too long."""
+"""A category is an integer; a larger one would make the sets of categories in a model file too long."""
 _LEAST_ROWS = 3  # of a bin
 _PLAIN, _WITH_MISSING, _CATEGORIES = 0, 1, 2
 
@@ -105,7 +105,7 @@ def bins_of_categories(
     whole = np.floor(values[known]).astype(np.int64) if known.any() else np.zeros(0, np.int64)
     if len(whole) and whole.max() > MOST_CATEGORY:
         raise DataError(
-            f"{where}: categorical feature {column} has the category {whole.max()}; categories are whole numbers up to "
+            f"{where}: categorical feature {column} has the category {whole.max()}; categories are integers up to "
             f"{MOST_CATEGORY}, so number them from 0"
         )
     names, inverse = np.unique(whole, return_inverse=True)

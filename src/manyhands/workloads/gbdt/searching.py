@@ -36,9 +36,9 @@ __all__ = [
     "SplitSearch",
     "alone",
     "area_words",
+    "gathered_words",
     "histogram_bytes",
     "shared_histograms",
-    "told_words",
 ]
 
 
@@ -49,12 +49,12 @@ class SharedHistograms:
         self,
         rank: int,
         areas: NDArray[np.int64],
-        told: NDArray[np.int64],
+        gathered: NDArray[np.int64],
         barrier: Callable[[], None],
     ) -> None:
         self.rank, self.world = rank, len(areas)
         self.areas = areas
-        self._told, self._barrier = told, barrier
+        self._gathered, self._barrier = gathered, barrier
         self._turn = 0
         self.bytes_sent = 0
 
@@ -71,12 +71,12 @@ class SharedHistograms:
 
     def tell(self, words: NDArray[np.int64]) -> NDArray[np.int64]:
         """Collective: what each worker tells, a row each; to be read before the next but one."""
-        told = self._told[self._turn]
+        gathered = self._gathered[self._turn]
         self._turn = 1 - self._turn
-        told[self.rank, : len(words)] = words
+        gathered[self.rank, : len(words)] = words
         self.bytes_sent += 8 * len(words) * (self.world - 1)
         self._barrier()
-        found: NDArray[np.int64] = told[:, : len(words)]
+        found: NDArray[np.int64] = gathered[:, : len(words)]
         return found
 
     def largest(self, value: float) -> float:
@@ -84,31 +84,31 @@ class SharedHistograms:
         return float(self.tell(np.array([value]).view(np.int64)).copy().view(np.float64).max())
 
     def total(self, value: int) -> int:
-        """Collective: the sum of a whole number of each worker."""
+        """Collective: the sum of an integer of each worker."""
         return int(self.tell(np.array([value], np.int64)).sum())
 
 
-def alone(area_words: int, told_words: int) -> SharedHistograms:
-    areas, told = np.zeros((1, _lines(area_words)), np.int64), np.zeros((2, 1, told_words), np.int64)
-    return SharedHistograms(0, areas, told, lambda: None)
+def alone(area_words: int, gathered_words: int) -> SharedHistograms:
+    areas, gathered = np.zeros((1, _lines(area_words)), np.int64), np.zeros((2, 1, gathered_words), np.int64)
+    return SharedHistograms(0, areas, gathered, lambda: None)
 
 
 def _lines(words: int) -> int:
     return round_up(8 * words, CACHE_LINE) // 8
 
 
-def histogram_bytes(world: int, area_words: int, told_words: int) -> int:
-    return 8 * world * (_lines(area_words) + 2 * _lines(told_words))
+def histogram_bytes(world: int, area_words: int, gathered_words: int) -> int:
+    return 8 * world * (_lines(area_words) + 2 * _lines(gathered_words))
 
 
 def shared_histograms(
-    group: SharedGroup, segment: Segment, offset: int, area_words: int, told_words: int
+    group: SharedGroup, segment: Segment, offset: int, area_words: int, gathered_words: int
 ) -> SharedHistograms:
     """The meeting of a group, in memory of `segment` that is zero and begins at `offset`, a whole cache line."""
-    wide, narrow = _lines(area_words), _lines(told_words)
+    wide, narrow = _lines(area_words), _lines(gathered_words)
     areas = segment.array(offset, group.world * wide, np.int64).reshape(group.world, wide)
-    told = segment.array(offset + 8 * group.world * wide, 2 * group.world * narrow, np.int64)
-    return SharedHistograms(group.rank, areas, told.reshape(2, group.world, narrow), group.barrier)
+    gathered = segment.array(offset + 8 * group.world * wide, 2 * group.world * narrow, np.int64)
+    return SharedHistograms(group.rank, areas, gathered.reshape(2, group.world, narrow), group.barrier)
 
 
 _HISTOGRAM_WORDS = 2
@@ -152,7 +152,7 @@ def area_words(options: GbdtOptions, offsets: Words) -> int:
     return whole if options.parallel == "data" else 2 * whole
 
 
-def told_words(options: GbdtOptions) -> int:
+def gathered_words(options: GbdtOptions) -> int:
     """How much workers tell each other at once at most."""
     return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
@@ -190,10 +190,10 @@ class SplitSearch(ABC):
         rendezvous = self._rendezvous
         if rendezvous.world == 1:
             return self._records[:count].copy()
-        told = np.ascontiguousarray(rendezvous.tell(self._records[:count].reshape(-1)))
-        told = told.reshape(rendezvous.world, count, RECORD_WORDS)
+        gathered = np.ascontiguousarray(rendezvous.tell(self._records[:count].reshape(-1)))
+        gathered = gathered.reshape(rendezvous.world, count, RECORD_WORDS)
         best = np.empty((count, RECORD_WORDS), np.int64)
-        split_kernels.best_of_all(told, told.view(np.float64), best)
+        split_kernels.best_of_all(gathered, gathered.view(np.float64), best)
         return best
 
 
@@ -296,8 +296,8 @@ class VotingSearch(SplitSearch):
         if len(self._kinds) <= most:
             return [np.arange(len(self._kinds)) for _ in leaves]
         votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
-        told = self._rendezvous.tell(votes).reshape(world, len(leaves), -1)
-        return [_winners(told[:, number], most) for number in range(len(leaves))]
+        gathered = self._rendezvous.tell(votes).reshape(world, len(leaves), -1)
+        return [_winners(gathered[:, number], most) for number in range(len(leaves))]
 
     def _votes(self, local: LocalRows, leaf: int) -> Words:
         """The features that gain most on the rows that are here; -1 for a vote that is not cast."""

@@ -3,7 +3,7 @@
 * `single`: one thread.
 * `allreduce`, `mirrored`: every worker has a part of the rows and all trees; histograms travel.
 
-Units in which gradients are whole numbers, so that their sums are exact. Pure.
+Units in which gradients are integers, so that their sums are exact. Pure.
 
 A word has 63 bits and a sign. Of the gradients' word all are for the sum over all rows; the hessians' has the number of
 rows in its low bits. Units are powers of two, so that only rounding to them loses anything: with a million rows a
@@ -39,9 +39,9 @@ from manyhands.workloads.gbdt.searching import (
     SharedHistograms,
     alone,
     area_words,
+    gathered_words,
     histogram_bytes,
     shared_histograms,
-    told_words,
 )
 from manyhands.workloads.gbdt.trees import GrownTree, TreeMemory
 
@@ -121,11 +121,11 @@ class GbdtTask(KernelTask):
         del turn
         assert isinstance(model, TreeMemory), "a model of this task"
         offsets = self.bins.offsets
-        return GbdtStep(self, model, alone(area_words(self.gbdt, offsets), told_words(self.gbdt)))
+        return GbdtStep(self, model, alone(area_words(self.gbdt, offsets), gathered_words(self.gbdt)))
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         """A part of the rows for each worker."""
-        sizes = area_words(self.gbdt, self.bins.offsets), told_words(self.gbdt)
+        sizes = area_words(self.gbdt, self.bins.offsets), gathered_words(self.gbdt)
         offset = round_up(control_bytes, CACHE_LINE)
         segment = group.share(offset + histogram_bytes(group.world, *sizes), "histograms")
         step = GbdtStep(self, self.model(), shared_histograms(group, segment, offset, *sizes))

@@ -248,7 +248,7 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
 def _whole(fields: Mapping[str, str], name: str, number: int, usual: int | None = None) -> int:
     text = fields.get(name, "" if usual is None else str(usual))
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise _Wrong(f"tree {number}: {name} is {text[:20]!r}, not a whole number")
+        raise _Wrong(f"tree {number}: {name} is {text[:20]!r}, not an integer")
     return int(text)
 
 

@@ -48,7 +48,7 @@ class GloveWork:
 
     @cached_property
     def step_records(self) -> int:
-        """Records of a step: a whole number of batches, or of records that pass a gate at once."""
+        """Records of a step: a multiple of the batch, or of the records that pass a gate at once."""
         wanted = min(_MOST, -(-self.num_records // _PER_PASS))
         if self.glove.batch == 1:
             return round_up(wanted, STEP)

@@ -49,7 +49,7 @@ class GloveTask(GloveWork, KernelTask):
     ) -> GloveTask:
         """Of a file; DataError where it holds no records."""
         if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-            raise UserError(f"vocabulary_size={vocabulary_size!r} must be a whole number of at least 1")
+            raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
         return cls(
             path=Path(path).absolute(),
             num_records=count_records(Path(path)),
@@ -143,7 +143,7 @@ class GloveTask(GloveWork, KernelTask):
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
     """UserError where strategy, batch and workers do not go together."""
     if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        raise UserError(f"workers={workers!r} must be an integer of at least 1")
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")

@@ -297,7 +297,7 @@ class _ExampleStep(KernelStep):
 def check_strategy(strategy: Strategy, workers: int) -> None:
     """UserError where a strategy does not train it with so many workers."""
     if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        raise UserError(f"workers={workers!r} must be an integer of at least 1")
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:
