@@ -335,17 +335,17 @@ class Elsewhere:
 def test_a_server_in_trouble_is_asked_again_and_not_for_ever(hostile: Hostile) -> None:
     there = Elsewhere(hostile)
     replies = iter([Reply(502, b""), Reply(429, b"one at a time"), Reply(500, b""), Reply(200, b"{}")])
-    there.device._ask = lambda *_: next(replies)
-    assert there.device._asked("GET", "/plan") == Reply(200, b"{}")
-    there.device._ask = lambda *_: Reply(503, b"\x1b[2Jbusy\nmore")
+    there.device._send = lambda *_: next(replies)
+    assert there.device._request("GET", "/plan") == Reply(200, b"{}")
+    there.device._send = lambda *_: Reply(503, b"\x1b[2Jbusy\nmore")
     with pytest.raises(ManyhandsError, match=r"503 \\x1b\[2Jbusy; it was tried for 100 s") as told:
-        there.device._asked("GET", "/plan")
+        there.device._request("GET", "/plan")
     assert "\x1b" not in str(told.value)
     assert 100 < there.now_s < 200
     for status in (400, 401, 404):
-        there.device._ask = lambda *_, status=status: Reply(status, b"no")
+        there.device._send = lambda *_, status=status: Reply(status, b"no")
         with pytest.raises(ManyhandsError, match=f"{status} no$"):
-            there.device._asked("GET", "/plan")
+            there.device._request("GET", "/plan")
 
 
 def test_a_server_that_lies_about_its_model_is_not_asked_without_a_pause(hostile: Hostile) -> None:
@@ -359,7 +359,7 @@ def test_a_server_that_lies_about_its_model_is_not_asked_without_a_pause(hostile
             raise KeyboardInterrupt
         return Reply(200, hostile.served.server.model_body if target == "/model" else work)
 
-    there.device._ask = lies
+    there.device._send = lies
     with pytest.raises(KeyboardInterrupt):
         there.device.run()
     assert asked < 2 * 60 / 0.1
