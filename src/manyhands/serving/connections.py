@@ -20,7 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "Connection", "room_here"]
+__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "PageConnection", "room_here"]
 
 MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
@@ -69,7 +69,7 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
     return max(_LEAST, min(most, free // share))
 
 
-class Connection(H11Protocol):
+class PageConnection(H11Protocol):
     """One connection, which may be closed to free capacity, and which closes itself if no request arrives in time.
 
     The application finds `know` in its scope's state, and calls it for a request with a good token.
@@ -77,7 +77,7 @@ class Connection(H11Protocol):
 
     def __init__(
         self,
-        admission: Admission[Connection],
+        admission: Admission[PageConnection],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],

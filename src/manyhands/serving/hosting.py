@@ -58,7 +58,7 @@ class WebThread:
     def __init__(self, app: Any, listening: Listening, room: int) -> None:
         import uvicorn
 
-        from manyhands.serving.connections import ACCEPTED_AT_ONCE, Admission, Connection
+        from manyhands.serving.connections import ACCEPTED_AT_ONCE, Admission, PageConnection
 
         self._listening = listening
         self._failure: BaseException | None = None
@@ -71,7 +71,7 @@ class WebThread:
             lifespan="off",
             ws="none",
             server_header=False,
-            http=partial(Connection, Admission(room)),  # type: ignore[arg-type]
+            http=partial(PageConnection, Admission(room)),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
