@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from manyhands.errors import UserError
 from manyhands.strategies.pipeline.schedules import Schedule, StageWork
 from manyhands.strategies.pipeline.stage_messages import Flow, StageMessages
 
-__all__ = ["ChainPart", "Ends", "Passed", "StageBorders"]
+__all__ = ["ChainPart", "Passed", "StageBorders"]
 
 
 class ChainPart:
@@ -63,31 +63,11 @@ class ChainPart:
             module.train(mode)
 
 
-class Ends(Protocol):
-    """What the task provides at both ends of the chain for one pass of micro-batches, and its random seeds."""
-
-    def computing(self) -> AbstractContextManager[object]:
-        """The context in which modules are applied."""
-
-    def prepare(self, microbatch: int) -> None:
-        """Fetch the samples that the loss of a micro-batch needs, unless they were fetched already."""
-
-    def input(self, microbatch: int) -> Any:
-        """The input of the first part."""
-
-    def loss(self, microbatch: int, output: Any) -> Tensor:
-        """The loss of the last part's output, from which backward starts."""
-
-    def begin(self, microbatch: int, place: int) -> None:
-        """Seed the random generators before a module of the chain is applied to a micro-batch."""
-
-
 class Passed(NamedTuple):
     """Time spent on communication between the slices of a stage's layers."""
 
     spent_ns: int = 0
-    waits_ns: Mapping[int, int] = {}
-    """Of `spent_ns`: waiting for each worker."""
+    waits_ns: Mapping[int, int] = {}  # of `spent_ns`: waiting for each worker
 
 
 class StageBorders:
@@ -149,16 +129,6 @@ class StageBorders:
         before = part.number - 1
         self._be_slow()
         self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
-
-    def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
-        """Apply one part to one micro-batch without a graph; send the output on, or return that of the last part."""
-        x = self.input(part, microbatch) if part.number else ends.input(microbatch)
-        with ends.computing():
-            output = part.forward(x, lambda place: ends.begin(microbatch, place))
-        if self.is_last(part):
-            return output
-        self.send_output(part, microbatch, output)
-        return None
 
     def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
         if isinstance(output, Tensor):

@@ -177,9 +177,14 @@ class PipelineExchange(Exchange):
                 for column, measure in enumerate(functions.items()):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
-                        output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
+                        place = number % _MOST_EVALUATIONS
+                        x = self._borders.input(part, place) if part.number else ends.input()
+                        with computer.precision():
+                            output = part.forward(x, ends.begin)
                         if self._borders.is_last(part):
                             totals[column] += ends.measured(output)
+                        else:
+                            self._borders.send_output(part, place, output)
                     self._post.flush()
                     number += 1
                 totals[-1] += piece.samples
@@ -236,7 +241,7 @@ class PipelineExchange(Exchange):
             link.close()
 
     def _passed(self) -> Passed:
-        spent_ns = self._sliced.clock.spent_ns
+        spent_ns = self._sliced.state.spent_ns
         passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
         self._passed_ns = spent_ns
         return passed

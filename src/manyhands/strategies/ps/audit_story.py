@@ -13,12 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from manyhands.strategies.ps.log_rows import RestoredRow, Row, SlotsRow, StepRow, UpdateRow
+from manyhands.strategies.ps.log_rows import RestoredRow, Row, SlotsRow, StepRow
 
 __all__ = ["Story", "tell", "where"]
 
-_Key = tuple[int, int, int]
-"""(term, sequence, which row of that entry)."""
+_Key = tuple[int, int, int]  # (term, sequence, which row of that entry)
 
 
 @dataclass(slots=True)
@@ -26,9 +25,7 @@ class Story:
     """The merged rows in order, each once."""
 
     rows: list[Row] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """Contradictions between the logs."""
-
+    problems: list[str] = field(default_factory=list)  # contradictions between the logs
     gaps: set[tuple[int, int]] = field(default_factory=set)
     """(version, next version) pairs within a stint that `problems` already reports."""
 
@@ -39,11 +36,8 @@ class _Stint:
 
     begin: int
     slots: list[SlotsRow] = field(default_factory=list)
-    rows: dict[_Key, Row] = field(default_factory=dict)
-    """All rows except those of slots."""
-
-    version: int | None = None
-    """The version of the last step, if known."""
+    rows: dict[_Key, Row] = field(default_factory=dict)  # except those of slots
+    version: int | None = None  # of the last step, if known
 
 
 def tell(files: Sequence[Iterable[Row]]) -> Story:
@@ -57,12 +51,8 @@ def tell(files: Sequence[Iterable[Row]]) -> Story:
 
     story = Story()
     merged: dict[_Key, Row] = {}
-    slots: dict[
-        Row, _Key
-    ] = {}  # every stint opens with all rows of slots in force, each of which counts once
-    stints: list[_Stint] = []
-    for log in logs:
-        stints += _stints([row for row in log if happened(row)], story)
+    slots: dict[Row, _Key] = {}  # every stint opens with all of those in force, each of which counts once
+    stints = [stint for log in logs for stint in _stints([row for row in log if happened(row)], story)]
     for stint in stints:
         for opening in stint.slots:
             slots.setdefault(opening, (opening.term, opening.sequence, -1))
@@ -73,7 +63,14 @@ def tell(files: Sequence[Iterable[Row]]) -> Story:
                 )
     order = sorted(merged)
     for stint in stints:
-        _require_all(stint, order, merged, story)
+        # It has every row that any server wrote between its opening and its last entry, which may be cut.
+        term, end, _ = max(stint.rows, default=(-1, -1, -1))
+        after, until = bisect_left(order, (term, stint.begin + 1, 0)), bisect_left(order, (term, end, 0))
+        story.problems += [
+            f"one replica's log lacks {where(merged[key])}, which another's has"
+            for key in order[after:until]
+            if key not in stint.rows
+        ]
     happenings = [(key, row) for row, key in slots.items()] + list(merged.items())
     story.rows = [row for _, row in sorted(happenings, key=lambda one: one[0])]
     return story
@@ -94,7 +91,8 @@ def _stints(rows: list[Row], story: Story) -> list[_Stint]:
     place, index = (-1, -1), 0
     for row in rows:
         again = isinstance(row, SlotsRow) and not isinstance(before, SlotsRow | RestoredRow)
-        if not stints or isinstance(row, RestoredRow) or (again and _is_opening(row, first)):
+        # A row of slots that repeats the file's first one opens a stint: the server was given the shard again.
+        if not stints or isinstance(row, RestoredRow) or (again and _table(row) == _table(first)):
             stints.append(_Stint(begin=row.sequence if isinstance(row, SlotsRow | RestoredRow) else -1))
             stints[-1].version = _version_at(row)
             place = (-1, -1)
@@ -115,10 +113,8 @@ def _stints(rows: list[Row], story: Story) -> list[_Stint]:
     return stints
 
 
-def _is_opening(row: Row, first: SlotsRow | None) -> bool:
-    """Whether a row of slots repeats the file's first one: the server was given the shard again."""
-    assert isinstance(row, SlotsRow), "nothing else is asked about"
-    return first is None or (row.start, row.base, row.slots) == (first.start, first.base, first.slots)
+def _table(row: Row | None) -> tuple[int, int, tuple[int, ...]] | None:
+    return (row.start, row.base, row.slots) if isinstance(row, SlotsRow) else None
 
 
 def _version_at(opening: Row) -> int | None:
@@ -128,25 +124,9 @@ def _version_at(opening: Row) -> int | None:
     return None if isinstance(opening, SlotsRow) and (opening.term, opening.sequence) != (0, 0) else 0
 
 
-def _require_all(stint: _Stint, order: list[_Key], merged: dict[_Key, Row], story: Story) -> None:
-    """Check that a stint has every row that any server wrote between its opening and its last entry; the last may
-    be cut.
-    """
-    if not stint.rows:
-        return
-    term, end, _ = max(stint.rows)
-    for key in order[bisect_left(order, (term, stint.begin + 1, 0)) : bisect_left(order, (term, end, 0))]:
-        if key not in stint.rows:
-            story.problems.append(f"one replica's log lacks {where(merged[key])}, which another's has")
-
-
 def _difference(one: Row, other: Row) -> str:
-    pairs = zip(_updates(one), _updates(other), strict=False)
-    update = next((a for a, b in pairs if a != b), None)
-    if not isinstance(one, StepRow) or update is None:
-        return where(one)
-    return f"version {one.version} (slot {update.slot}, clock {update.clock})"
-
-
-def _updates(row: Row) -> tuple[UpdateRow, ...]:
-    return row.updates if isinstance(row, StepRow) else ()
+    if isinstance(one, StepRow) and isinstance(other, StepRow):
+        for here, there in zip(one.updates, other.updates, strict=False):
+            if here != there:
+                return f"version {one.version} (slot {here.slot}, clock {here.clock})"
+    return where(one)

@@ -22,10 +22,8 @@ __all__ = ["ToCome", "batches_to_come"]
 class ToCome:
     """The batches that will be computed; test with `in`."""
 
-    start: int
-    """All batches from this one on will be computed."""
-    before: frozenset[int] = field(default_factory=frozenset)
-    """Earlier batches that will be computed, too."""
+    start: int  # all batches from this one on will be computed
+    before: frozenset[int] = field(default_factory=frozenset)  # earlier batches that will be computed, too
 
     def __contains__(self, batch: int) -> bool:
         return batch >= self.start or batch in self.before

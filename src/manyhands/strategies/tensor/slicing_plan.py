@@ -59,10 +59,8 @@ class Slicing:
     """Number of units that are never cut, such as the heads of an attention; 0: single features."""
     fused: int = 1
     """How many outputs of equal size are concatenated in the layer's output, such as query, key and value."""
-    scatter: bool = False
-    """For a layer sliced by rows: whether its input is the whole image."""
-    gather: bool = False
-    """Whether the output is gathered right away."""
+    scatter: bool = False  # for a layer sliced by rows: whether its input is the whole image
+    gather: bool = False  # whether the output is gathered right away
     channels: bool = False
     """For a layer inside sliced work: whether its input is sliced by channels rather than by features."""
 

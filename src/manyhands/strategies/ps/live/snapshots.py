@@ -3,7 +3,7 @@
     RUN/shards/0/step-00000040/…      shard 0 as it was at version 40
     RUN/shards/1/step-00000040/…
 
-A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run goes on
+A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run continues
 from the newest version that every shard has, and nothing is applied twice. A shard that went back has fewer updates
 than the others from then on: they keep what it has not reached yet.
 """
@@ -33,13 +33,10 @@ _LENGTH = struct.Struct("<Q")
 
 def pack_install(state: ShardState, held: Mapping[tuple[int, int], Tensor]) -> list[Any]:
     """A store's state and the gradients held for the shard, as buffers to be sent in order."""
-    tree = {
-        "model": state.model,
-        "optimizer": state.optimizer,
-        "batches": state.batches,
-        "held": [[slot, clock, buffer] for (slot, clock), buffer in held.items()],
-    }
-    tensors, meta = flatten(tree)
+    waiting = [[slot, clock, buffer] for (slot, clock), buffer in held.items()]
+    tensors, meta = flatten(
+        {"model": state.model, "optimizer": state.optimizer, "batches": state.batches, "held": waiting}
+    )
     text = json.dumps(meta).encode()
     body = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
     return [_LENGTH.pack(len(text)), text, body]
@@ -66,11 +63,8 @@ class ShardSnapshot:
 
     version: int
     state: ShardState
-    held: dict[tuple[int, int], Tensor]
-    """Gradients that wait for their group, by slot and clock."""
-
-    core: str
-    """The replica's state, as JSON."""
+    held: dict[tuple[int, int], Tensor]  # gradients that wait for their group, by slot and clock
+    core: str  # the replica's state, as JSON
 
 
 class ShardSnapshots:
@@ -78,8 +72,7 @@ class ShardSnapshots:
 
     def __init__(self, run_path: Path | None, shards: int, keep: int = 1) -> None:
         self._folder = run_path / "shards" if run_path is not None else None
-        self._shards = shards
-        self._keep = keep
+        self._shards, self._keep = shards, keep
 
     @property
     def kept(self) -> bool:
@@ -129,11 +122,8 @@ class ShardSnapshots:
 
     def newest_whole(self) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of the newest version that all of them have undamaged; None where there is none."""
-        for version in sorted(self._common(), reverse=True):
-            found = self.at([version] * self._shards)
-            if found is not None:
-                return found
-        return None
+        found = (self.at([version] * self._shards) for version in sorted(self._common(), reverse=True))
+        return next((snapshots for snapshots in found if snapshots is not None), None)
 
     def at(self, versions: Sequence[int]) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of its own version, in order; None where one is missing or damaged."""
