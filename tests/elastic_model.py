@@ -18,8 +18,7 @@ from manyhands.errors import UserError
 from manyhands.foresight.simulate import draw_storm
 from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes
 from manyhands.places.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
-from manyhands.strategies.allreduce.elastic.elastic_messages import (
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
     Abort,
     ArrivedInEpoch,
     Ask,
@@ -27,6 +26,8 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Depart,
     Dismiss,
     Done,
+    ElasticMembership,
+    ElasticPlan,
     EpochView,
     GatherEpoch,
     LeaveEpoch,
@@ -34,7 +35,7 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     MemberReady,
     RunOver,
 )
-from manyhands.strategies.allreduce.elastic.epoch_collective import StepChannel
+from manyhands.strategies.allreduce.elastic.exchange import StepChannel
 from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
 Trained = list[tuple[int, tuple[int, ...]]]

@@ -80,8 +80,8 @@ def test_workers_come_and_go_and_the_weights_are_those_of_one_process(tmp_path: 
     assert counted["changes"] == 8
     assert counted["steps_computed_twice"] <= 3
     assert len(run.summary["recoveries"]) == 3
-    report = [event["sentence"] for event in members.events() if event["event"] == "recovered"]
-    assert all("go on after step" in sentence for sentence in report)
+    sentences = [event["sentence"] for event in members.events() if event["event"] == "recovered"]
+    assert all("continue after step" in sentence for sentence in sentences)
     assert run.summary["samples"] == sum(min(13, 45 - 13 * (k % 4)) for k in range(steps))
 
 

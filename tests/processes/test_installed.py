@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,24 @@ def test_the_installed_program_trains(installed: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (folder / "run" / "report.html").is_file()
+
+
+def test_the_commands_of_the_readme_run_in_their_order_in_an_empty_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    (block,) = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in block.splitlines()]
+    assert len(commands) > 5
+    for command in commands:
+        assert command[0] == "manyhands", "what the package installs"
+        done = _run(installed / "bin" / "manyhands", *command[1:], folder=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    script = tmp_path / "ten_lines.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    done = _run(installed / "bin" / "python", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Path, tmp_path: Path) -> None:

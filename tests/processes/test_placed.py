@@ -22,7 +22,7 @@ from hosts import Hosts, two_hosts
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.collectives.collective import gradient_layouts
 from manyhands.workloads.tasks import TASKS
 from placed_script import EQUAL, STEPS, digest, model, options, task
 

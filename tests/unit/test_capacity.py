@@ -20,7 +20,6 @@ from manyhands.engine.session import check_capacity_for
 from manyhands.errors import Overload
 from manyhands.interop.own_loop.launch_script import launch
 from manyhands.lab.bench import allreduce as bench_allreduce
-from manyhands.lab.bench import backend as bench_backend
 from manyhands.lab.bench import step as bench_step
 from manyhands.lab.compare.run_comparison import CompareSettings, compare
 from manyhands.places.local.capacity import (
@@ -254,7 +253,7 @@ def test_every_other_way_in_refuses_too(tmp_path: Path) -> None:
         "logreg": lambda: train_logreg(rows, strategy="hogwild hands=processes", workers=TOO_MANY),
         "logreg ps": lambda: train_logreg(rows, strategy="ps", workers=TOO_MANY),
         "bench allreduce": lambda: bench_allreduce.run_bench(TOO_MANY),
-        "bench backend": lambda: bench_backend.run_bench(TOO_MANY),
+        "bench backend": lambda: bench_allreduce.run_backend_bench(TOO_MANY),
         "bench step": lambda: bench_step.run_bench(TOO_MANY),
     }
     for name, way in ways.items():

@@ -12,9 +12,12 @@ from manyhands.engine.exchange import LocalStep
 from manyhands.errors import UserError
 from manyhands.observe.analyse.summary_facts import codec_words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.codec_choice import CodecChooser
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import (
+    CodecChooser,
+    ScheduleCollective,
+    carrier,
+)
 from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategy import Strategy
 from manyhands.transport.link.simulated_network import SimulatedNetwork

@@ -191,7 +191,6 @@ def _train_default(name: str) -> str:
 
 
 DEFAULTS = {
-    ("README.md", "direct"): lambda: mh.AllReduce().algorithm,
     ("choosing.md", "mirrored"): lambda: _train_default("strategy"),
     ("codecs.md", "raw"): lambda: mh.AllReduce().codec,
     ("gbdt.md", "data"): lambda: GbdtOptions().parallel,

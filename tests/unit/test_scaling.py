@@ -103,7 +103,7 @@ def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
     assert curve.points[-1].amdahl == pytest.approx(amdahl_speedup(0.25, 8))
     report = " ".join(scaling_sentences(curve))
     assert "The knee is at 2 workers" in report
-    assert "going on to 4 brings less than half" in report
+    assert "4 bring less than half" in report
     assert "This machine has 2 cores; more workers than that take turns on them." in report
 
 

@@ -238,7 +238,7 @@ def test_runs_go_on_at_once_on_cores_of_their_own_and_never_more_than_there_are(
     found = plan(rate=("0.1", "0.2", "0.3", "0.4"), nap=("0.2",))
     open_sweep(tmp_path / "s", found, resume=False)
     seen: list[SweepProgress] = []
-    rows = run_sweep(found, tmp_path / "s", launch, cores=[3, 5], tell=seen.append)
+    rows = run_sweep(found, tmp_path / "s", launch, cores=[3, 5], on_progress=seen.append)
     assert [one.final["accuracy"] for one in rows] == [0.1, 0.2, 0.3, 0.4]
     assert max(one.running for one in seen) == 2
     assert seen[-1].done == seen[-1].trials == 4
@@ -253,7 +253,7 @@ def test_one_job_at_a_time_where_that_is_asked_for(tmp_path: Path) -> None:
     found = plan(rate=("0.1", "0.2"))
     open_sweep(tmp_path / "s", found, resume=False)
     seen: list[SweepProgress] = []
-    run_sweep(found, tmp_path / "s", launch, cores=[0, 1, 2], jobs=1, tell=seen.append)
+    run_sweep(found, tmp_path / "s", launch, cores=[0, 1, 2], jobs=1, on_progress=seen.append)
     assert max(one.running for one in seen) == 1
 
 
@@ -273,7 +273,7 @@ def test_a_cut_sweep_leaves_no_process_and_goes_on_with_what_is_missing(tmp_path
 
     before = set(_children())
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(found, out, launch, cores=[0], tell=cut)
+        run_sweep(found, out, launch, cores=[0], on_progress=cut)
     assert set(_children()) <= before
     kept = (out / "runs" / "0001" / "note.json").read_bytes()
     assert [one.done for one in sweep_rows(found, out)] == [True, False, False]

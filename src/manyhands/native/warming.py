@@ -48,7 +48,7 @@ JOBS: Mapping[str, CompileJob] = {
     "waiting": CompileJob(("manyhands.native.waiting",)),
     "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
     "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
-    "group": CompileJob(("manyhands.native.group.group_calls",), after="waiting"),
+    "group": CompileJob(("manyhands.native.group.shared_group",), after="waiting"),
     "records": CompileJob(
         (
             "manyhands.observe.record.event_ring:warm",

@@ -49,7 +49,6 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
-
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
@@ -99,7 +98,6 @@ class AllReduce(Strategy):
         self._check_helpers()
 
     def _check_helpers(self) -> None:
-        """UserError for settings that make no sense with helpers."""
         if self.helpers < 0:
             raise UserError(f"helpers={self.helpers} must not be negative; 0 means none")
         if not self.helpers:
@@ -214,7 +212,6 @@ class AllReduce(Strategy):
         return replace(self, algorithm="hierarchical", group=len(hosts[0]))
 
     def advice(self, workers: int, *, sparse: bool) -> str:
-        """With two workers there is nothing that helpers could take off their links."""
         if self.helpers and workers == 2:
             return (
                 f"helpers={self.helpers}: each of two workers sends its gradient once, with or without helpers; they "

@@ -31,8 +31,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import broadcast, total
+from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_updates import (
     ClientAssignment,

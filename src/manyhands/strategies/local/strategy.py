@@ -46,7 +46,6 @@ class Local(Strategy):
     word: ClassVar[str] = "local"
     about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
     truth: ClassVar[Truth] = Truth.EVERYONE
-
     steps: float = setting(8, _read_steps)
     """How many steps of its own a worker takes between two averages."""
     first: int = setting(0, integer)

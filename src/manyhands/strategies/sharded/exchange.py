@@ -122,7 +122,6 @@ class ShardedExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward of this worker's part; layers are gathered as they are needed."""
         self._flow.begin("training")
         with self._need_visits().watching():
             return super().compute(computer, model, step)
@@ -130,13 +129,11 @@ class ShardedExchange(Exchange):
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
-        """Collective: each worker evaluates its part of the batches, or all; layers are gathered as needed."""
         self._flow.begin("evaluation")
         with self._need_visits().watching():
             return super().evaluate(computer, model, alike=alike)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward of this worker's weighted loss; a layer's gradients are sent as soon as they are complete."""
         self._flow.backward()
         (loss * share).backward()  # type: ignore[no-untyped-call]
         for pieces in self._pieces:
@@ -190,7 +187,6 @@ class ShardedExchange(Exchange):
         return self._run(lambda: self._group.all_reduce(values))
 
     def _take_times(self) -> Times:
-        """How long exchanges blocked this worker, and for whom it waited at their end."""
         waited, self._waited_ns = self._waited_ns, 0
         waits, self._unit_rounds.waits = self._unit_rounds.waits, {}
         return Times(exchange_ns=waited, wait_ns=waits, posts=self._group.take_traffic())
@@ -244,7 +240,6 @@ class ShardedExchange(Exchange):
             self._waited_ns += time.monotonic_ns() - begin
 
     def _run(self, work: Callable[[], Result]) -> Result:
-        """Run collective work over the links, after all earlier requests."""
         return self._wait_for(self._thread.submit(work))
 
     def _meet(self) -> None:

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from manyhands.engine.reporting import WorkerNote
 from manyhands.errors import Aborted, PeerTimeout
 from manyhands.places.external.send_queue import Wakeup
-from manyhands.places.local.control import Context
-from manyhands.places.local.notes import TypedNotes
-from manyhands.strategies.allreduce.elastic.elastic_messages import (
+from manyhands.places.local.control import Context, TypedNotes
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
     ArrivedInEpoch,
     Depart,
     Done,
@@ -47,7 +46,10 @@ class ListeningContext(Context, Protocol):
 
 
 class MemberLine:
-    """One member's end, the only reader of its context's messages; `close` is idempotent."""
+    """One member's end, the only reader of its context's messages; `close` is idempotent.
+
+    `early` holds messages that the launcher has sent before.
+    """
 
     def __init__(
         self,
@@ -56,10 +58,7 @@ class MemberLine:
         timeout_s: float,
         early: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`early` holds messages that the launcher has sent before."""
-        self.member = member
-        self._context = context
-        self._timeout_s = timeout_s
+        self.member, self._context, self._timeout_s = member, context, timeout_s
         self._views: list[EpochView] = []
         self._gather = self._leave = 0
         self._departs = self._ends_soon = self._closed = False
@@ -73,12 +72,10 @@ class MemberLine:
         self._thread.start()
 
     def tell(self, report: Any) -> None:
-        """Send a message to the launcher."""
         self._context.send(REPORTS.write(report))
 
     @property
     def departs(self) -> bool:
-        """Whether the launcher has dismissed this member."""
         self._require_whole()
         return self._departs
 
@@ -88,11 +85,9 @@ class MemberLine:
         return self._ends_soon or self._context.stopping
 
     def is_asked(self, epoch: int) -> bool:
-        """Whether the members of this epoch are to gather before the next step."""
         return self._gather == epoch
 
     def must_leave(self, epoch: int) -> bool:
-        """Whether a member of this epoch is lost."""
         self._require_whole()
         return self._leave >= epoch
 
@@ -134,7 +129,6 @@ class MemberLine:
                 self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
-        """Stop the listener thread."""
         if not self._closed:
             self._closed = True
             self._wakeup.ring()
