@@ -73,7 +73,7 @@ class TaskStore(Store):
     def read(self) -> _Read:
         """Return a copy of the values, shared by all readers of this version."""
         if self._read is None:
-            self._read = _Read(self.store.memory.clone(), self.version)
+            self._read = _Read(self.store.values.memory.clone(), self.version)
         return self._read
 
     def state(self) -> tuple[ShardState, int]:
