@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from manyhands.engine.chain import chain_of
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
-from manyhands.strategies.tensor.find_plan import find_plan
 from manyhands.strategies.tensor.lazy_tensor import LazyWhole
 from manyhands.strategies.tensor.moves import SliceState
 from manyhands.strategies.tensor.slicing import slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing, parts_of
+from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan, parts_of
 from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer
 from sliced import EXACT, hold_against_the_whole, together

@@ -31,19 +31,17 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.pipeline.borders import Passed, StageBorders
 from manyhands.strategies.pipeline.cuts import part_bytes, planned
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.split import Holding, holding_of, layer_costs, require_own_statistics
-from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_messages import Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import WaveStage
-from manyhands.strategies.tensor.find_plan import find_plan
 from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing
+from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
 __all__ = ["PipelineExchange"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.borders import ChainPart
 from manyhands.strategies.pipeline.cuts import LayerCost, parts_of
+from manyhands.strategies.pipeline.stage_messages import ChainPart
 
 __all__ = ["Holding", "holding_of", "layer_costs", "require_own_statistics"]
 

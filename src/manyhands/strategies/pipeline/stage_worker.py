@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from manyhands.strategies.pipeline.borders import ChainPart, StageBorders
 from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
+from manyhands.strategies.pipeline.stage_messages import ChainPart, StageBorders
 
 __all__ = ["PipelineStage"]
 

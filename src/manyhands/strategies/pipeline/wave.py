@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from manyhands.data.batches import split
 from manyhands.engine.chain import OverTime, State
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.borders import StageBorders
 from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
+from manyhands.strategies.pipeline.stage_messages import StageBorders
 
 __all__ = ["WaveStage", "check_over_time"]
 

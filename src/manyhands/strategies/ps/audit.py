@@ -2,7 +2,7 @@
 missing.
 
 `audit` is a pure function of parsed rows. It checks, in this order: the logs of all servers that kept a shard
-against each other (`audit_story`), each shard's log against the rules of its policy (`audit_shard`), the shards
+against each other, and each shard's log against the rules of its policy (`audit_shard`), the shards
 against each other and against what the workers recorded, and all of that against the length of the run and its
 summary (here). It depends on the policy only, not on the code that wrote the records.
 """
@@ -17,7 +17,6 @@ from itertools import count
 
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit_shard import Fate, ShardAuditor, ShardSummary, Violation
-from manyhands.strategies.ps.audit_story import tell
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, UpdateRow
 from manyhands.strategies.ps.update_files import ComputedRow
 
@@ -95,7 +94,7 @@ def audit(
     shards = {}
     for shard, kept in files.items():
         shards[shard] = ShardAuditor(shard, policy, range(evidence.begun, steps), restores=restores)
-        shards[shard].read(tell(kept), evidence.share)
+        shards[shard].read(kept, evidence.share)
     run = _RunAuditor(shards, policy, steps, evidence, restores > 0)
     run.check()
     return Audit(

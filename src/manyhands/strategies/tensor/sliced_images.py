@@ -57,7 +57,6 @@ class OutputChannels(SlicedModule, _ConvNd):
         if self.sliced.how.leaves_sliced:
             self.port.state.enter(x)
         weight, bias = self.part("weight"), self.part("bias")
-        assert weight is not None, "a convolution has a weight"
         y: Tensor = self._conv_forward(copied(x, self.port), weight, bias)
         return gathered(y, self.port, dim, self.sizes("weight")) if self.sliced.how.gather else y
 
@@ -73,7 +72,6 @@ class InputChannels(SlicedModule, _ConvNd):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.part("weight"), self.part("bias")
-        assert weight is not None, "a convolution has a weight"
         self.expect(x, -len(self.kernel_size) - 1, weight.shape[1], "channels")
         y = summed(self._conv_forward(x, weight, None), self.port)
         self.port.state.leave(x)

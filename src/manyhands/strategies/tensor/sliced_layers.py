@@ -55,7 +55,8 @@ class SlicedModule(nn.Module):
     def port(self) -> Port:
         return self.sliced.port
 
-    def part(self, name: str) -> Tensor | None:
+    def part(self, name: str) -> Any:
+        """This slice's part of a parameter; None for a bias that the layer does not have."""
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
@@ -112,7 +113,6 @@ class ColumnLinear(SlicedModule, nn.Linear):
         if self.sliced.how.leaves_sliced:
             self.port.state.enter(x)
         weight = self.part("weight")
-        assert weight is not None, "a linear layer has a weight"
         y = F.linear(copied(x, self.port), weight, self.part("bias"))
         return gathered(y, self.port, -1, self.sizes("weight")) if self.sliced.how.gather else y
 
@@ -136,7 +136,6 @@ class RowLinear(SlicedModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.part("weight")
-        assert weight is not None, "a linear layer has a weight"
         self.expect(x, -1, weight.shape[1], "features")
         y = summed(F.linear(x, weight), self.port)
         self.port.state.leave(x)
@@ -156,7 +155,6 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight, cut = self.part("weight"), self.sliced.cuts["weight"][self.port.index]
-        assert weight is not None, "an embedding has a weight"
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
             raise IndexError(f"module {self.port.name!r}: a token is outside 0..{self.num_embeddings - 1}")
         mine = (tokens >= cut.begin) & (tokens < cut.end)
@@ -227,7 +225,6 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         elif not self.batch_first:
             inputs = [one.transpose(0, 1) for one in inputs]
         weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
-        assert weight is not None, "one projection for all three"
         q, k, v = (
             F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
             for one, part, its_bias in zip(

@@ -11,11 +11,10 @@ from torch import nn
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut
-from manyhands.strategies.tensor.find_plan import find_plan
 from manyhands.strategies.tensor.moves import LayerTraffic, Port, SliceState
 from manyhands.strategies.tensor.sliced_images import KINDS, why_not
 from manyhands.strategies.tensor.sliced_layers import LayerSlice, SlicedModule
-from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing
+from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing, find_plan
 
 __all__ = ["Sliced", "check_plan", "slice_modules"]
 
