@@ -37,7 +37,12 @@ class CentralParameters:
 
     def __init__(self, group: SharedGroup, model: nn.Module, layouts: Sequence[BucketLayout]) -> None:
         named = list(model.named_parameters())
-        _require_movable(named)
+        for name, parameter in named:
+            if parameter.device.type not in ("cpu", "cuda"):
+                raise UserError(
+                    f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda"
+                )
+        require_apart(named)
         self._parameters = [parameter for _, parameter in named]
         self._segment: Segment | None = None
         places, num_bytes = _lay_out(self._parameters, layouts)
@@ -86,13 +91,6 @@ def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]
     frozen, end = side_by_side((one.nbytes for one in parameters if not one.requires_grad), CACHE_LINE, end)
     trained, kept = iter(sorted(by_slot)), iter(frozen)
     return [by_slot[next(trained)] if one.requires_grad else next(kept) for one in parameters], end
-
-
-def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in named:
-        if parameter.device.type not in ("cpu", "cuda"):
-            raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")
-    require_apart(named)
 
 
 # Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.

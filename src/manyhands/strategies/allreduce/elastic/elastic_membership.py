@@ -1,4 +1,4 @@
-"""Messages between the workers of an elastic run and its launcher, and the launcher's decisions: frozen values.
+"""Who takes part in an elastic all-reduce: messages between workers and launcher, and the launcher's pure decisions.
 
 A **member** is one process; its number is never reused. A **slot** is the place of a worker, such as `worker 2`,
 independent of the process that fills it. An **epoch** is a set of members that exchange only with each other, in
@@ -200,9 +200,7 @@ class RunOver:
 ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | Fail | RunOver
 
 
-# Who takes part in an elastic all-reduce: the launcher's decisions, as a pure state machine.
-#
-# `handle(event)` returns the actions to take. The rules:
+# `ElasticMembership.handle(event)` returns the actions to take. The rules:
 #
 # - The first epoch begins when every requested worker is ready; all begin with the state of rank 0.
 # - A member of the epoch **dies**: every wait in the epoch is ended, and every other member reports its progress. The
@@ -290,7 +288,14 @@ class ElasticMembership(Membership):
                 member.state, self._left[member.number] = MemberState.PAUSED, event
                 return self._change()
             case Done():
-                return self._end()
+                # Members that are still starting are killed: they would delay the end.
+                self._ended = True
+                waiting = [member.number for member in self._in_state(MemberState.READY)]
+                return [
+                    RunOver(),
+                    *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
+                    *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
+                ]
             case MemberSilent():
                 # Killed first, so that a paused process never writes into memory that others use.
                 return [KillMember(member=member.number)]
@@ -417,16 +422,6 @@ class ElasticMembership(Membership):
         self.view = EpochView(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
         self._phase = _Phase.AT_WORK
         return [BeginEpoch(view=self.view), *self._ask()]
-
-    def _end(self) -> list[ElasticAction]:
-        """Dismiss members of the view and ready ones; kill those still starting, which would delay the end."""
-        self._ended = True
-        waiting = [member.number for member in self._in_state(MemberState.READY)]
-        return [
-            RunOver(),
-            *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
-            *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
-        ]
 
     def _is_retiring(self, member: RunMember) -> bool:
         slot = self._slot_of(member)

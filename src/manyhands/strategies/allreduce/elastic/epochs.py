@@ -76,7 +76,7 @@ _PACKET_BYTES = 64 * 2**10
 
 
 class Epoch(ABC):
-    """One member's end of one epoch; a wait for a lost member raises `epoch_collective.LOST`."""
+    """One member's end of one epoch; a wait for a lost member raises `exchange.LOST`."""
 
     @abstractmethod
     def hand_over(self, state: Mapping[str, Any] | None) -> None:
@@ -104,7 +104,7 @@ class Epochs(ABC):
 
     @abstractmethod
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Collective: enter this epoch; raises `epoch_collective.LOST` if a member is lost before all are in."""
+        """Collective: enter this epoch; raises `exchange.LOST` if a member is lost before all are in."""
 
     @abstractmethod
     def close(self) -> None:
