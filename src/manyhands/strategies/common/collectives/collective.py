@@ -1,7 +1,7 @@
 """Gradients of one model, summed over workers while backward is still running.
 
 A `Reducer` fills buckets and launches them in order; a `Collective` makes each the sum over all workers: in place in
-shared memory (`SharedCollective`), by a schedule over links (`schedule_collective.py`), or by torch (`allreduce/gpu_sums.py`).
+shared memory (`SharedCollective`), by a schedule over links (`schedule_collective.py`), or by torch on GPUs.
 
 The algorithm of DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020): buckets in reverse registration order, launched in order as they fill. A gradient moves into its
