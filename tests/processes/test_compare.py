@@ -39,7 +39,7 @@ def test_strategies_side_by_side(
     assert (report, heading) == ("report  both/report.html", "next")
     fastest = explain.split()[2]
     assert (tmp_path / fastest / "summary.json").exists()
-    assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["watch", fastest])
+    assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["show", fastest])
     assert scaling.split()[:3] == ["manyhands", "scaling", "digits"]
     assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
     assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"
@@ -193,6 +193,9 @@ def test_densities_are_compared_on_examples_made_for_it(
     assert all(0 < row["loss"] < 0.7 for row in found["rows"])
     assert (out / "report.html").exists()
     assert "manyhands train logreg --strategy hogwild --no-bias --train" in printed.out
-    for words, part in ((["--density", "x"], "'x' is no number"), (["--density", "2"], "density=2 must be")):
+    for words, part in (
+        (["--density", "x"], "'x' is not a number"),
+        (["--density", "2"], "density=2 must be"),
+    ):
         assert run_command(monkeypatch, "compare", "sparse", *words, "--out", tmp_path / "none") == 2
         assert part in capfd.readouterr().err

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from manyhands.cli.command_options import (
     AllowOverload,
+    command_group,
     from_options,
     json_option,
     option,
@@ -22,7 +21,7 @@ from manyhands.strategy import parse_size
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(no_args_is_help=True)
+bench_app = command_group()
 
 
 @dataclass(frozen=True, kw_only=True)

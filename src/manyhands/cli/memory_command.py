@@ -11,7 +11,7 @@ from rich.table import Table
 
 from manyhands.cli.command_options import json_option, option, task_commands, write_json
 from manyhands.cli.runs import status_line
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.strategy import check_count
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
@@ -63,7 +63,7 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         out.width = 120
     out.print(
         f"{entry.name}: parameters {format_bytes(model.parameters)}, gradients {format_bytes(model.gradients)}, "
-        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {workers} workers"
+        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {num_of(workers, 'worker')}"
     )
     out.print(_table(rows), highlight=True)
     for text, one in rows:

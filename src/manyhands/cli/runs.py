@@ -76,7 +76,7 @@ def live_page(
     from manyhands.observe.analyse.follow import ComingRun
     from manyhands.serving.hosting import LOOPBACK
 
-    farewell = f"The run has ended; manyhands watch {out} opens this page again."
+    farewell = f"The run has ended; manyhands show {out} opens this page again."
     return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, asked.dashboard_port, farewell)
 
 

@@ -65,7 +65,7 @@ def parse_seconds(option: str, text: str) -> float:
     """The seconds that `1.5ms` stands for; UserError names the option and what is allowed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(s|ms|us|µs)", text.strip().lower())
     if match is None:
-        raise UserError(f"{option} {text!r} is no time; write it as 2s, 10ms or 50us")
+        raise UserError(f"{option} {text!r} is not a time; write it as 2s, 10ms or 50us")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -112,8 +112,8 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Si
     end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
         where_the_time_goes=("explain", out),
-        who_waits_for_whom=("timeline", out, "--format", "svg"),
-        the_page_of_the_run=("watch", out),
+        who_waits_for_whom=("show", out, "--as", "svg"),
+        the_page_of_the_run=("show", out),
         the_recorded_order_again=("replay", out),
     )
 

@@ -159,7 +159,7 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
         best = ranked[0].trial
         print_next(
             the_best_run_for_longer=("train", plan.task, *best.words()),
-            its_page=("watch", out / "runs" / best.folder),
+            its_page=("show", out / "runs" / best.folder),
         )
 
 

@@ -40,7 +40,7 @@ from manyhands.cli.runs import (
     print_rows,
     start_own_workers,
 )
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -50,9 +50,9 @@ from manyhands.workloads.task_options import chosen
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
+    from manyhands.engine.training import Keeping
     from manyhands.task import Task
 
 __all__ = ["end_run", "task_table", "train_app"]
@@ -143,7 +143,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
     if run.path is not None:
         print_next(
             where_the_time_goes=("explain", out),
-            the_page_of_the_run=("watch", out),
+            the_page_of_the_run=("show", out),
             the_model_over_HTTP=("serve", out),
         )
 
@@ -206,8 +206,9 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
 def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> None:
     out = Console(highlight=False)
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    workers, steps = num_of(summary["workers"], "worker"), num_of(summary["steps"], "step")
     out.print(
-        f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers · {summary['steps']} steps in "
+        f"{summary['task']} · {summary['strategy']} · {workers} · {steps} in "
         f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s"
     )
     out.print(f"final  {final}")
@@ -282,8 +283,8 @@ def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], aske
 def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
     """Where the run is kept; UserError where it cannot be, before anything is read."""
     from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
+    from manyhands.engine.training import Keeping
 
     if asked.resume:
         RunDirectory.open(out, lock=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
+from manyhands.errors import num_of
 from manyhands.observe.analyse.serving_view import ServingView
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, histogram, line_chart
@@ -15,7 +16,7 @@ __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_tit
 
 
 def serving_title(view: ServingView) -> str:
-    return f"{view.task} · served by {view.wanted} workers"
+    return f"{view.task} · served by {num_of(view.wanted, 'worker')}"
 
 
 def serving_report(view: ServingView) -> str:
