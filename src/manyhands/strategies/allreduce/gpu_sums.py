@@ -118,14 +118,10 @@ SUMS: Final = "sums"
 class GpuSeat:
     """Where one worker computes, as it announces this to the others."""
 
-    host: str
-    """The identity of the worker's host."""
-    gpu: str
-    """The UUID of the worker's GPU, unique across hosts; empty if the worker computes on the CPU."""
-    nccl: str
-    """The worker's NCCL version; empty if its torch has none."""
-    nccl_host: str = ""
-    """The host identity that NCCL uses, if NCCL_HOSTID sets one."""
+    host: str  # the identity of the worker's host
+    gpu: str  # the UUID of the worker's GPU, unique across hosts; empty if the worker computes on the CPU
+    nccl: str  # the worker's NCCL version; empty if its torch has none
+    nccl_host: str = ""  # the host identity that NCCL uses, if NCCL_HOSTID sets one
 
     def to_text(self) -> str:
         return json.dumps([self.host, self.gpu, self.nccl, self.nccl_host])

@@ -55,8 +55,7 @@ class CentralParameters:
             for view, parameter in zip(views, self._parameters, strict=True):
                 view.copy_(parameter.detach())
         group.barrier()
-        self.shared = views
-        """The shared copy of every parameter, in the order of the model."""
+        self.shared = views  # the shared copy of every parameter, in the order of the model
         self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._parameters)
         if self._on_gpu:
             self.refresh()
@@ -110,8 +109,7 @@ def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]
 class Ownership:
     """A partition of all parameters; every item belongs to exactly one worker."""
 
-    layouts: tuple[BucketLayout, ...]
-    """The buckets, with slots possibly reordered."""
+    layouts: tuple[BucketLayout, ...]  # the buckets, with slots possibly reordered
     ranges: tuple[tuple[range, ...], ...]
     """By bucket and worker: the items of the bucket that the worker owns."""
     pieces: tuple[tuple[Piece, ...], ...]
@@ -180,8 +178,7 @@ class Carrier:
     """Memory that every worker of a host maps: one part each, read by the others between two barriers."""
 
     rank: int
-    parts: Sequence[Tensor]
-    """The parts as bytes, equally many for each worker, and at least 8."""
+    parts: Sequence[Tensor]  # the parts as bytes, equally many for each worker, and at least 8
     barrier: Callable[[], None]
 
     def sizes(self, num_bytes: int) -> list[int]:

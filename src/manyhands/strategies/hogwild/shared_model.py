@@ -38,8 +38,7 @@ class SharedStateSlot:
     parameter: nn.Parameter
     views: dict[str, Tensor | None]
     ready: Counter
-    adopted: bool = False
-    """Whether this worker's optimizer uses the views."""
+    adopted: bool = False  # whether this worker's optimizer uses the views
 
 
 class SharedModel:

@@ -62,7 +62,7 @@ class LocalExchange(Exchange):
 
     hooks: Replica | None = None
     _optimizer: Optimizer
-    when_broken = "the others went on to the next average, and no replica was averaged with its"
+    when_broken = "the others continued to the next average, and no replica was averaged with its"
 
     def __init__(
         self,
@@ -270,8 +270,7 @@ _SMALLEST_STATUS = 64
 class _Held:
     """One tensor: a parameter, or, if `state` is set, a tensor that the optimizer keeps for it."""
 
-    number: int
-    """The parameter's number among the trainable ones."""
+    number: int  # the parameter's number among the trainable ones
     state: str | None
     shape: torch.Size
     dtype: torch.dtype
@@ -294,8 +293,7 @@ class _Place:
 class Replica:
     """One worker's replica, from construction (collective) to `close`; the hooks of its gradients."""
 
-    weight = 1.0
-    """Of no effect: each worker steps with the mean over its own part."""
+    weight = 1.0  # of no effect: each worker steps with the mean over its own part
 
     def __init__(
         self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
@@ -322,8 +320,7 @@ class Replica:
             for number, (layout, _) in enumerate(layouts)
             for place in _places(held, layout, self._buckets[number], self._before.get(number))
         ]
-        self.on_next_gradient: Callable[[], None] | None = None
-        """Called once, at the next gradient."""
+        self.on_next_gradient: Callable[[], None] | None = None  # called once, at the next gradient
         self._tap = GradientTap(self.parameters, self._note)
 
     def broadcast(self) -> None:

@@ -296,12 +296,10 @@ class KeptPieces:
             for flat, ranges in zip(memory.flats, self._ranges, strict=True)
         ]
         self.sums: list[Tensor] = []
-        self.coming: list[Tensor] = []
-        """Gradients of the layer's backward, which were not handed on."""
+        self.coming: list[Tensor] = []  # gradients of the layer's backward, which were not handed on
         self._outgoing: list[Tensor] = []
         self._views: dict[int, Tensor] = {}
-        self.reached: set[int] = set()
-        """The parameters that had a gradient here in this step."""
+        self.reached: set[int] = set()  # the parameters that had a gradient here in this step
         self._missing = set(self.unit.trained)
 
     def deal_out(self) -> None:

@@ -53,12 +53,9 @@ class EpochSeat:
 
     slot: int
     member: int
-    fresh: bool = False
-    """Whether the member has no state yet and takes that of the donor."""
-    host: str = ""
-    """The identity of the member's host; empty if all are on one host."""
-    address: str = ""
-    """The `host:port` at which it accepts members of higher rank; empty if all share memory."""
+    fresh: bool = False  # whether the member has no state yet and takes that of the donor
+    host: str = ""  # the identity of the member's host; empty if all are on one host
+    address: str = ""  # the `host:port` at which it accepts members of higher rank; empty if all share memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +85,7 @@ class MemberReady:
     """A new member has started and waits for an epoch with a seat for it."""
 
     member: int
-    host: str = ""
-    """As in `EpochSeat`."""
+    host: str = ""  # as in `EpochSeat`
     address: str = ""
 
 
@@ -108,16 +104,12 @@ class LeftEpoch:
 
     member: int
     epoch: int
-    passed: int
-    """How many exchanges of the epoch the member knows to be complete."""
-    step: int
-    """The number of steps that the member has taken."""
+    passed: int  # how many exchanges of the epoch the member knows to be complete
+    step: int  # the number of steps that the member has taken
     at_border: bool
     """Whether its next action is a step; otherwise a collective action between two steps, or nothing more."""
-    began: bool = False
-    """Whether it had begun to compute a step that it has not taken."""
-    settled: bool = True
-    """Whether it has the state of the run."""
+    began: bool = False  # whether it had begun to compute a step that it has not taken
+    settled: bool = True  # whether it has the state of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +120,7 @@ class Done:
     epoch: int
     steps_done: int = 0
     samples: int = 0
-    seconds: float = 0.0
-    """The duration of training."""
+    seconds: float = 0.0  # the duration of training
     stopped_early: bool = False
 
 
@@ -250,12 +241,9 @@ class ElasticMembership(Membership):
         self._ready: dict[int, MemberReady] = {}  # by member
         self._left: dict[int, LeftEpoch] = {}  # by member: what it reported when it left the newest epoch
         self._has_state = False  # whether any member has ever had the state of the run
-        self.view = EpochView(epoch=0, seats=())
-        """The view of the newest epoch."""
-        self.changes = 0
-        """The number of members that were lost from an epoch, joined one or left it."""
-        self.redone = 0
-        """The number of steps that were begun and then computed again."""
+        self.view = EpochView(epoch=0, seats=())  # the view of the newest epoch
+        self.changes = 0  # the number of members that were lost from an epoch, joined one or left it
+        self.redone = 0  # the number of steps that were begun and then computed again
 
     def begin(self) -> list[ElasticAction]:
         return [self._start_worker(self._new_slot()) for _ in range(self._plan.workers)]

@@ -334,10 +334,8 @@ _BLAME_S: Final = 2 * SILENT_AFTER_S
 class Wiring:
     """How other members reach a member."""
 
-    address: str
-    """The address of this host as the others know it."""
-    token: bytes
-    """The secret of the run."""
+    address: str  # the address of this host as the others know it
+    token: bytes  # the secret of the run
     security: Security
 
 

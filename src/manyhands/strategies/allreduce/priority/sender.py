@@ -53,8 +53,7 @@ class Agreed:
     """What all workers know once all have closed a step."""
 
     shared: SharedStep
-    reached: tuple[bool, ...]
-    """By parameter: whether any worker's backward reached it."""
+    reached: tuple[bool, ...]  # by parameter: whether any worker's backward reached it
 
 
 @dataclass(slots=True)
@@ -351,8 +350,7 @@ class SlicedGradients:
         self._held = False
         self.weight = 1.0
         self.on_next_gradient: Callable[[], None] | None = None
-        self.step = 0
-        """The one that is computed."""
+        self.step = 0  # the one that is computed
         self.reached: list[bool] = []
         """By parameter: whether this worker's backward has reached it in this step."""
         self._missing: list[set[int]] = []
@@ -428,10 +426,8 @@ class SlicedGradients:
 class GradientSlice:
     """A part of a bucket that is summed as one unit."""
 
-    parcel: Parcel
-    """Which bytes of which bucket it is; a lower priority is more urgent."""
-    parameters: tuple[int, ...]
-    """The parameters with items in this slice."""
+    parcel: Parcel  # which bytes of which bucket it is; a lower priority is more urgent
+    parameters: tuple[int, ...]  # the parameters with items in this slice
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -451,18 +447,18 @@ def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[
     whole = layout.parcel(number)
     slots = [slot for slot in layout.slots if slot.count]
     ends = [*(slot.offset for slot in slots[1:]), layout.count][: len(slots)]
-    together: list[LayoutSlot] = []
+    slots_here: list[LayoutSlot] = []
     begin = 0
     for slot, end in zip(slots, ends, strict=True):
-        if together and end - begin > most:
-            yield _slice(whole, begin, slot.offset, together)
-            together, begin = [], slot.offset
-        together.append(slot)
+        if slots_here and end - begin > most:
+            yield _slice(whole, begin, slot.offset, slots_here)
+            slots_here, begin = [], slot.offset
+        slots_here.append(slot)
         while end - begin > most:
-            yield _slice(whole, begin, begin + most, together)
+            yield _slice(whole, begin, begin + most, slots_here)
             begin += most
     if layout.count > begin:
-        yield _slice(whole, begin, layout.count, together)
+        yield _slice(whole, begin, layout.count, slots_here)
 
 
 def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> GradientSlice:

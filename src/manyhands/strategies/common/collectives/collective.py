@@ -63,14 +63,10 @@ class Collective(ABC):
 
     rank: int
     world: int
-    wire: int = Wire.MEMORY
-    """What carries the buckets, and in which codec: the result of `wire_of`."""
-    codec: str = RAW
-    """The codec setting."""
-    step: int = 0
-    """Which step the launched buckets belong to; set it before `finish`."""
-    sums_rows: bool = False
-    """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
+    wire: int = Wire.MEMORY  # what carries the buckets, and in which codec: the result of `wire_of`
+    codec: str = RAW  # the codec setting
+    step: int = 0  # which step the launched buckets belong to; set it before `finish`
+    sums_rows: bool = False  # whether row-sparse gradients are summed as such; otherwise only dense ones are
     instead_of_rows: str = (
         "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
         "sparse=False"

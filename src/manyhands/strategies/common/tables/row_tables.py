@@ -156,8 +156,7 @@ class RowTable:
         self, name: str, values: Tensor, kind: type[Optimizer], placement: Placement, shard: int = 0
     ) -> None:
         self.name, self.values = name, values
-        self.state: State = {}
-        """By torch's names; what belongs to single items has the shape of `values`."""
+        self.state: State = {}  # by torch's names; what belongs to single items has the shape of `values`
         self._placement, self._shard = placement, shard
         self._rule = _RULES[kind]
 
@@ -366,8 +365,7 @@ class RowSets:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = _checked(capacity_bytes, "bytes")
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
-        self.nbytes = 0
-        """The size of all sets; never more than the capacity."""
+        self.nbytes = 0  # the size of all sets; never more than the capacity
 
     def __len__(self) -> int:
         return len(self._rows)
