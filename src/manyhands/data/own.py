@@ -57,12 +57,10 @@ class PerWorker(WorkerData):
             )
 
     def dealt(self, parts: int) -> PerWorker:
-        """There is nothing to check before a worker makes its own."""
         del parts
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """What the function makes."""
         made = self.make(part, parts)
         if isinstance(made, Iterator) or not isinstance(made, Iterable):
             raise UserError(
@@ -95,7 +93,7 @@ class Files(WorkerData):
     pattern: str
     """As `glob` has it; `**` stands for any folders between."""
     read: Callable[[Path], Iterable[Any]] = text_lines
-    """(path) -> samples; unless told, the lines of a text file, plain or gzip."""
+    """(path) -> samples; by default, the lines of a text file, plain or gzip."""
     paths: tuple[str, ...] = field(default=(), repr=False)
     """What was found where the value was made; give none."""
 
@@ -104,9 +102,7 @@ class Files(WorkerData):
             raise UserError(f"Files: pattern is {self.pattern!r}; it must be a string such as 'data/*.txt'")
         if not callable(self.read):
             raise UserError(f"Files: read is {self.read!r}; it must be a function (path) -> samples")
-        object.__setattr__(
-            self, "pattern", os.path.abspath(self.pattern)
-        )  # workers may run in another folder
+        object.__setattr__(self, "pattern", os.path.abspath(self.pattern))  # workers may run elsewhere
         if not self.is_local and not self.paths:
             object.__setattr__(self, "paths", _found(self.pattern, "there is no file"))
 
@@ -116,7 +112,6 @@ class Files(WorkerData):
         return "{rank}" in self.pattern
 
     def dealt(self, parts: int) -> Files:
-        """Each part needs at least one file."""
         if not self.is_local and len(self.paths) < parts:
             raise UserError(
                 f"Files: {self.pattern!r} matches {len(self.paths)} of the {parts} files that {parts} workers need, "
@@ -125,7 +120,6 @@ class Files(WorkerData):
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """The files of one part, one after another."""
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
             return _FileStream(_found(pattern, f"worker {part} finds no file"), self.read)
@@ -179,12 +173,10 @@ class RayShards(WorkerData):
         return RayShards(self.dataset, shards)
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """One shard's rows."""
         assert len(self.shards) == parts, "a dataset is dealt before it is read"
         return _Rows(self.shards[part])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its shards alone."""
         return RayShards, (None, self.shards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -38,9 +39,7 @@ class Parties:
         """Of one data set, of which `owners` names the party of each sample: the natural split by user."""
         samples, each = as_dataset(data, "data"), np.asarray(owners)
         if len(each) != len(samples):
-            raise UserError(
-                f"Parties.by: there are {len(samples)} samples and {len(each)} owners; give one each"
-            )
+            raise UserError(f"Parties.by: {len(samples)} samples have {len(each)} owners; give one each")
         named = sorted(set(each.tolist()), key=str)
         return cls({str(name): _Chosen(samples, np.flatnonzero(each == name)) for name in named})
 
@@ -64,12 +63,12 @@ class Parties:
         return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Chosen:
     """A subset of the samples of a data set."""
 
-    def __init__(self, samples: Any, indices: NDArray[np.int64]) -> None:
-        self.samples = samples
-        self.indices = indices
+    samples: Any
+    indices: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -42,7 +42,6 @@ class BatchReading:
     seed: int
 
     def shares(self) -> BatchShares:
-        """The shares of every global batch."""
         seed, own, sizes = self.seed, own_data(self.data), (self.batch_size, self.microbatches)
         shares: BatchShares
         if own is not None:

@@ -146,7 +146,6 @@ class KernelTrainer:
         return {} if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """The model's state, complete on worker 0 once `optimizer_state` has run."""
         return model.state_dict() if self.rank == 0 else None
 
     def _until_met(self, step: int) -> tuple[int, bool]:
@@ -238,7 +237,6 @@ def kernel_task(plan: TrainingPlan) -> KernelTask:
 
 
 def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
-    """UserError where a run would continue with other options than it was begun with."""
     before, now = directory.config.get("task_options") or {}, config["task_options"]
     for name, value in now.items():
         if before.get(name) != value:

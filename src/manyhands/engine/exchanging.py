@@ -55,7 +55,6 @@ class ExchangeTraining(ProcessTraining):
 
     @classmethod
     def end(cls, strategy: Any, resources: Resources) -> Exchange:
-        """One worker's exchange, on one host or across hosts."""
         if not resources.several_hosts:
             return cls.exchange(strategy, resources)
         return cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)[0]
@@ -91,5 +90,4 @@ def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
 
 
 def exchange_for(strategy: Strategy, resources: Resources) -> Exchange:
-    """One worker's exchange of `strategy` among the workers of one host."""
     return exchanging(strategy).exchange(strategy, resources)

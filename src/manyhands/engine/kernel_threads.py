@@ -40,7 +40,6 @@ class KernelThreads(Training):
         return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
-        """Compile, start the threads, process their notes, and return the memory that they trained on."""
         kernel_task(self._request.plan).warm()  # compiling is not part of the measured time
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
@@ -102,8 +101,6 @@ class _Hands:
         self._errors: list[BaseException] = []
 
     def run(self, work: Any, stage: Stage, rows: RowsInOrder) -> list[Trained]:
-        """Run `work(rank)` in a thread each; an exception is raised once no thread is left."""
-
         def life(rank: int) -> None:
             try:
                 self._ended[rank] = work(rank)

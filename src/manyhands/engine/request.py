@@ -218,7 +218,6 @@ def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
 
 
 def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
-    """The task with its data distributed, where every worker reads its own."""
     own, parts = task.own, strategy.shares(workers)
     if own is None:
         return task

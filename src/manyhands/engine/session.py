@@ -103,7 +103,6 @@ def check_capacity_for(request: Request, model: nn.Module) -> None:
 def _open_directory(
     training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
 ) -> tuple[RunDirectory | None, int | None]:
-    """The run's directory, where it has one, and the number of steps to resume from."""
     if out is None:
         return None, None
     config = request.config(model)
@@ -267,7 +266,6 @@ class _Session:
             _log.warning(event["sentence"])
 
     def _add_how_to_resume(self, error: ManyhandsError, training: Training) -> None:
-        """Append the resume command to the error that ended the run, where a checkpoint exists."""
         if self._directory is None or self._request.options.resume_command == "":
             return
         try:
@@ -346,7 +344,6 @@ class _TrainingClock:
         self._began_s: float | None = None
 
     def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Update from rows that have just arrived: the one with the least delay is the most accurate."""
         reported = [row["at_s"] for row in rows if row.get("at_s")]
         if reported:
             began_s = time.monotonic() - max(reported)

@@ -34,7 +34,6 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """One word that stands for all of it."""
         fields = [getattr(self, name) for name in _PLAIN_FIELDS]
         text = json.dumps([*fields, sorted(self.parameters.items())])
         return hashlib.sha256(text.encode()).hexdigest()

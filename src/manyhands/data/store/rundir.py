@@ -156,11 +156,9 @@ class RunDirectory(Closeable):
         return bool(RunLock.is_held(path / _LOCK))
 
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
-        """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
 
     def is_held(self) -> bool | None:
-        """Whether a live run has the directory; None where none ever had."""
         return RunLock.is_held(self.path / _LOCK)
 
     def record_end(self, error: ManyhandsError, at_s: float) -> None:
@@ -215,7 +213,6 @@ class RunDirectory(Closeable):
             self.path.rmdir()
 
     def close(self) -> None:
-        """Sync the metrics and let others have the directory."""
         try:
             self._members.close()
             self.metrics.close()
@@ -260,7 +257,6 @@ def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The configuration of the run at `path`, or UserError with what is wrong."""
     file = path / _CONFIG
     try:
         content = read_object(file)
@@ -343,7 +339,6 @@ class RunLock:
         self.descriptor = -1
 
     def acquire(self) -> None:
-        """Take the lock now, or raise UserError with the process that has it."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
