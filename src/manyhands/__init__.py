@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from manyhands.native.version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.data.loading import Loading
-    from manyhands.data.own import Files, PerWorker
-    from manyhands.data.parties import Parties
+    from manyhands.data.own import Files, Parties, PerWorker
+    from manyhands.data.reading import Loading
     from manyhands.engine.background_run import Running, start
     from manyhands.engine.callbacks import Callback
     from manyhands.engine.fitting import fit
@@ -91,9 +90,8 @@ __all__ = [
 ]
 
 _NAMES_IN = {
-    "data.loading": ("Loading",),
-    "data.own": ("Files", "PerWorker"),
-    "data.parties": ("Parties",),
+    "data.reading": ("Loading",),
+    "data.own": ("Files", "Parties", "PerWorker"),
     "engine.background_run": ("Running", "start"),
     "engine.callbacks": ("Callback",),
     "engine.fitting": ("fit",),

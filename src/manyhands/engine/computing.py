@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
-from manyhands.data.loading import Key, Upcoming
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.reading import BatchReading, ReadShare, ShareReader
+from manyhands.data.reading import BatchReading, Key, ReadShare, ShareReader, Upcoming
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchPlan
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask

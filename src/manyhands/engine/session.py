@@ -16,9 +16,8 @@ from torch import nn
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
-from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.line_files import Backlog
-from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
+from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of

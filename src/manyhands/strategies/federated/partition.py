@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError, nearest
 

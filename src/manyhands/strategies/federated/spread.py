@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.errors import UserError
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.partition import labels_of

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.engine.exchange import Exchange
 from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request

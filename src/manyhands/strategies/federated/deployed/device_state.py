@@ -24,8 +24,7 @@ from manyhands.data.store.atomic import (
     write_synced,
 )
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused

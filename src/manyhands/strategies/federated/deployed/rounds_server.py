@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from manyhands.data.store.atomic import make_directory, read_json, write_atomically, write_json
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
+from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, enrolment_text
