@@ -113,7 +113,7 @@ def test_an_order_to_stop_ends_all_threads(path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         mh.fit(task_of(path, 10**6), "hogwild order=locked", workers=3, options=mh.Options(on_rows=stop))
     assert time.monotonic() - begun < 60
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("manyhands-worker-")]
 
 
 @pytest.mark.parametrize("text", ["single", "tensor"])

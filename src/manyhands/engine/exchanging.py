@@ -36,7 +36,7 @@ class ExchangeTraining(ProcessTraining):
         samples, besides = super().gather(finished)
         return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
 
     @classmethod

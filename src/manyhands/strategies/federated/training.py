@@ -81,7 +81,7 @@ class FederatedTraining(ExchangeTraining):
                 besides[over] = {name: spread_of(values) for name, values in measures.items()}
         return samples, {**besides, "parties": parties}
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """How the clients were played, what was not counted or measured, and what is promised to whom."""
         reported = [one.get("played") for one in finished]
         reported += [sentence for one in finished for sentence in one.get("unmeasured", ())]
@@ -103,7 +103,7 @@ class FederatedTraining(ExchangeTraining):
                 f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
             )
         reported.append(finished[0].get("privacy", {}).get("sentence"))
-        return (*super().said(finished), *dict.fromkeys(sentence for sentence in reported if sentence))
+        return (*super().notices(finished), *dict.fromkeys(sentence for sentence in reported if sentence))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
