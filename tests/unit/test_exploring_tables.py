@@ -13,7 +13,7 @@ from compared import measured
 from manyhands.lab.compare.comparison import parse_strategies
 from manyhands.lab.compare.figures import figures
 from manyhands.lab.compare.update_density import density_rows, density_sentences
-from manyhands.lab.scaling.scaling_report import scaling_curve, scaling_sentences
+from manyhands.lab.scaling.scaling_curve import scaling_curve, scaling_sentences
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"cores": "2 usable of 2", "system": "Linux x"}
