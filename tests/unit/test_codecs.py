@@ -250,7 +250,7 @@ def test_a_codec_that_there_is_not_is_named() -> None:
         ("codec=topk:nan", "must be a fraction above 0"),
         ("codec=topk:", "a value must follow, as topk:0.01"),
         ("codec=int8:4", "write int8 alone"),
-        ("codec=qsgd:128", "levels '128' must be a whole number from 1 to 127"),
+        ("codec=qsgd:128", "levels '128' must be an integer from 1 to 127"),
         ("codec=qsgd:1,levels=2", "levels is given twice"),
         ("codec=dgc:0.001,momentun=0.9", "did you mean 'momentum'"),
         ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number from 0 to below 1"),

@@ -1,7 +1,8 @@
 """Every workload by its name: where its task or training, its kernels and its predictor are. One entry each.
 
-What is named is imported when it is first used, so that a command line is read, a run is opened and kernels are
-compiled without importing all of them. A package of a user offers a workload by an entry point that names a `Workload`:
+Also where all other kernels are, for native/warming.py. What is named is imported when it is first used, so that a
+command line is read, a run is opened and kernels are compiled without importing all of them. A package of a user offers
+a workload by an entry point that names a `Workload`:
 
     [project.entry-points."manyhands.workloads"]
     mine = "mypackage.offer:MINE"
@@ -15,11 +16,23 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final
 
 from manyhands.errors import UserError, first_line, nearest
 
-__all__ = ["GROUP", "TASK_NAMES", "WORKLOADS", "Workload", "find", "load", "names", "offered", "require_task"]
+__all__ = [
+    "FAMILIES",
+    "JOBS",
+    "TASK_NAMES",
+    "WORKLOADS",
+    "CompileJob",
+    "Workload",
+    "find",
+    "load",
+    "names",
+    "offered",
+    "require_task",
+]
 
 GROUP = "manyhands.workloads"
 """The group of entry points."""
@@ -45,7 +58,7 @@ class Workload:
     """Those that few runs need: they are compiled by `manyhands doctor --warm`, or where they are first called."""
 
     uses: tuple[str, ...] = ()
-    """Kernels of others that it needs, by the names of their jobs in native/warming.py."""
+    """Kernels of others that it needs, by the names of their `JOBS`."""
 
     predictor: str = ""
     """(path: Path) -> Predictor, of a run's directory or a file of its model; see `workloads.predictor`."""
@@ -57,7 +70,50 @@ class Workload:
     """What a file of its model begins with, where that tells it from all others; safetensors files name their task."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Kernels that one process compiles: modules to import, and functions `module:name` to call."""
+
+    calls: tuple[str, ...]
+    after: str | None = None
+    """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
+
+
+JOBS: Final = {
+    "waiting": CompileJob(("manyhands.native.waiting",)),
+    "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
+    "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
+    "group": CompileJob(("manyhands.native.group.group_calls",), after="waiting"),
+    "records": CompileJob(
+        (
+            "manyhands.observe.record.event_ring:warm",
+            "manyhands.transport.link.byte_ring",
+            "manyhands.transport.heartbeats",
+            "manyhands.places.local.status",
+            "manyhands.places.local.sentinel",
+            "manyhands.native.counters",
+        ),
+        after="waiting",
+    ),
+    "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
+    "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
+    "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
+    "hashing": CompileJob(("manyhands.native.hashing:warm",)),
+    "c10d": CompileJob(
+        ("manyhands.transport.hub.areas", "manyhands.interop.c10d.compiled_calls"), after="group"
+    ),
+}
+"""The kernels that are of no workload."""
+
 _CORE = ("waiting", "group", "records")
+
+FAMILIES: Final = {
+    "fit": (*_CORE, "reductions", "reductions_double", "hashing"),
+    "codecs": ("codecs",),
+    "libsvm": ("libsvm",),
+    "vowpal": ("vowpal",),
+}
+"""The jobs that each kind of run needs besides those of its workload."""
 
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(

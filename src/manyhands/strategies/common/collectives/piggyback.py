@@ -11,7 +11,7 @@ from torch import nn
 from manyhands.engine.buffers import room_for
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.wire.codec_state import as_memory, as_one
+from manyhands.wire.codec import as_memory, as_one
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["broadcast", "kept_by_codecs", "remember_kept", "room_for_buffers", "total"]
