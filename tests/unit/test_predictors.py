@@ -34,8 +34,7 @@ from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
 from manyhands.workloads.registry import WORKLOADS, load
-from manyhands.workloads.svd.model import SvdModel
-from manyhands.workloads.svd.predicting import SvdPredictor
+from manyhands.workloads.svd.model import SvdModel, SvdPredictor
 from manyhands.workloads.tasks import TASKS
 from manyhands.workloads.tasks.digits import ImageClassifier, read_digits
 from manyhands.workloads.tasks.language import Transformer

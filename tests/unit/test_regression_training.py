@@ -294,7 +294,7 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
     ("strategy", "workers", "options", "sentence"),
     [
         ("single", 2, {}, "workers=2: single is one process; use strategy=hogwild"),
-        ("hogwild", 0, {}, "workers=0 must be a whole number of at least 1"),
+        ("hogwild", 0, {}, "workers=0 must be an integer of at least 1"),
         ("tensor", 2, {}, "strategy tensor splits vectors"),
         (
             "ps",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.engine.fitting import fit_or_kept
 from manyhands.engine.history_rows import PASS_LOSS
@@ -50,6 +50,8 @@ class Trained:
     """What a run left: its parameters and buffers by name, its history, and no summary where it was interrupted."""
 
     values: Mapping[str, Tensor]
+    model: nn.Module | None
+    """That of `fit`; `values` are its own. None where it was interrupted."""
     rows: Rows
     summary: Mapping[str, Any]
 
@@ -90,8 +92,9 @@ def train_compiled(
         is_result=lambda kept: is_result(kept.values),
     )
     if isinstance(ended, Kept):
-        return Trained(values=ended.values, rows=ended.rows, summary={})
-    return Trained(values=ended.model.state_dict(), rows=list(ended.history), summary=ended.summary)
+        return Trained(values=ended.values, model=None, rows=ended.rows, summary={})
+    model = ended.model
+    return Trained(values=model.state_dict(), model=model, rows=list(ended.history), summary=ended.summary)
 
 
 def report_passes(after_pass: AfterPass | None, steps: int) -> Callable[[Rows], None]:

@@ -212,7 +212,7 @@ def _binned_held(first: _FirstPass, valid: RowSource | None, folder: str) -> Bin
         if held.columns != sample.columns and held.blocks[0].dense is not None:
             raise DataError(f"{valid.name} has {held.columns} columns, {first.source.name} {sample.columns}")
         labels, weights = held.labels, held.weights
-    elif sample.held_out:
+    elif len(sample.held_labels):
         labels, weights = sample.held_labels, sample.held_weights
     else:
         return None

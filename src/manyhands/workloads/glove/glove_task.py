@@ -17,16 +17,24 @@ from typing import Any, ClassVar
 from torch import nn
 
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask
-from manyhands.errors import UserError
+from manyhands.errors import DataError, UserError
 from manyhands.facts import Split, Truth
 from manyhands.native.group.gate import Turn
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
-from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.cooccurrence_files import RECORD, record_count
 from manyhands.workloads.glove.glove_kernels import warm, warm_in_order
 from manyhands.workloads.glove.glove_model import GloveModel
-from manyhands.workloads.glove.glove_steps import GloveWork, RecordStep, count_records, turn_number
+from manyhands.workloads.glove.glove_steps import (
+    AllReduceStep,
+    BatchStep,
+    GloveWork,
+    RecordStep,
+    TensorStep,
+    turn_number,
+    warm_batches,
+)
 from manyhands.workloads.glove.options import GloveOptions, usual_batch
 
 __all__ = ["GloveTask", "check_together"]
@@ -49,10 +57,12 @@ class GloveTask(GloveWork, KernelTask):
     ) -> GloveTask:
         """Of a file; DataError where it holds no records."""
         if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-            raise UserError(f"vocabulary_size={vocabulary_size!r} must be a whole number of at least 1")
+            raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
+        if not record_count(path):
+            raise DataError(f"{path} holds no records; count the words of a corpus first")
         return cls(
             path=Path(path).absolute(),
-            num_records=count_records(Path(path)),
+            num_records=record_count(path),
             vocabulary_size=vocabulary_size,
             glove=glove,
             any_batch=any_batch,
@@ -72,7 +82,7 @@ class GloveTask(GloveWork, KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it goes on."""
+        """All but how long it trains."""
         kept = asdict(self.glove) | {"vocabulary_size": self.vocabulary_size}
         return {name: value for name, value in kept.items() if name not in ("passes", "allow_overload")}
 
@@ -95,27 +105,17 @@ class GloveTask(GloveWork, KernelTask):
         return GloveModel.num_bytes(self.vocabulary_size, self.glove)
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """Record by record, or the batches of one thread."""
-        from manyhands.workloads.glove.glove_batches import AloneStep
-
         assert isinstance(model, GloveModel), "a model of this task"
-        return RecordStep(self, model, turn) if self.glove.batch == 1 else AloneStep(self, model)
+        batch = self.glove.batch
+        return RecordStep(self, model, turn) if batch == 1 else BatchStep(self, model, model, batch)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """Batches of which every worker has a part."""
-        from manyhands.workloads.glove.glove_batches import AllReduceStep
-
         return AllReduceStep(self, group, control_bytes)
 
     def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """Batches of which every worker has all records, and some dimensions."""
-        from manyhands.workloads.glove.glove_batches import TensorStep
-
         return TensorStep(self, group, control_bytes)
 
     def warm(self) -> None:
-        from manyhands.workloads.glove.glove_batches import warm_batches
-
         if self.glove.batch > 1:
             warm_batches(self.glove)
             return
@@ -129,9 +129,8 @@ class GloveTask(GloveWork, KernelTask):
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
         """Compiled but under `ps`, whose servers step by themselves."""
-        task = (
-            replace(self, glove=replace(self.glove, batch=usual_batch(strategy))) if self.any_batch else self
-        )
+        batch = usual_batch(strategy) if self.any_batch else self.glove.batch
+        task = replace(self, glove=replace(self.glove, batch=batch))
         check_together(strategy, task.glove, workers)
         if strategy.truth is not Truth.SERVERS:
             return replace(task, in_order=strategy.facts.record_order not in (None, "free"))
@@ -143,7 +142,7 @@ class GloveTask(GloveWork, KernelTask):
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
     """UserError where strategy, batch and workers do not go together."""
     if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        raise UserError(f"workers={workers!r} must be an integer of at least 1")
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")

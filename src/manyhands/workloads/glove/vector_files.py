@@ -11,7 +11,7 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,15 +94,12 @@ class Vectors:
         length = float(np.linalg.norm(total))
         return self._nearest(total / length if length > 0 else total, given, top)
 
-    def _nearest(
-        self, direction: NDArray[np.float32], without: set[int], top: int
-    ) -> list[tuple[str, float]]:
+    def _nearest(self, direction: NDArray[np.float32], given: set[int], top: int) -> list[tuple[str, float]]:
         if top < 1:
             raise UserError(f"top={top} must be at least 1")
         cosines = self.unit @ direction
-        cosines[list(without)] = -np.inf
-        count = min(top, len(self) - len(without))
-        best = np.argsort(-cosines, kind="stable")[:count]
+        cosines[list(given)] = -np.inf
+        best = np.argsort(-cosines, kind="stable")[: min(top, len(self) - len(given))]
         return [(self.words[row], float(cosines[row])) for row in best.tolist()]
 
     def save_text(self, path: Path | str) -> None:
@@ -110,8 +107,12 @@ class Vectors:
         write_atomically(Path(path), self._lines())
 
     def save_word2vec(self, path: Path | str, *, binary: bool = False) -> None:
-        header = f"{len(self)} {self.dim}\n".encode()
-        write_atomically(Path(path), _after(header, self._binary_rows() if binary else self._lines()))
+        little = self.matrix.astype("<f4", copy=False)
+        rows = (
+            word.encode() + b" " + row.tobytes() + b"\n" for word, row in zip(self.words, little, strict=True)
+        )
+        header = [f"{len(self)} {self.dim}\n".encode()]
+        write_atomically(Path(path), chain(header, rows if binary else self._lines()))
 
     def _lines(self) -> Iterator[bytes]:
         form = "%s" + " %.9g" * self.dim + "\n"
@@ -119,11 +120,6 @@ class Vectors:
             words = self.words[start : start + _LINES_AT_ONCE]
             rows = self.matrix[start : start + _LINES_AT_ONCE].tolist()
             yield "".join([form % (word, *row) for word, row in zip(words, rows, strict=True)]).encode()
-
-    def _binary_rows(self) -> Iterator[bytes]:
-        little = self.matrix.astype("<f4", copy=False)
-        for word, row in zip(self.words, little, strict=True):
-            yield word.encode() + b" " + row.tobytes() + b"\n"
 
     @classmethod
     def load(cls, path: Path | str) -> Vectors:
@@ -145,11 +141,16 @@ class Vectors:
 
     @classmethod
     def _read(cls, path: Path, file: BinaryIO) -> Vectors:
-        header = _header(path, file.readline(_LONGEST_LINE))
-        if header is None:
+        header = file.readline(_LONGEST_LINE).split()
+        is_counted = len(header) == 2 and all(field.isdigit() for field in header)
+        for field in header if is_counted else ():
+            if len(field) > _MOST_DIGITS:
+                shown = field[:20].decode()
+                raise DataError(f"{path}, line 1: {shown}… is no number of vectors, nor of dimensions")
+        words, dim = map(int, header) if is_counted else (0, 0)
+        if not words or not dim:  # not word2vec's first line
             file.seek(0)
             return cls._read_text(path, file)
-        words, dim = header
         start = file.tell()
         second = file.readline(_LONGEST_LINE)
         file.seek(start)
@@ -182,25 +183,6 @@ def _terms(expression: str) -> list[tuple[int, str]]:
     return terms
 
 
-def _after(header: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield header
-    yield from rest
-
-
-def _header(path: Path, line: bytes) -> tuple[int, int] | None:
-    """The words and dimensions that word2vec's first line tells, or None where this is none."""
-    fields = line.split()
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):
-        return None
-    for field in fields:
-        if len(field) > _MOST_DIGITS:
-            raise DataError(
-                f"{path}, line 1: {field[:20].decode()}… is no number of vectors, nor of dimensions"
-            )
-    words, dim = int(fields[0]), int(fields[1])
-    return (words, dim) if words > 0 and dim > 0 else None
-
-
 def _numbers(fields: Sequence[bytes]) -> list[float] | None:
     try:
         return [float(field) for field in fields]
@@ -212,8 +194,7 @@ def _read_lines(path: Path, file: BinaryIO, dim: int, number: int) -> tuple[list
     """Lines of a word and `dim` numbers, the first of them line `number` of the file."""
     if dim < 1:
         raise DataError(f"{path}, line {number}: a word and its vector are wanted, separated by spaces")
-    words: list[str] = []
-    parts: list[NDArray[np.float32]] = []
+    words, parts = list[str](), list[NDArray[np.float32]]()
     while lines := list(islice(file, _LINES_AT_ONCE)):
         texts: list[bytes] = []
         for offset, line in enumerate(lines):
@@ -281,7 +262,7 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
             raise DataError(f"{path}: vector {row + 1} of {count} has a number that is not finite")
         at = space + 1 + 4 * dim
     if content[at:].strip():
-        raise DataError(f"{path} goes on after its {count} vectors; it is damaged, or no word2vec file")
+        raise DataError(f"{path} continues after its {count} vectors; it is damaged, or no word2vec file")
     return words, matrix
 
 

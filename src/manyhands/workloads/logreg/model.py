@@ -6,10 +6,11 @@ bits; the header says how a file of examples must be read for it (bits, hash) an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,15 +18,17 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from manyhands.data.matrix import Rows
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.exported import narrow, widen
+from manyhands.data.store.exported import check_precision, narrow, widen
 from manyhands.data.store.tensorfile import encode_tensors
-from manyhands.errors import UserError
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.logreg import logreg_kernels
 from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
+from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["MODEL_FILE", "LogregModel"]
+__all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
 
 MODEL_FILE = "model.safetensors"
 _FORMAT = "manyhands.logreg.1"
@@ -130,4 +133,83 @@ def _from_parts(header: dict[str, str], tensors: dict[str, Any]) -> LogregModel:
         raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
     return LogregModel(
         table=np.concatenate([bias, weight]), labels=Labels(no, yes), bits=reading.bits, hash=reading.hash
+    )
+
+
+class LogregPredictor(Predictor[Rows]):
+    """The probability of the larger label."""
+
+    takes: ClassVar[str] = "a line as the model was trained on, LIBSVM's or Vowpal Wabbit's"
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __init__(self, model: LogregModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
+        """All examples of the file; `-` is stdin."""
+        reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
+        file = self.model.file(source, reading)
+        yield from file.blocks()
+        self.left_out = file.bad_lines
+
+    def inputs(self, values: Sequence[Any]) -> Rows:
+        """Each value is one line of text."""
+        for number, value in enumerate(values):
+            if not isinstance(value, str) or not value.strip() or "\n" in value:
+                raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
+        reading = Reading(bits=self.model.bits, hash=self.model.hash, threads=1)
+        text = "".join(f"{value}\n" for value in values).encode("utf-8", errors="replace")
+        try:
+            rows = Rows.join(list(RowText(text, reading).blocks()))
+        except DataError as error:
+            raise UserError(f"{error}; line n is input n - 1") from error
+        if len(rows) != len(values):
+            raise UserError(
+                f"{len(values)} inputs hold {len(rows)} examples; give each as an input of its own"
+            )
+        return rows
+
+    def together(self, parts: Sequence[Rows]) -> Rows:
+        return Rows.join(parts)
+
+    def answers(self, inputs: Rows) -> list[Any]:
+        """The probability of the larger label, and which label that makes."""
+        labels = self.model.labels
+        return [
+            {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}
+            for chance in self.model.probabilities(inputs).tolist()
+        ]
+
+    def lines(self, inputs: Rows) -> Iterator[str]:
+        return (f"{chance:.6g}" for chance in self.model.probabilities(inputs).tolist())
+
+    @property
+    def example(self) -> Any:
+        return "0 1:1 3:0.5"
+
+
+def open_logreg(path: Path) -> LogregPredictor:
+    """That of a run of `train logreg`, or of a file of its model."""
+    return LogregPredictor(LogregModel.load(path))
+
+
+def export_logreg(asked: ExportAsked) -> Export:
+    """Write the model of a run in that precision; where a `test` file is given, predict it before and after."""
+    run, precision, test = asked.run, asked.precision, asked.test
+    check_precision(precision)
+    model = LogregModel.load(run)
+    file = asked.target(f"model-{precision}.safetensors")
+    before = asdict(model.evaluate(model.file(test))) if test is not None else {}
+    after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
+    model.save(file, precision)
+    summary = run / "summary.json"
+    steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0
+    return Export(
+        path=file,
+        precision=precision,
+        steps=steps,
+        num_bytes=file.stat().st_size,
+        full_bytes=model.table.nbytes,
+        before=before,
+        after=after,
     )

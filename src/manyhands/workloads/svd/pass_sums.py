@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.data.matrix import MatrixBlock, Rows
-from manyhands.data.stored_matrix import StoredMatrix
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of
-from manyhands.workloads.svd.options import Shape, SvdOptions, SvdSizes, sizes_of
+from manyhands.workloads.svd.options import SvdSizes
 from manyhands.workloads.svd.product_kernels import TILE, gram_rows, multiply_rows, project_rows
 
-__all__ = [
-    "PassSums",
-    "RowPass",
-    "SvdMemory",
-    "SvdWork",
-    "combined_triangle",
-    "padded_vectors",
-    "projections",
-]
+__all__ = ["PassSums", "RowPass", "SvdMemory", "combined_triangle", "projections"]
 
 
 class PassSums:
@@ -207,23 +197,3 @@ class SvdMemory(nn.Module):
     @staticmethod
     def count(sizes: SvdSizes) -> int:
         return numbers_of(sizes) + PassSums.count(sizes) + sizes.width**2
-
-
-@dataclass(frozen=True, kw_only=True)
-class SvdWork:
-    """A matrix that all workers can read, and what is asked of it; a UserError where the memory is too small."""
-
-    matrix: StoredMatrix
-    svd: SvdOptions
-    workers: int = 1
-
-    def __post_init__(self) -> None:
-        self.sizes  # noqa: B018 - before anything is started
-
-    @property
-    def sizes(self) -> SvdSizes:
-        matrix = self.matrix
-        shape = Shape(
-            rows=matrix.rows, columns=matrix.columns, entries=matrix.entries, is_sparse=matrix.is_sparse
-        )
-        return sizes_of(shape, self.svd, self.workers)
