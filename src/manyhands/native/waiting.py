@@ -114,10 +114,8 @@ def leave_cores(words: int, count: int, stride: int, room: int) -> None:
     The words lie `stride` bytes apart from address `words`; `room` is the address of LEAVE_BYTES of the caller's own.
     The thread is bound to the other cores and at once unbound again, so it is free to move as before.
     """
-    allowed, others = (
-        array_at(room, _SET_BYTES // 4, uint32),
-        array_at(room + _SET_BYTES, _SET_BYTES // 4, uint32),
-    )
+    allowed = array_at(room, _SET_BYTES // 4, uint32)
+    others = array_at(room + _SET_BYTES, _SET_BYTES // 4, uint32)
     if _sched_getaffinity(0, _SET_BYTES, room) != 0:
         return
     for i in range(_SET_BYTES // 4):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved, seed_all
@@ -32,6 +33,7 @@ __all__ = [
     "export_run",
     "export_weights",
     "load",
+    "read_model_file",
     "recorded_options",
     "trained_steps",
 ]
@@ -65,19 +67,14 @@ class Export:
     precision: str
     steps: int
     """How many steps the weights have seen."""
-
     num_bytes: int
     """Of the file."""
-
     full_bytes: int
     """Of the same weights in single precision."""
-
     before: dict[str, float] = field(default_factory=dict)
     """Metrics on the task's evaluation data with the weights as they were trained; empty where it has none."""
-
     after: dict[str, float] = field(default_factory=dict)
     """The same with the weights of the file."""
-
     largest_difference: float | None = None
     """Between what the file's program computes and what the module does, where it is one that was compared."""
 
@@ -93,10 +90,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
         config, built = _task_of(place, task, with_data=False)
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
-    about = exported.about
-    options = _options(about.get("options", "{}"), place)
     if task is None:
-        task = _builtin(about.get("task", ""), options, place, with_data=False)
+        options = _options(exported.about.get("options", "{}"), place)
+        task = _builtin(exported.about.get("task", ""), options, place, with_data=False)
         _check_shapes(task, exported.weights, place)
     return _filled(task, exported.weights)
 
@@ -119,8 +115,21 @@ def trained_steps(path: str | Path) -> int:
     if place.is_dir():
         config, built = _task_of(place, None, with_data=False)
         return _newest(place, config, built)[0]
-    told = read_exported(place).about.get("steps", "")
-    return int(told) if told.isdecimal() and len(told) < 19 else 0
+    steps = read_exported(place).about.get("steps", "")
+    return int(steps) if steps.isdecimal() and len(steps) < 19 else 0
+
+
+def read_model_file(path: Path | str, name: str) -> tuple[Path, dict[str, str], dict[str, Tensor]]:
+    """A safetensors file, or `name` in the directory of a run: path, header and tensors; UserError where it is none."""
+    file = Path(path) / name if Path(path).is_dir() else Path(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header: dict[str, str] = opened.metadata() or {}
+            return file, header, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
+        raise UserError(f"model {file} is no safetensors file: {error}") from error
 
 
 def export_weights(asked: ExportAsked) -> Export:
@@ -149,15 +158,13 @@ def export_run(
         "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
     }
     write_exported(file, weights, precision, about)
-    full = sum(
-        4 * tensor.numel() if tensor.dtype.is_floating_point else tensor.nbytes for tensor in weights.values()
-    )
+    sizes = [4 * one.numel() if one.is_floating_point() else one.nbytes for one in weights.values()]
     return Export(
         path=file,
         precision=precision,
         steps=steps,
         num_bytes=file.stat().st_size,
-        full_bytes=full,
+        full_bytes=sum(sizes),
         before=_measured(built, _filled(built, weights)),
         after=_measured(built, _filled(built, read_exported(file).weights)),
     )
@@ -176,7 +183,7 @@ def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple
 
 
 def _options(text: str, place: Path) -> Mapping[str, Any]:
-    """Those that the header of a file has; a stranger may have written it."""
+    """Those that the header of a file has; it is not trusted."""
     try:
         options = json.loads(text)
     except ValueError:
@@ -202,7 +209,7 @@ def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: b
 
 
 def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> None:
-    """Before memory is taken for a model that a file's header tells of: its weights must be those of the file."""
+    """Before memory is taken for a model by a file's header: its weights must be those of the file."""
     with preserved(), torch.device("meta"):
         model = task.model()
     wanted = {name: value.shape for name, value in model.state_dict().items()}

@@ -44,28 +44,20 @@ class Workload:
 
     task: str = ""
     """A `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy."""
-
     training: str = ""
     """A `CompiledWorkload` (workloads/compiled_workload.py): compiled steps, and a training of its own."""
-
     forks_workers: bool = True
     """Whether the strategy that it is trained by unless another is named has its workers in processes."""
-
     kernels: tuple[str, ...] = ()
     """What compiles its kernels: functions, each in a process of its own; see native/warming.py."""
-
     rare_kernels: tuple[str, ...] = ()
     """Those that few runs need: they are compiled by `manyhands doctor --warm`, or where they are first called."""
-
     uses: tuple[str, ...] = ()
     """Kernels of others that it needs, by the names of their `JOBS`."""
-
     predictor: str = ""
     """(path: Path) -> Predictor, of a run's directory or a file of its model; see `workloads.predictor`."""
-
     exporter: str = "manyhands.workloads.exporting:export_weights"
     """(ExportAsked) -> Export: the model as one file, in as few bits as wanted."""
-
     begins: bytes = b""
     """What a file of its model begins with, where that tells it from all others; safetensors files name their task."""
 
@@ -214,7 +206,7 @@ def find(name: str) -> Workload | None:
 
 
 def names() -> list[str]:
-    """Those of all workloads, built in or installed."""
+    """Of all workloads, built in or installed."""
     return [*WORKLOADS, *(name for name in _installed() if name not in WORKLOADS)]
 
 
@@ -222,8 +214,7 @@ def offered(part: str) -> Iterator[Any]:
     """The `task` or the `training` of every workload that has one; an installed one that fails is said on stderr."""
     for name in names():
         try:
-            workload = find(name) if name not in WORKLOADS else WORKLOADS[name]
-            text = getattr(workload, part)
+            text = getattr(WORKLOADS.get(name) or find(name), part)
             if text:
                 yield load(text)
         except (UserError, ImportError, AttributeError) as error:

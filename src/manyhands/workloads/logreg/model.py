@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from manyhands.data.matrix import Rows
 from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
@@ -23,7 +23,7 @@ from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.exported import check_precision, narrow, widen
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError
-from manyhands.workloads.exporting import Export, ExportAsked
+from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
 from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
 from manyhands.workloads.predictor import Predictor, ReadAs
@@ -78,37 +78,24 @@ class LogregModel:
 
     def save(self, path: Path, precision: str = "fp32") -> None:
         """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.exported`."""
-        header = {
-            "format": _FORMAT,
-            "labels": str(self.labels),
-            "bits": str(self.bits or ""),
-            "hash": self.hash,
-        }
-        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
-        write_atomically(path, encode_tensors(narrow(tensors, precision), header))
+        bits = str(self.bits or "")
+        header = {"format": _FORMAT, "labels": str(self.labels), "bits": bits, "hash": self.hash}
+        write_atomically(path, encode_tensors(narrow(self._tensors, precision), header))
 
     def narrowed(self, precision: str) -> LogregModel:
         """This model as it is read back from a file of that precision."""
-        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
-        read = widen(narrow(tensors, precision))
+        read = widen(narrow(self._tensors, precision))
         return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
 
     @property
-    def _parts(self) -> dict[str, NDArray[np.float32]]:
-        return {"weight": self.weight, "bias": self.table[:1]}
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = {"weight": self.weight, "bias": self.table[:1]}
+        return {name: torch.from_numpy(part.copy()) for name, part in parts.items()}
 
     @staticmethod
     def load(path: Path | str) -> LogregModel:
         """Read what `save` wrote, from the file or from the directory that holds it; UserError says what is wrong."""
-        file = Path(path) / MODEL_FILE if Path(path).is_dir() else Path(path)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                header: dict[str, str] = opened.metadata() or {}
-                written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
-        except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
-            raise UserError(f"model {file} is no safetensors file: {error}") from error
+        file, header, written = read_model_file(path, MODEL_FILE)
         try:
             return _from_parts(header, {name: part.numpy() for name, part in widen(written).items()})
         except (KeyError, ValueError) as error:

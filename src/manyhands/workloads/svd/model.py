@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from manyhands.data.matrix import MatrixBlock, MatrixFile
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError
-from manyhands.workloads.exporting import Export, ExportAsked
+from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, components_of
 from manyhands.workloads.svd.options import SvdOptions, SvdSizes
@@ -120,18 +119,10 @@ class SvdModel:
     @staticmethod
     def load(path: Path | str) -> SvdModel:
         """Read what `save` wrote, from the file or the directory that holds it; UserError says what is wrong."""
-        file = Path(path) / SVD_FILE if Path(path).is_dir() else Path(path)
+        file, header, written = read_model_file(path, SVD_FILE)
         try:
-            with safe_open(file, framework="pt") as opened:
-                header: dict[str, str] = opened.metadata() or {}
-                written = {name: opened.get_tensor(name).numpy() for name in opened.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
-        except (SafetensorError, ValueError, TypeError) as error:
-            raise UserError(f"model {file} is no safetensors file: {error}") from error
-        try:
-            return _from_parts(header, written)
-        except (KeyError, ValueError) as error:
+            return _from_parts(header, {name: one.numpy() for name, one in written.items()})
+        except (KeyError, ValueError, TypeError) as error:
             raise UserError(f"model {file} is no decomposition of `manyhands train svd`: {error}") from error
 
 

@@ -81,22 +81,15 @@ class SvdTask(KernelTask):
 
     @property
     def epochs(self) -> int:
-        """Passes at most; it ends as soon as all is known."""
         return self.svd.passes
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All that changes what comes out, but how long it may go on."""
-        kept = asdict(self.svd)
-        without = ("passes", "allow_overload", "memory_bytes")
-        return {
-            **{name: value for name, value in kept.items() if name not in without},
-            "rows": self.matrix.rows,
-            "columns": self.matrix.columns,
-            "entries": self.matrix.entries,
-            "most": self.sizes.most,
-            "width": self.sizes.width,
-        }
+        """All that changes what comes out, but how long it may train."""
+        kept = asdict(self.svd) | asdict(self.sizes.shape)
+        without = ("passes", "allow_overload", "memory_bytes", "is_sparse")
+        kept = {name: value for name, value in kept.items() if name not in without}
+        return kept | {"most": self.sizes.most, "width": self.sizes.width}
 
     @property
     def record_bytes(self) -> float:
@@ -153,7 +146,6 @@ class _RowStep(KernelStep):
         self._limits = threadpool_limits(torch.get_num_threads(), "blas")
 
     def take(self, portion: Portion) -> Taken:
-        """Multiply this worker's rows; at the end of a pass, extend the space."""
         began, read_ns, self._bytes_sent = time.monotonic_ns(), 0, 0
         mine = self._mine(portion)
         one = self._row_pass(portion)
@@ -183,7 +175,6 @@ class _RowStep(KernelStep):
         self._memory.under_way[:] = 0
 
     def close(self) -> None:
-        """Unmap the matrix, and let go of memory that others share."""
         self._pass = None
         self._matrix.close()
         self._limits.restore_original_limits()
@@ -202,11 +193,9 @@ class _RowStep(KernelStep):
             if portion.begin == 0:
                 self._sums.clear()
                 self._triangle[:] = 0
-            width = len(self._memory.space.block)
+            space, width = self._memory.space, len(self._memory.space.block)
             triangle = self._triangle[: width * width].reshape(width, width)
-            made = RowPass(
-                self._memory.space, self._sizes, self._sums, triangle, center=self._work.svd.center
-            )
+            made = RowPass(space, self._sizes, self._sums, triangle, center=self._work.svd.center)
             self._pass = portion.passed, made
         return self._pass[1]
 
@@ -219,8 +208,7 @@ class _RowStep(KernelStep):
         rows, columns = self._sizes.shape.rows, self._sizes.shape.columns
         if not self._work.svd.center:
             return np.zeros(columns)
-        found = np.zeros(columns)
-        count = 0
+        found, count = np.zeros(columns), 0
         for number in range(_SAMPLES):
             part = split(rows, number, _SAMPLES)
             end = min(part.stop, part.start + _SAMPLE_ROWS)
@@ -239,7 +227,6 @@ class AllRowsStep(_RowStep):
         super().__init__(work, model, model.under_way[:count], model.under_way[count:])
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """With sums of a pass that was under way."""
         super().restore(state)
         self._pass = None
 
@@ -270,7 +257,7 @@ class SharedRowsStep(_RowStep):
         self._sent_bytes = 8 * (group.world - 1) * whole
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The sums of a pass that was under way go on with worker 0."""
+        """The sums of a pass that was under way continue with worker 0."""
         super().restore(state)
         count = len(self._sums.memory)
         self._sums.memory[:] = self._memory.under_way[:count]

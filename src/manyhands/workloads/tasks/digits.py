@@ -1,9 +1,7 @@
 """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn: no download, seconds to train.
 
-A small convolutional classifier of square grey images, with its loss and accuracy.
-
-It normalises by groups within a sample (group normalisation, Wu & He 2018) and never over the batch, so
-splitting a batch over workers does not change what it computes.
+The small convolutional classifier normalises by groups within a sample (group normalisation, Wu & He 2018) and never
+over the batch, so splitting a batch over workers does not change what it computes.
 """
 
 from __future__ import annotations
