@@ -62,8 +62,6 @@ def inlined(**options: Any) -> Callable[[Function], Any]:
 
 
 def cfunc(signature: Any) -> Callable[[Function], Any]:
-    """Compile a function at once to be called by its address."""
-
     def decorate(function: Function) -> Any:
         types = signature.args, signature.return_type
         compiled = CFunc(function, types, locals={}, options={"nopython": True})

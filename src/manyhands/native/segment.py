@@ -83,7 +83,6 @@ class Segment(Closeable):
 
     @classmethod
     def attach(cls, descriptor: int) -> Segment:
-        """Map a whole segment whose descriptor this process was given."""
         return cls(descriptor, os.fstat(descriptor).st_size)
 
     @property
@@ -106,7 +105,6 @@ class Segment(Closeable):
         return np.frombuffer(self._map, dtype, count, offset)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A one-dimensional tensor of `count` items at `offset`; it shares the memory."""
         import torch  # here alone: what compiles kernels over shared memory has no use for it
 
         if count == 0 or self._map is None:

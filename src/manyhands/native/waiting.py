@@ -33,20 +33,6 @@ from manyhands.native.atomics import (
 )
 from manyhands.native.decorators import helper, inlined, njit
 
-__all__ = [
-    "ABORTED",
-    "LEAVE_BYTES",
-    "REACHED",
-    "TIMED_OUT",
-    "announce",
-    "leave_cores",
-    "nudge",
-    "on_my_core",
-    "reached",
-    "spins_for",
-    "wait_until",
-]
-
 REACHED, ABORTED, TIMED_OUT = 0, 1, 2
 WORD_BYTES = 12
 

@@ -83,7 +83,6 @@ def jobs_of(*families: str) -> list[str]:
 
 
 def job_named(name: str) -> CompileJob:
-    """One of `JOBS`, or of a workload."""
     return JOBS[name] if name in JOBS else _workload_jobs(name.rpartition(".")[0])[name]
 
 

@@ -103,7 +103,6 @@ class ParcelCodec(ABC):
         """Finalize the sum of all workers' parts, in place."""
 
     def at(self, step: int) -> None:
-        """Set the step that the following encodings belong to."""
         self.step = step
 
     def from_worker(self, seed: int, worker: int) -> None:
@@ -248,7 +247,6 @@ def key_of(drawn: int) -> tuple[np.uint32, np.uint32]:
 
 
 def expect_bytes(encoded: Tensor, num_bytes: int) -> None:
-    """Raise BadBytes unless there are exactly `num_bytes`."""
     if encoded.numel() != num_bytes:
         raise BadBytes(f"{encoded.numel()} bytes came, and {num_bytes} were due")
 

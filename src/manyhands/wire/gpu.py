@@ -44,14 +44,12 @@ class GpuCopies:
         gradient.record_stream(self._stream)
 
     def landed(self) -> None:
-        """Wait until everything begun is in its bucket."""
         self._stream.synchronize()
 
     def back(self, view: torch.Tensor) -> torch.Tensor:
         return view.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Finish the copies, and unpin the host's pages."""
         self._stream.synchronize()
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -31,7 +31,6 @@ _TRITS: Final = np.array(
 
 @njit("void(float32[::1], uint8[::1], uint8[::1], int64, int64, int64)", cache=True, nogil=True)
 def pack_fp8(values, powers, codes, fraction, bias, most):  # type: ignore[no-untyped-def]
-    """Scale each block by a power of two and round to fp8."""
     cut = uint32(23 - fraction)
     half, shifted = uint32((1 << (22 - fraction)) - 1), uint32((127 - bias) << fraction)
     smallest = float_of(uint32((127 + 1 - bias) << 23))
@@ -125,7 +124,6 @@ def unpack_int8(scales, codes, into):  # type: ignore[no-untyped-def]
     cache=True, nogil=True, fastmath={"reassoc", "contract"},
 )  # fmt: skip
 def draw_levels(values, scales, codes, levels, low, high):  # type: ignore[no-untyped-def]
-    """Scale, and round up or down at random."""
     most = float32(levels)
     for block in range(len(scales)):
         part = values[QSGD_BLOCK * block : QSGD_BLOCK * block + QSGD_BLOCK]

@@ -19,7 +19,6 @@ _WORD: Final = 8
 
 
 def low_bits(below: int, count: int) -> int:
-    """How many bits of each travel as they are."""
     return max(0, (below // max(1, count)).bit_length() - 1)
 
 
@@ -136,7 +135,6 @@ def not_below(values, border, indices, kept):  # type: ignore[no-untyped-def]
 
 @njit("void(int64, uint32[::1], uint32, uint32)", cache=True, nogil=True)
 def draw(count, indices, low, high):  # type: ignore[no-untyped-def]
-    """One place of each stretch."""
     stretches, end = len(indices), 0
     for j in range(stretches):
         begin, end = end, int64(uint64(count * (j + 1)) // uint64(stretches))

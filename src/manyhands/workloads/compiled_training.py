@@ -57,7 +57,6 @@ class Trained:
 
     @property
     def pass_losses(self) -> list[float]:
-        """The mean loss of each finished pass."""
         return [row["metrics"][PASS_LOSS] for row in self.rows if PASS_LOSS in row.get("metrics", {})]
 
 

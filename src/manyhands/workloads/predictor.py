@@ -111,7 +111,6 @@ class ModulePredictor(Predictor[Inputs]):
         self.model = model.eval()
 
     def prepare(self) -> None:
-        """Take on the precision that was asked for."""
         self.model = in_precision(self.model, self.precision)
 
     def check_precision(self, precision: str) -> None:

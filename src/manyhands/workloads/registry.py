@@ -178,7 +178,6 @@ TASK_NAMES = tuple(name for name, workload in WORKLOADS.items() if workload.task
 
 @cache
 def load(text: str) -> Any:
-    """What a text of a workload names."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 
@@ -206,7 +205,6 @@ def find(name: str) -> Workload | None:
 
 
 def names() -> list[str]:
-    """Of all workloads, built in or installed."""
     return [*WORKLOADS, *(name for name in _installed() if name not in WORKLOADS)]
 
 

@@ -96,9 +96,8 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
-        words = ("of at least", self.at_least), ("above", self.above)
-        words += ("and at most", self.at_most), ("and below", self.below)
+        words = [("of at least", self.at_least), ("above", self.above)]
+        words += [("and at most", self.at_most), ("and below", self.below)]
         return " ".join(
             [_KINDS[self.kind], *(f"{word} {bound:g}" for word, bound in words if bound is not None)]
         )

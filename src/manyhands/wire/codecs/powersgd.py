@@ -53,7 +53,6 @@ class PowerSgd(ParcelCodec):
         return _joined(parts, parcel)
 
     def product(self, parcel: Parcel, left: Tensor, right: Tensor, into: Tensor) -> None:
-        """What the factors stand for."""
         at = 0
         for one, factor in self._lefts(parcel, left):
             other = right[at : at + self._rank * one.columns].view(one.columns, self._rank)
@@ -101,7 +100,6 @@ class PowerSgd(ParcelCodec):
         self._right = {name.removeprefix("right/"): kept.clone() for name, kept in memory.items()}
 
     def _factored(self, parcel: Parcel) -> list[Matrix]:
-        """The matrices that factoring makes smaller."""
         rank = self._rank
         return [one for one in parcel.matrices if rank * (one.rows + one.columns) < one.rows * one.columns]
 

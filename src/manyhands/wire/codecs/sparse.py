@@ -92,7 +92,6 @@ class SparseCodec(ParcelCodec):
         return end
 
     def read(self, parcel: Parcel, encoded: Tensor) -> tuple[Indices, Tensor]:
-        """The places and the values, or BadBytes."""
         if encoded.numel() < _HEAD:
             raise BadBytes(f"{encoded.numel()} bytes came, where {_HEAD} say how many items there are")
         count = int(encoded[:_HEAD].view(torch.int32).item())

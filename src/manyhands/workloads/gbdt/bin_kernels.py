@@ -192,7 +192,6 @@ def add_trees(
 
 
 def warm() -> None:
-    """Compile by binning nothing, and by predicting no row."""
     bounds, places = np.full(1, np.inf), np.zeros(1, np.int64)
     cut(np.zeros(1), np.ones(1, np.int64), 1, 1, bounds)
     starts, kinds, out = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint8)

@@ -86,7 +86,6 @@ class Holdout:
             raise UserError(f"valid_fraction={self.fraction!r} must be a number of at least 0 and below 1")
 
     def chosen(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Of rows `first` to `first + count`."""
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
 

@@ -194,7 +194,6 @@ class ByteLayout:
         return out
 
     def without(self, features: NDArray[np.int64]) -> ByteLayout:
-        """The same, but for these features, which get columns of their own."""
         shared = self.firsts > 0
         shared[features] = False
         bundles = [

@@ -15,22 +15,6 @@ from numba import uint64
 from manyhands.native.decorators import njit
 from manyhands.workloads.gbdt.bin_kernels import TILE
 
-__all__ = [
-    "add_to_scores",
-    "binary_loss",
-    "binary_words",
-    "divide",
-    "histogram",
-    "largest_error",
-    "reduce_areas",
-    "spread",
-    "squared_loss",
-    "squared_words",
-    "subtract",
-    "take_from_parent",
-    "warm",
-]
-
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def histogram(tiles: Any, rows: Any, words: Any, first: int, offsets: Any, ordered: Any, out: Any) -> None:
@@ -135,7 +119,6 @@ def spread(packed: Any, layout: Any, starts: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def subtract(whole: Any, part: Any) -> None:
-    """Leave in `whole` what is not in `part`."""
     for i in range(whole.size):
         whole[i] -= part[i]
 

@@ -207,7 +207,6 @@ class GbdtModel:
 
     @cached_property
     def _flat(self) -> tuple[NDArray[Any], ...]:
-        """All trees one after the other, as compiled code takes them."""
         kinds: dict[str, Any] = dict.fromkeys(
             ("feature", "threshold", "decision", "left", "right", "leaf_value", "category_starts"), np.int64
         )

@@ -54,12 +54,10 @@ class GbdtPredictor(Predictor[RowBlock]):
 
 
 def open_gbdt(path: Path) -> GbdtPredictor:
-    """That of a run of `train gbdt`, or of a file in LightGBM's text form."""
     return GbdtPredictor(read_model(path))
 
 
 def export_gbdt(asked: ExportAsked) -> Export:
-    """Trees are a file that LightGBM reads already."""
     raise UserError(
         f"{asked.run} holds boosted trees, which are a file already: {asked.own(MODEL_TEXT)}, as LightGBM writes them"
     )

@@ -157,7 +157,6 @@ class ArraySource(RowSource):
         self._values, self._labels, self._weights = values, labels, weights
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
-        """Views of the table, as far as that goes."""
         for begin in range(0, len(self._values), _BLOCK_ROWS):
             span = slice(begin, begin + _BLOCK_ROWS)
             values, labels, weights = (
@@ -169,7 +168,6 @@ class ArraySource(RowSource):
             yield _block(values, labels, weights, on_rows)
 
     def for_names(self, names: Sequence[str] | None) -> RowSource:
-        """A copy, where the order is another."""
         places = _places(names, self.names, self.name) if names and self.names else None
         if places is None or places == list(range(self._values.shape[1])):
             return self

@@ -54,7 +54,6 @@ class SharedHistograms:
     def shared(
         cls, group: SharedGroup, control_bytes: int, options: GbdtOptions, offsets: Words
     ) -> tuple[SharedHistograms, Segment]:
-        """Those of a group, in a new segment of zeros after `control_bytes`."""
         wide, narrow = _whole_lines(area_words(options, offsets)), _whole_lines(told_words(options))
         begin, world = round_up(control_bytes, CACHE_LINE), group.world
         segment = group.share(begin + 8 * world * (wide + 2 * narrow), "histograms")
@@ -77,11 +76,9 @@ class SharedHistograms:
         return found
 
     def largest(self, value: float) -> float:
-        """Collective: of a number of each worker."""
         return float(self.gather(np.array([value]).view(np.int64)).copy().view(np.float64).max())
 
     def total(self, value: int) -> int:
-        """Collective: the sum of an integer of each worker."""
         return int(self.gather(np.array([value], np.int64)).sum())
 
 

@@ -13,24 +13,6 @@ import numpy as np
 
 from manyhands.native.decorators import helper, njit
 
-__all__ = [
-    "BITS",
-    "CATEGORICAL",
-    "DEFAULT_LEFT",
-    "FEATURE",
-    "FLAGS",
-    "GAIN",
-    "LEFT",
-    "RECORD_WORDS",
-    "SORTED",
-    "THRESHOLD",
-    "best_of_all",
-    "best_pair",
-    "best_split",
-    "feature_gains",
-    "warm",
-]
-
 GAIN, FEATURE, THRESHOLD, FLAGS, LEFT, BITS, RECORD_WORDS = 0, 1, 2, 3, 4, 6, 10
 """Words of a split: its gain (a float64), feature, last bin on the left, flags, the left child's two sums, and, of a
 categorical one, which bins are on the left, a bit each."""

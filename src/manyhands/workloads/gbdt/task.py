@@ -78,7 +78,6 @@ class GbdtTask(KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it trains."""
         left_out = ("trees", "allow_overload", "early_stopping")
         kept = {name: value for name, value in asdict(self.gbdt).items() if name not in left_out}
         return kept | {
@@ -112,7 +111,6 @@ class GbdtTask(KernelTask):
         return GbdtStep(self, model, SharedHistograms.alone(self.gbdt, self.bins.offsets))
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """A part of the rows for each worker."""
         offsets = self.bins.offsets
         histograms, segment = SharedHistograms.shared(group, control_bytes, self.gbdt, offsets)
         step = GbdtStep(self, self.model(), histograms)
@@ -274,7 +272,6 @@ class _Rows:
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    """UserError where a strategy does not grow trees with so many workers."""
     why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
     check_shared_rows(
         strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"

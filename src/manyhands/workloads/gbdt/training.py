@@ -303,7 +303,6 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
 
 
 def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
-    """The rows that are held out, or the others."""
     first = 0
     for block in blocks:
         out = holdout.chosen(first, len(block))
@@ -329,7 +328,6 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
 
 
 def _names(table: TableChoice) -> Sequence[str] | None:
-    """Of the model's columns; None where they have none."""
     if table.start is not None:
         return table.start.names
     return None if table.train.names is None else model_names(table.train.names, table.train.name)

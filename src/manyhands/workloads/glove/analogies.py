@@ -189,9 +189,9 @@ def compare_similarity(vectors: Vectors, pairs: list[Pair]) -> SimilarityScore:
     """Spearman's correlation of cosine and score; words are looked up as they are, else in lower case."""
     found = [(vectors.find(pair.one), vectors.find(pair.other), pair.score) for pair in pairs]
     known = [(one, other, score) for one, other, score in found if one is not None and other is not None]
-    ones, others = ([pair[at] for pair in known] for at in (0, 1))
-    cosines = np.einsum("ij,ij->i", vectors.unit[ones], vectors.unit[others]) if known else np.zeros(0)
-    correlation = spearman(cosines, [score for _, _, score in known])
+    ones, others, scores = np.array(known, np.float64).reshape(-1, 3).T
+    units = vectors.unit[ones.astype(np.int64)], vectors.unit[others.astype(np.int64)]
+    correlation = spearman(np.einsum("ij,ij->i", *units), scores)
     return SimilarityScore(correlation=correlation, asked=len(pairs), known=len(known))
 
 

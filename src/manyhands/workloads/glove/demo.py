@@ -120,7 +120,6 @@ _APART = (
 
 
 def demo_questions() -> list[Section]:
-    """All pairs of pairs of each kind, both ways round."""
     named = {"opposites": _OPPOSITES, "gram1-plural": _PLURALS, "gram2-third-person": _VERBS}
     pairs = {name: permutations(map(_two, text.split(",")), 2) for name, text in named.items()}
     return [

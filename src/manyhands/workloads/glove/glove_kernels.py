@@ -43,21 +43,6 @@ from manyhands.native.decorators import helper, inlined, njit
 from manyhands.native.group.gate import Turn, enter, leave
 from manyhands.native.waiting import REACHED
 
-__all__ = [
-    "STEP",
-    "add_rows",
-    "batch_dots",
-    "batch_errors",
-    "first_bad",
-    "prepare",
-    "step_rows",
-    "sum_gradients",
-    "train_block",
-    "train_block_in_order",
-    "warm",
-    "warm_in_order",
-]
-
 PIECE = 256  # records whose logarithms and weights are computed at once; they stay in the first-level cache
 STEP = 32  # records that a worker takes in one go where workers take turns
 _AHEAD, _AHEAD_BYTES = 6, 3200  # how far ahead of its use a row is asked for: records and bytes, at most
@@ -290,13 +275,11 @@ def train_block(values: Any, ids: Any, counts: Any, shape: Any, settings: Any) -
 
 
 def warm(dtype: Any = "float32") -> None:
-    """Compile for rows of this type, by visiting no record."""
     first_bad(*_NOTHING, 1)
     train_block(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3))
 
 
 def warm_in_order(dtype: Any = "float32") -> None:
-    """The same for workers that take turns."""
     train_block_in_order(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(Turn()), 0)
 
 

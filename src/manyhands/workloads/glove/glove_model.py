@@ -131,7 +131,6 @@ class GloveModel(nn.Module):
             yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
 
     def snapshot(self) -> GloveSnapshot:
-        """A copy of the parameters, without the accumulators."""
         size, dim, bias = self.vocabulary_size, self.layout.dim, self.layout.lanes
         word, context = self.rows[:size], self.rows[size:]
         return GloveSnapshot(

@@ -35,7 +35,6 @@ Batch = tuple[Tensor, Tensor, Tensor, int]
 
 
 def glove_tables(work: GloveWork, workers: int) -> Task:
-    """The training as a task of tables and gradients, for so many workers."""
     batch = float(work.glove.batch)
     return Task(
         model=partial(GloveTables, work),
@@ -70,7 +69,6 @@ class GloveTables(nn.Module):
         self.context_bias = _table(start.context_bias[:, None])
 
     def forward(self, words: Tensor, contexts: Tensor) -> Tensor:
-        """For each record the inner product and both biases."""
         products: Tensor = (self.word(words) * self.context(contexts)).sum(1)
         biases: Tensor = self.word_bias(words) + self.context_bias(contexts)
         return products + biases[:, 0]

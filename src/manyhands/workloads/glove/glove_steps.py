@@ -334,7 +334,6 @@ class AllReduceStep(BatchStep):
 
 
 def warm_batches(options: GloveOptions) -> None:
-    """Compile what batches need into the cache, by working on none."""
     dtype = options.numpy_dtype
     values, shape = np.zeros(64, dtype), np.array([1, 8, 16, 32], np.int64)
     ids, counts, errors = np.empty(0, np.int32), np.empty(0, np.float64), np.empty(0, dtype)

@@ -55,7 +55,6 @@ class GloveTask(GloveWork, KernelTask):
     def of(
         cls, path: Path, vocabulary_size: int, glove: GloveOptions, *, any_batch: bool = False
     ) -> GloveTask:
-        """Of a file; DataError where it holds no records."""
         if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
             raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
         if not record_count(path):
@@ -82,7 +81,6 @@ class GloveTask(GloveWork, KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it trains."""
         kept = asdict(self.glove) | {"vocabulary_size": self.vocabulary_size}
         return {name: value for name, value in kept.items() if name not in ("passes", "allow_overload")}
 
@@ -140,7 +138,6 @@ class GloveTask(GloveWork, KernelTask):
 
 
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
-    """UserError where strategy, batch and workers do not go together."""
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be an integer of at least 1")
     alone = strategy.most_workers == 1

@@ -84,7 +84,6 @@ class GloveOptions:
         return _DTYPES[self.dtype]
 
     def settings(self) -> NDArray[np.float64]:
-        """What the kernels need to know: x_max, alpha, rate."""
         return np.array([self.x_max, self.alpha, self.rate], np.float64)
 
 

@@ -45,7 +45,6 @@ class VectorsPredictor(Predictor[list[str]]):
         return [words for part in parts for words in part]
 
     def answers(self, inputs: list[str]) -> list[Any]:
-        """Ten words with the cosine of each, the nearest first."""
         return [
             [
                 {"word": word, "similarity": round(float(near), 6)}
@@ -74,10 +73,8 @@ class VectorsPredictor(Predictor[list[str]]):
 
 
 def open_vectors(path: Path) -> VectorsPredictor:
-    """That of a run of `train glove`, or of a file of vectors."""
     return VectorsPredictor(Vectors.load(path / _VECTORS_FILE if path.is_dir() else path))
 
 
 def export_vectors(asked: ExportAsked) -> Export:
-    """Vectors are a file that everybody reads already."""
     raise UserError(f"{asked.run} holds word vectors, which are a file already: {asked.own(_VECTORS_FILE)}")

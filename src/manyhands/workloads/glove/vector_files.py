@@ -67,7 +67,6 @@ class Vectors:
         return self.index.get(word.lower()) if row is None else row
 
     def row(self, word: str) -> int:
-        """As `find`; a UserError where there is none."""
         row = self.find(word)
         if row is None:
             close = difflib.get_close_matches(word.lower(), self.words[:_SUGGESTED_FROM], n=3)

@@ -52,17 +52,14 @@ class Vocabulary:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The place of each word, counted from 0."""
         return {word: place for place, word in enumerate(self.words)}
 
     def save(self, path: Path | str) -> None:
-        """Write one line `word count` per word."""
         lines = (f"{word} {count}\n" for word, count in zip(self.words, self.counts.tolist(), strict=True))
         write_atomically(Path(path), ["".join(lines).encode()])
 
     @classmethod
     def load(cls, path: Path | str) -> Vocabulary:
-        """Read what `save` or the published tools wrote."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:

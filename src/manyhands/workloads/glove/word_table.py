@@ -57,14 +57,12 @@ class WordTable:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each word came, by number."""
         return self._counts[: len(self)]
 
     def word(self, number: int) -> bytes:
         return self._arena[self._starts[number] : self._starts[number + 1]].tobytes()
 
     def count(self, text: bytes) -> int:
-        """Count each word of `text`; return how many there were."""
         data = np.frombuffer(text, np.uint8)
         done = np.zeros(2, np.int64)  # bytes, words
         while True:

@@ -191,7 +191,6 @@ class Spool:
         self._size = max(self._size, rows.size)
 
     def finish(self) -> SpooledRows:
-        """Everything is in; no more is added."""
         with disk_errors("parsed examples", self.folder):
             for file in self._files.values():
                 file.close()

@@ -49,11 +49,9 @@ class LogregModel:
 
     @property
     def bias(self) -> float:
-        """The margin of an example without features."""
         return float(self.table[0])
 
     def margins(self, rows: Rows) -> NDArray[np.float64]:
-        """The logarithm of the odds of every row."""
         out = np.empty(len(rows))
         logreg_kernels.margins(self.table, (rows.starts, rows.indices, rows.values, rows.weights), out)
         return out
@@ -133,14 +131,12 @@ class LogregPredictor(Predictor[Rows]):
         self.model = model
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
-        """All examples of the file; `-` is stdin."""
         reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
         file = self.model.file(source, reading)
         yield from file.blocks()
         self.left_out = file.bad_lines
 
     def inputs(self, values: Sequence[Any]) -> Rows:
-        """Each value is one line of text."""
         for number, value in enumerate(values):
             if not isinstance(value, str) or not value.strip() or "\n" in value:
                 raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
@@ -176,7 +172,6 @@ class LogregPredictor(Predictor[Rows]):
 
 
 def open_logreg(path: Path) -> LogregPredictor:
-    """That of a run of `train logreg`, or of a file of its model."""
     return LogregPredictor(LogregModel.load(path))
 
 

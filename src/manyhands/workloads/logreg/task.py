@@ -182,7 +182,6 @@ class LogregTask(KernelTask):
 
     @classmethod
     def of(cls, parsed: Parsed, options: LogregOptions, dtype: str = "float32") -> LogregTask:
-        """With a rate that fits the examples, where none was given."""
         return cls(parsed=parsed, logreg=options.settled(parsed.scale), dtype=dtype)
 
     @property
@@ -201,7 +200,6 @@ class LogregTask(KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it trains."""
         kept = asdict(self.logreg)
         return {name: value for name, value in kept.items() if name not in ("passes", "allow_overload")}
 
@@ -241,7 +239,6 @@ class LogregTask(KernelTask):
         return portion.passed * self.samples + portion.begin
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """Compiled where workers share one memory, and batches elsewhere."""
         check_strategy(strategy, workers)
         return self if strategy.facts.record_order is not None else logreg_task(self.parsed, self.logreg)
 
@@ -271,7 +268,6 @@ class _ExampleStep(KernelStep):
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    """UserError where a strategy does not train it with so many workers."""
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be an integer of at least 1")
     if strategy.most_workers is not None and workers > strategy.most_workers:

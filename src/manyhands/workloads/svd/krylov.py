@@ -209,7 +209,8 @@ def _directions(space: KrylovSpace, beyond: Array, basis: Array, lost: float, wi
     lengths = np.sqrt(np.diag(products))
     if not (lengths > lost).any():
         return beyond[:0]
-    found, likeness = None, 0.0
+    found: Array | None = None
+    likeness = 0.0
     if (lengths > lost).all():
         squares, vectors = np.linalg.eigh(products / np.outer(lengths, lengths))
         likeness = max(0.0, float(squares[0]))  # the smaller the more alike

@@ -74,7 +74,6 @@ class SvdModel:
 
     @property
     def explained_ratio(self) -> Array:
-        """The part of all squares that each component has."""
         return self.singular_values**2 / self.energy if self.energy else np.zeros_like(self.singular_values)
 
     def project(self, block: MatrixBlock) -> Array:
@@ -97,7 +96,6 @@ class SvdModel:
             yield found
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
         header = {
             "format": _FORMAT,
             "rows": str(self.rows),
@@ -158,7 +156,6 @@ class SvdPredictor(Predictor[Array]):
         self.model = model
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Array]:
-        """All rows of a LIBSVM, npy or Parquet file."""
         self.check_read_as(read_as)
         return self.model.project_file(open_matrix(source))
 
@@ -182,10 +179,8 @@ class SvdPredictor(Predictor[Array]):
 
 
 def open_svd(path: Path) -> SvdPredictor:
-    """That of a run of `train svd`, or of a file of its model."""
     return SvdPredictor(SvdModel.load(path))
 
 
 def export_svd(asked: ExportAsked) -> Export:
-    """A decomposition is one safetensors file already."""
     raise UserError(f"{asked.run} holds a decomposition, which is one file already: {asked.own(SVD_FILE)}")

@@ -32,12 +32,10 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
 
 
 def _line(builder: Any, data: Any, place: Any, lanes: int) -> Any:
-    """A pointer to `lanes` numbers from `place` on."""
     return builder.bitcast(builder.gep(data, [place]), ir.VectorType(ir.DoubleType(), lanes).as_pointer())
 
 
 def _entry(builder: Any, indices: Any, values: Any, at: Any) -> tuple[Any, Any]:
-    """The column of entry `at`, and its value."""
     column = builder.load(builder.gep(indices, [at]))
     value = builder.load(builder.gep(values, [at]))
     if value.type == ir.FloatType():
@@ -54,7 +52,6 @@ def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def _last(context: Any, builder: Any, kind: Any, array: Any) -> Any:
-    """The place of an array's last number."""
     return builder.sub(context.make_array(kind)(context, builder, array).nitems, _INT(1))
 
 
@@ -85,7 +82,7 @@ def _row_loop(*pieces: int, sums: bool) -> Any:
     """
     parts = [(sum(pieces[:number]), lanes) for number, lanes in enumerate(pieces)]
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def visit(_typing, indices, values, _b, _e, table, _o, _w, line, _p):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
@@ -217,7 +214,6 @@ def gram_rows(starts: Any, indices: Any, values: Any, columns: int, gram: Any) -
 
 
 def warm() -> None:
-    """Compile for rows as readers give them, by working on none."""
     rows = np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.float32)
     for values in (rows[2], np.empty(0, np.float64)):
         some, few = np.zeros(TILE), np.zeros(TILE)

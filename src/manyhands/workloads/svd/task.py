@@ -127,7 +127,6 @@ class SvdTask(KernelTask):
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    """UserError where a strategy does not decompose with so many workers."""
     why = "adds products up in shared memory once a pass, so it has no other algorithm and no buckets"
     check_shared_rows(strategy, workers, "svd", f"{why}; use {strategy.word}")
 
@@ -265,7 +264,6 @@ class SharedRowsStep(_RowStep):
         self._pass = None
 
     def gather(self) -> None:
-        """What all have of a pass that is under way."""
         if self._pass is None:
             return
         sums, triangle = self._added_up()

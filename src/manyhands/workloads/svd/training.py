@@ -109,7 +109,6 @@ def train_svd(
 
 @contextmanager
 def stored(path: Path | str | None, options: SvdOptions, bars: Bars) -> Iterator[StoredMatrix]:
-    """The matrix as all workers read it, while the body runs."""
     with MatrixStore() as store:
         if path is None:
             yield store.keep_array(read_digits()[0].astype("float64"))

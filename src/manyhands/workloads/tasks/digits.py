@@ -80,14 +80,12 @@ class ImageClassifier(nn.Module):
         return [scaled_first, *others, nn.Flatten(), self.head]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores, (batch, classes)."""
         scaled = _scaled(images, next(self.parameters()), self.white)  # a quantised head has no such weight
         scores: Tensor = self.head(self.features(scaled).flatten(1))
         return scores
 
 
 def _scaled(images: Tensor, weight: Tensor, white: float) -> Tensor:
-    """Images from 0 to 1, in the dtype of the weights."""
     return images.to(weight.dtype) / white
 
 

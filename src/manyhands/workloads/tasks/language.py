@@ -211,7 +211,6 @@ class TransformerBlock(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
         x = x + self._attend(self.attention_norm(x))
         fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
         return x + fed
