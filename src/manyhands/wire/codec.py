@@ -66,10 +66,8 @@ class ParcelCodec(ABC):
 
     carries_values: bool = True
     """Whether parameters may travel in it, and not only gradients and other changes, parts of which may come later."""
-
     sums_vote: bool = False
     """Whether `settle` changes sums, so that whoever adds up must have every worker's."""
-
     seed: int = 0
     worker: int = 0
     step: int = 0

@@ -80,9 +80,7 @@ def bucket_of(dtype: torch.dtype, tensors: Iterable[tuple[int, int]]) -> BucketL
 
 
 def lay_out(
-    parameters: Sequence[tuple[int, torch.dtype]],
-    cap_bytes: int,
-    first_bytes: int = FIRST_BUCKET_BYTES,
+    parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> tuple[BucketLayout, ...]:
     """Lay (number of items, dtype) of each parameter, in registration order, into buckets in launch order."""
     closed: list[BucketLayout] = []

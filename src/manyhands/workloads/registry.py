@@ -113,8 +113,7 @@ WORKLOADS: dict[str, Workload] = {
         predictor="manyhands.serving.predict_arrays:open_images",
     ),
     "mnist": Workload(
-        task="manyhands.workloads.tasks.mnist:MNIST",
-        predictor="manyhands.serving.predict_arrays:open_images",
+        task="manyhands.workloads.tasks.mnist:MNIST", predictor="manyhands.serving.predict_arrays:open_images"
     ),
     "language": Workload(
         task="manyhands.workloads.tasks.language:LANGUAGE",
@@ -125,8 +124,7 @@ WORKLOADS: dict[str, Workload] = {
         predictor="manyhands.serving.predict_text:open_text",
     ),
     "line": Workload(
-        task="manyhands.workloads.tasks.line:LINE",
-        predictor="manyhands.serving.predict_arrays:open_numbers",
+        task="manyhands.workloads.tasks.line:LINE", predictor="manyhands.serving.predict_arrays:open_numbers"
     ),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

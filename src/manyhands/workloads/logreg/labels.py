@@ -68,9 +68,7 @@ class Metrics:
 
 
 def measure(
-    margins: NDArray[np.float64],
-    targets: NDArray[np.float32],
-    weights: NDArray[np.float32] | None = None,
+    margins: NDArray[np.float64], targets: NDArray[np.float32], weights: NDArray[np.float32] | None = None
 ) -> Metrics:
     """Compare margins (probability 1 / (1 + exp(-margin))) with targets of 0 and 1, at least one."""
     counted = np.ones(len(margins)) if weights is None else weights.astype(np.float64)

@@ -109,15 +109,7 @@ def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: An
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def train(
-    table: Any,
-    rows: Any,
-    targets: Any,
-    span: Any,
-    rule: int,
-    settings: Any,
-    turn: Any,
-    seen: int,
-    sums: Any,
+    table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, turn: Any, seen: int, sums: Any
 ) -> int:
     """Learn from rows `span[0]` to `span[1]`; add their loss before each update to `sums`, and say how waiting ended.
 

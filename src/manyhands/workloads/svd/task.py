@@ -22,14 +22,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batch_plan import split
 from manyhands.data.stored_matrix import OpenedMatrix, StoredMatrix
-from manyhands.engine.kernel_task import (
-    AnyTask,
-    KernelStep,
-    KernelTask,
-    Portion,
-    Taken,
-    check_shared_rows,
-)
+from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
 from manyhands.native.group.gate import Turn
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
