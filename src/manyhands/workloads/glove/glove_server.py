@@ -24,8 +24,8 @@ from torch.nn import Parameter
 
 from manyhands.data.batch_plan import permutation, split
 from manyhands.task import Passes, Task
+from manyhands.workloads.glove.cooccurrence_files import GloveWork, RecordReader
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
-from manyhands.workloads.glove.glove_steps import GloveWork, RecordReader
 
 __all__ = ["GloveTables", "glove_tables"]
 
