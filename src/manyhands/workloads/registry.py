@@ -136,8 +136,8 @@ WORKLOADS: dict[str, Workload] = {
         ),
         rare_kernels=("manyhands.workloads.glove.glove_kernels:warm_in_order",),
         uses=_CORE,
-        predictor="manyhands.workloads.glove.predicting:open_vectors",
-        exporter="manyhands.workloads.glove.predicting:export_vectors",
+        predictor="manyhands.workloads.glove.vector_files:open_vectors",
+        exporter="manyhands.workloads.glove.vector_files:export_vectors",
     ),
     "logreg": Workload(
         training="manyhands.workloads.logreg.command:LOGREG",
@@ -163,8 +163,8 @@ WORKLOADS: dict[str, Workload] = {
             "manyhands.workloads.gbdt.split_kernels:warm",
         ),
         uses=(*_CORE, "libsvm"),
-        predictor="manyhands.workloads.gbdt.predicting:open_gbdt",
-        exporter="manyhands.workloads.gbdt.predicting:export_gbdt",
+        predictor="manyhands.workloads.gbdt.text_format:open_gbdt",
+        exporter="manyhands.workloads.gbdt.text_format:export_gbdt",
         begins=b"tree\nversion=",
     ),
 }

@@ -176,9 +176,8 @@ def add_trees(
                         category, number = np.int64(value), np.int64(threshold[at])
                         begin, end = sets[own_sets + number], sets[own_sets + number + 1]
                         if category // 32 < end - begin:
-                            goes_left = (
-                                own_words[begin + category // 32] >> np.uint32(category % 32)
-                            ) & 1 == 1
+                            word = own_words[begin + category // 32]
+                            goes_left = (word >> np.uint32(category % 32)) & 1 == 1
                 else:
                     missing = (kind >> 2) & 3
                     if np.isnan(value) and missing != 2:
@@ -203,6 +202,5 @@ def warm() -> None:
     pack(out, numbers, numbers, numbers, 0, np.zeros((0, 0, TILE), np.uint8), numbers)
     starts, whole, real = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0)
     sets = (starts, np.zeros(0, np.uint32))
-    add_trees(
-        np.zeros((0, 1)), starts, starts, starts, starts, whole, real, whole, whole, whole, real, *sets, real
-    )
+    nodes = whole, real, whole, whole, whole, real
+    add_trees(np.zeros((0, 1)), starts, starts, starts, starts, *nodes, *sets, real)

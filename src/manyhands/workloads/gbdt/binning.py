@@ -178,10 +178,6 @@ class ByteLayout:
     offsets: NDArray[np.int64]
     """Where the bytes of each column begin among those of all, and their number at the end."""
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.firsts.any()
-
     def directions(self, feature: int, to_left: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """For every byte of the feature's column, whether it goes to the left; `to_left` says it for its bins."""
         first = int(self.firsts[feature])

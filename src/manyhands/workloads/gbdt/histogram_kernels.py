@@ -78,11 +78,7 @@ def reduce_areas(areas: Any, begin: int, end: int, out: Any) -> None:
 def take_from_parent(areas: Any, begin: int, end: int, pool: Any, child: int, parent: int) -> None:
     """`reduce_areas` into row `child` of `pool`, which is subtracted from row `parent`, in one go."""
     new, whole = pool[child], pool[parent]
-    for i in range(end - begin):
-        new[i] = areas[0, begin + i]
-    for worker in range(1, areas.shape[0]):
-        for i in range(end - begin):
-            new[i] += areas[worker, begin + i]
+    reduce_areas(areas, begin, end, new)
     for i in range(end - begin):
         whole[i] -= new[i]
 

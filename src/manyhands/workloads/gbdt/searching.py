@@ -105,7 +105,7 @@ class LocalRows:
         layout = self.layout
         self._packed = np.zeros(2 * (int(layout.offsets[-1]) + 1), np.int64)
         parts = layout.columns, layout.firsts, layout.zeros, layout.offsets
-        self._parts = None if layout.is_plain else parts
+        self._parts = parts if layout.firsts.any() else None
 
     def histogram(self, rows: NDArray[np.int32], offsets: Words, out: Words) -> None:
         """Of some rows, by feature; `offsets` are where the bins of each begin."""

@@ -53,6 +53,7 @@ class GbdtTask(KernelTask):
     """Growing trees on rows that are bins already; `gbdt.objective` is binary or regression."""
 
     name: ClassVar[str] = "gbdt"
+    advice: ClassVar[str] = "use a smaller rate, or scale the labels down"
 
     train: BinnedRows
     valid: BinnedRows | None = None
@@ -89,10 +90,6 @@ class GbdtTask(KernelTask):
     @property
     def record_bytes(self) -> float:
         return len(self.bins.features) + 40.0
-
-    @property
-    def advice(self) -> str:
-        return "use a smaller rate, or scale the labels down"
 
     def model(self) -> TreeMemory:
         return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
@@ -208,23 +205,13 @@ class GbdtStep(KernelStep):
             here = histogram_kernels.largest_error(rows.scores, rows.targets, rows.weights)
             units = units_for(task.train.rows, self._rendezvous.largest(here), task.largest_weight)
             write = histogram_kernels.squared_words
-        self._local.rule[:] = (
-            units.count_bits,
-            options.min_data_in_leaf,
-            options.min_sum_hessian,
-            options.lambda_l2,
-            units.gradient,
-            units.hessian,
-            options.cat_l2,
-            options.cat_smooth,
-            options.max_cat_threshold,
-            options.min_data_per_group,
-            options.max_cat_to_onehot,
-            options.min_gain,
-        )
+        leaf = options.min_data_in_leaf, options.min_sum_hessian, options.lambda_l2
+        sorting = options.cat_l2, options.cat_smooth, options.max_cat_threshold, options.min_data_per_group
         scale = np.array([units.gradient, units.hessian])
-        words = self._local.words
-        return float(write(rows.scores, rows.targets, rows.weights, scale, units.count_bits, words))
+        rest = options.max_cat_to_onehot, options.min_gain
+        self._local.rule[:] = units.count_bits, *leaf, *scale, *sorting, *rest
+        given, words = (rows.scores, rows.targets, rows.weights), self._local.words
+        return float(write(*given, scale, units.count_bits, words))
 
     def _put_into_leaves(self, tree: GrownTree, divided: DividedRows) -> None:
         """Split by split, in the order in which the tree was grown."""

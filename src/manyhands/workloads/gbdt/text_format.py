@@ -1,4 +1,4 @@
-"""LightGBM's text form of a model, read and written.
+"""LightGBM's text form of a model, read and written; and what a model that was read answers.
 
     tree                            a header: number of classes, objective, names of features
     version=v4
@@ -18,18 +18,31 @@ Written by the description of the format in LightGBM's documentation and by the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import DataError
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import DecisionTree, GbdtModel, Links
+from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
+from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
-__all__ = ["MODEL_TEXT", "parse_model", "read_model", "render_model", "write_model"]
+__all__ = [
+    "MODEL_TEXT",
+    "GbdtPredictor",
+    "export_gbdt",
+    "open_gbdt",
+    "parse_model",
+    "read_model",
+    "render_model",
+    "write_model",
+]
 
 MODEL_TEXT = "model.txt"
 _MOST_BYTES = 1 << 30
@@ -260,3 +273,47 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
         )
     if any(((child >= 0) & (child <= np.arange(nodes))).any() for child in (left, right)):
         raise _Wrong(f"tree {number} has a node whose child comes before it")
+
+
+class GbdtPredictor(Predictor[RowBlock]):
+    """A number for each row: the prediction, or the probability of the larger label."""
+
+    takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __init__(self, model: GbdtModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
+        self.check_read_as(read_as)
+        reading = Reading(format=read_as.format, threads=read_as.threads)
+        model = self.model
+        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+            yield block.for_columns(model.columns, model.label_index)
+
+    def inputs(self, values: Sequence[Any]) -> RowBlock:
+        return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
+
+    def together(self, parts: Sequence[RowBlock]) -> RowBlock:
+        return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
+
+    def answers(self, inputs: RowBlock) -> list[Any]:
+        return list(self.model.predict(inputs).tolist())
+
+    def lines(self, inputs: RowBlock) -> Iterator[str]:
+        return (f"{value:.17g}" for value in self.answers(inputs))
+
+    @property
+    def example(self) -> Any:
+        return [0] * self.model.columns
+
+
+def open_gbdt(path: Path) -> GbdtPredictor:
+    return GbdtPredictor(read_model(path))
+
+
+def export_gbdt(asked: ExportAsked) -> Export:
+    raise UserError(
+        f"{asked.run} holds boosted trees, which are a file already: {asked.own(MODEL_TEXT)}, as LightGBM writes them"
+    )

@@ -175,6 +175,7 @@ class LogregTask(KernelTask):
     """Learning from `parsed` examples; `logreg` has a rate."""
 
     name: ClassVar[str] = "logreg"
+    advice: ClassVar[str] = "use a smaller rate, or scale the features down"
 
     parsed: Parsed
     logreg: LogregOptions
@@ -206,10 +207,6 @@ class LogregTask(KernelTask):
     @property
     def record_bytes(self) -> float:
         return 8.0 * max(1.0, self.parsed.entries / self.samples)
-
-    @property
-    def advice(self) -> str:
-        return "use a smaller rate, or scale the features down"
 
     @property
     def _width(self) -> int:
@@ -246,22 +243,19 @@ class LogregTask(KernelTask):
 class _ExampleStep(KernelStep):
     def __init__(self, task: LogregTask, model: _Memory, turn: Turn) -> None:
         super().__init__(model)
-        self._table, self._turn = model.table, turn
-        self._pieces = task.parsed.opened()
-        self._samples = task.samples
-        self._rule = RULES[task.logreg.learner]
-        settings = [task.logreg.rate, task.logreg.l1, task.logreg.l2, BETA, float(task.logreg.bias)]
-        self._settings = np.array(settings, task.dtype)
+        self._table, self._turn, self._samples = model.table, turn, task.samples
+        self._pieces, options = task.parsed.opened(), task.logreg
+        settings = np.array([options.rate, options.l1, options.l2, BETA, float(options.bias)], task.dtype)
+        self._rule = RULES[options.learner], settings, tuple(turn)
 
     def fill(self) -> None:
         """It begins with 0, which it is."""
 
     def take(self, portion: Portion) -> Taken:
         sums = np.zeros(2)
-        rule = self._rule, self._settings, tuple(self._turn)
         for rows, targets, span, before in self._pieces(portion.begin, portion.end):
             seen = portion.passed * self._samples + before
-            status = train(self._table, rows, targets, span, *rule, seen, sums)
+            status = train(self._table, rows, targets, span, *self._rule, seen, sums)
             require_turn(status, self._turn)
         count = portion.end - portion.begin
         return Taken(loss=float(sums[LOSS]), weight=float(sums[WEIGHT]), samples=count)

@@ -46,6 +46,7 @@ class SvdTask(KernelTask):
     """
 
     name: ClassVar[str] = "svd"
+    advice: ClassVar[str] = "scale the matrix down"
 
     matrix: StoredMatrix
     svd: SvdOptions
@@ -69,8 +70,7 @@ class SvdTask(KernelTask):
 
     @property
     def batch_size(self) -> int:
-        row_bytes = max(1.0, self.matrix.num_bytes / self.matrix.rows)
-        return max(1, min(self.matrix.rows, int(self.workers * self.step_bytes / row_bytes)))
+        return max(1, min(self.matrix.rows, int(self.workers * self.step_bytes / self.record_bytes)))
 
     @property
     def epochs(self) -> int:
@@ -87,10 +87,6 @@ class SvdTask(KernelTask):
     @property
     def record_bytes(self) -> float:
         return max(1.0, self.matrix.num_bytes / self.matrix.rows)
-
-    @property
-    def advice(self) -> str:
-        return "scale the matrix down"
 
     def model(self) -> SvdMemory:
         return SvdMemory(np.zeros(SvdMemory.count(self.sizes)), self.sizes)

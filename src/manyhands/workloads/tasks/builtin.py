@@ -93,13 +93,9 @@ class BuiltinTask(Generic[Options]):
         if self.model is None:
             return self.build(**options)
         made_of = chosen(self.name, self.options_type, options)
-        return Task(
-            name=self.name,
-            model=functools.partial(self.model, made_of),
-            loss=_cannot_train,
-            data=torch.zeros(1),
-            optimizer=torch.optim.AdamW,
-        )
+        model = functools.partial(self.model, made_of)
+        data = torch.zeros(1)
+        return Task(name=self.name, model=model, loss=_cannot_train, data=data, optimizer=torch.optim.AdamW)
 
 
 def _cannot_train(_model: nn.Module, _batch: Any) -> Tensor:

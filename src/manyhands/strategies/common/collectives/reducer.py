@@ -32,9 +32,8 @@ from manyhands.strategies.common.collectives.piggyback import (
 )
 from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
 from manyhands.wire.flat_layout import BucketLayout, lay_out, trainable
-from manyhands.wire.gpu import GpuCopies
 from manyhands.wire.parcels import Parcel
-from manyhands.wire.tap import GradientTap, put
+from manyhands.wire.tap import GpuCopies, GradientTap, put
 
 __all__ = ["Reducer", "gradient_layouts"]
 
