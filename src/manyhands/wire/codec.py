@@ -71,6 +71,8 @@ class ParcelCodec(ABC):
     seed: int = 0
     worker: int = 0
     step: int = 0
+    inner: ParcelCodec | None = None
+    """The codec that it gives its own values to, if any."""
 
     @abstractmethod
     def size(self, parcel: Parcel) -> int:
@@ -102,9 +104,13 @@ class ParcelCodec(ABC):
 
     def at(self, step: int) -> None:
         self.step = step
+        if self.inner is not None:
+            self.inner.at(step)
 
     def from_worker(self, seed: int, worker: int) -> None:
         self.seed, self.worker = seed, worker
+        if self.inner is not None:
+            self.inner.from_worker(seed, worker)
 
     def drawn(self, parcel: Parcel) -> int:
         """64 random bits for the draws in a parcel."""
@@ -128,10 +134,10 @@ class ErrorFeedback(ParcelCodec):
     (Karimireddy et al., ICML 2019). Values that are not finite are sent and not kept.
     """
 
+    inner: ParcelCodec
+
     def __init__(self, codec: ParcelCodec) -> None:
-        self.inner = codec
-        self.carries_values = codec.carries_values
-        self.sums_vote = codec.sums_vote
+        self.inner, self.carries_values, self.sums_vote = codec, codec.carries_values, codec.sums_vote
         self._kept: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
@@ -155,14 +161,6 @@ class ErrorFeedback(ParcelCodec):
 
     def settle(self, parcel: Parcel, total: Tensor) -> None:
         self.inner.settle(parcel, total)
-
-    def at(self, step: int) -> None:
-        super().at(step)
-        self.inner.at(step)
-
-    def from_worker(self, seed: int, worker: int) -> None:
-        super().from_worker(seed, worker)
-        self.inner.from_worker(seed, worker)
 
     def with_residual(self, parcel: Parcel, values: Tensor) -> Tensor:
         """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""

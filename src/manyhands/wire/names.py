@@ -9,6 +9,7 @@ needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -85,14 +86,25 @@ class CodecStage:
     options: Mapping[str, Any]
 
 
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise UserError(f"{text!r} must be a fraction above 0 and at most 1, as 0.01")
-    return value
+def _reader(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise UserError(f"{text!r} must be {wanted}")
+        return value
+
+    return read
+
+
+_fraction = _reader(lambda value: 0 < value <= 1, "a fraction above 0 and at most 1, as 0.01")
+
+
+def _number(least: float, below: float) -> Callable[[str], float]:
+    wanted = f"a number from {least:g} to below {below:g}"
+    return _reader(lambda value: least <= value < below, wanted)
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
@@ -100,19 +112,6 @@ def _between(least: int, most: int) -> Callable[[str], int]:
         if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
             raise UserError(f"{text!r} must be an integer from {least} to {most}")
         return int(text)
-
-    return read
-
-
-def _number(least: float, below: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = below
-        if not least <= value < below:
-            raise UserError(f"{text!r} must be a number from {least:g} to below {below:g}")
-        return value
 
     return read
 

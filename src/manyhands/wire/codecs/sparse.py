@@ -49,7 +49,7 @@ class SparseCodec(ParcelCodec):
     carries_values = False
 
     def __init__(self, values: ParcelCodec | None = None) -> None:
-        self._values = values
+        self.inner = values
 
     @abstractmethod
     def most(self, parcel: Parcel) -> int:
@@ -83,10 +83,10 @@ class SparseCodec(ParcelCodec):
         count = len(indices)
         middle = _HEAD + self._value_bytes(parcel, count)
         into[:_HEAD].view(torch.int32)[0] = count
-        if self._values is None:
+        if self.inner is None:
             into[_HEAD:middle].view(torch.float32).copy_(torch.from_numpy(kept))
         else:
-            self._values.encode(self._parcel_of(parcel, count), torch.from_numpy(kept), into[_HEAD:middle])
+            self.inner.encode(self._parcel_of(parcel, count), torch.from_numpy(kept), into[_HEAD:middle])
         end = middle + self.place_bytes(parcel, count)
         self.write_places(parcel, indices, into[middle:end].numpy())
         return end
@@ -99,45 +99,42 @@ class SparseCodec(ParcelCodec):
             raise BadBytes(f"{count} items came, of at most {self.most(parcel)}")
         expect_bytes(encoded, self._size_of(parcel, count))
         middle = _HEAD + self._value_bytes(parcel, count)
-        if self._values is None:
+        if self.inner is None:
             values = encoded[_HEAD:middle].view(torch.float32)
         else:
             values = torch.empty(count)
-            self._values.decode(self._parcel_of(parcel, count), encoded[_HEAD:middle], values)
+            self.inner.decode(self._parcel_of(parcel, count), encoded[_HEAD:middle], values)
         return self.read_places(parcel, encoded[middle:].numpy(), count), values
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        into.zero_()
-        self.add(parcel, encoded, into)
+        indices, values = self.read(parcel, encoded)  # or raises, and leaves `into` as it is
+        _add(into.zero_(), indices, values, 1.0)
 
     def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-        indices, values = self.read(parcel, encoded)
-        if into.dtype == torch.float32:
-            kernels.add_at(values.numpy(), indices, into.numpy(), np.float32(alpha))
-        else:
-            places = torch.from_numpy(indices.astype(np.int64))
-            into.index_add_(0, places, values.to(into.dtype), alpha=alpha)
-
-    def at(self, step: int) -> None:
-        super().at(step)
-        if self._values is not None:
-            self._values.at(step)
+        _add(into, *self.read(parcel, encoded), alpha)
 
     def from_worker(self, seed: int, worker: int) -> None:
-        super().from_worker(seed, worker)
-        if self._values is not None:
-            self._values.from_worker(mix(seed, 1), worker)  # or both would draw the same
+        self.seed, self.worker = seed, worker
+        if self.inner is not None:
+            self.inner.from_worker(mix(seed, 1), worker)  # or both would draw the same
 
     def _parcel_of(self, parcel: Parcel, count: int) -> Parcel:
-        return Parcel(
-            number=parcel.number, begin=parcel.begin, end=parcel.begin + 4 * count, dtype=torch.float32
-        )
+        end = parcel.begin + 4 * count
+        return Parcel(number=parcel.number, begin=parcel.begin, end=end, dtype=torch.float32)
 
     def _value_bytes(self, parcel: Parcel, count: int) -> int:
-        return 4 * count if self._values is None else self._values.size(self._parcel_of(parcel, count))
+        return 4 * count if self.inner is None else self.inner.size(self._parcel_of(parcel, count))
 
     def _size_of(self, parcel: Parcel, count: int) -> int:
         return _HEAD + self._value_bytes(parcel, count) + self.place_bytes(parcel, count)
+
+
+def _add(into: Tensor, indices: Indices, values: Tensor, alpha: float) -> None:
+    if into.dtype == torch.float32:
+        kernels.add_at(values.numpy(), indices, into.numpy(), np.float32(alpha))
+    else:
+        places = torch.from_numpy(indices.astype(np.int64))
+        into.index_add_(0, places, values.to(into.dtype), alpha=alpha)
 
 
 _LEAST_SAMPLES: Final = 4096
@@ -156,8 +153,7 @@ class TopK(SparseCodec):
         self, fraction: float = 0.01, sampled: bool = False, values: ParcelCodec | None = None
     ) -> None:
         super().__init__(values)
-        self._fraction = fraction
-        self._sampled = sampled
+        self._fraction, self._sampled = fraction, sampled
 
     def most(self, parcel: Parcel) -> int:
         return few(self._fraction, parcel)
@@ -262,8 +258,7 @@ class DgcSums(SparseCodec):
 
     def __init__(self, fraction: float = 0.001, warmup: int = 0, values: ParcelCodec | None = None) -> None:
         super().__init__(values)
-        self._fraction = fraction
-        self._warmup = warmup
+        self._fraction, self._warmup = fraction, warmup
 
     def density(self, step: int) -> float:
         if step >= self._warmup:

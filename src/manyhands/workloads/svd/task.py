@@ -10,7 +10,6 @@ A step is a portion of a pass, so that a large file shows how far it is; what fo
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final
@@ -51,7 +50,6 @@ class SvdTask(KernelTask):
     matrix: StoredMatrix
     svd: SvdOptions
     workers: int = 1
-
     step_bytes: int = _STEP_BYTES
     """Of the matrix, that a worker goes through in a step."""
 
@@ -101,7 +99,7 @@ class SvdTask(KernelTask):
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
         del turn
         assert isinstance(model, SvdMemory), "a model of this task"
-        return AllRowsStep(self, model)
+        return RowStep(self, model)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         return SharedRowsStep(self, group, control_bytes)
@@ -120,13 +118,15 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     check_shared_rows(strategy, workers, "svd", f"{why}; use {strategy.word}")
 
 
-class _RowStep(KernelStep):
-    """What both have in common: this worker's rows into its sums."""
+class RowStep(KernelStep):
+    """All rows in one thread; the sums are those of the model, unless others are given."""
 
-    def __init__(self, work: SvdTask, model: SvdMemory, sums: Array, triangle: Array) -> None:
+    def __init__(self, work: SvdTask, model: SvdMemory, sums: Array | None = None) -> None:
+        """`sums` are those of a pass, and then the triangle."""
         super().__init__(model)
         self._work, self._sizes, self._memory = work, work.sizes, model
-        self._sums, self._triangle = PassSums(sums, self._sizes), triangle
+        memory, count = model.under_way if sums is None else sums, PassSums.count(work.sizes)
+        self._sums, self._triangle = PassSums(memory[:count], self._sizes), memory[count:]
         self._matrix: OpenedMatrix = work.matrix.opened(kept_in_memory=self._sizes.kept_in_memory)
         self._pass: tuple[int, RowPass] | None = None
         self._bytes_sent = 0
@@ -168,13 +168,19 @@ class _RowStep(KernelStep):
         self._limits.restore_original_limits()
         super().close()
 
-    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._pass = None
+
     def _mine(self, portion: Portion) -> range:
         """Which rows of a portion are gone through here."""
+        return range(portion.begin, portion.end)
 
-    @abstractmethod
     def _end_pass(self) -> None:
         """All rows have been gone through, here."""
+        assert self._pass is not None, "a pass has ended"
+        self._advance(self._sums, self._pass[1].triangle)
+        self._pass = None
 
     def _row_pass(self, portion: Portion) -> RowPass:
         if self._pass is None or self._pass[0] != portion.passed:
@@ -207,27 +213,7 @@ class _RowStep(KernelStep):
         return np.where(np.isfinite(guess), guess, 0.0)  # what is wrong with a row, the pass will say
 
 
-class AllRowsStep(_RowStep):
-    """All rows in one thread; the sums are those of the model."""
-
-    def __init__(self, work: SvdTask, model: SvdMemory) -> None:
-        count = PassSums.count(work.sizes)
-        super().__init__(work, model, model.under_way[:count], model.under_way[count:])
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._pass = None
-
-    def _mine(self, portion: Portion) -> range:
-        return range(portion.begin, portion.end)
-
-    def _end_pass(self) -> None:
-        assert self._pass is not None, "a pass has ended"
-        self._advance(self._sums, self._pass[1].triangle)
-        self._pass = None
-
-
-class SharedRowsStep(_RowStep):
+class SharedRowsStep(RowStep):
     """A part of each portion; products are added up once a pass, and worker 0 extends the space for all."""
 
     def __init__(self, work: SvdTask, group: SharedGroup, control_bytes: int) -> None:
@@ -237,7 +223,7 @@ class SharedRowsStep(_RowStep):
         self._group = group
         count, square = PassSums.count(work.sizes), work.sizes.width**2
         model = SvdMemory(segment.array(offset, numbers, np.float64), work.sizes)
-        super().__init__(work, model, np.zeros(count), np.zeros(square))
+        super().__init__(work, model, np.zeros(count + square))
         self.segment = segment
         whole = count + group.world * square  # each writes its triangle in a place of its own
         group.allocate(round_up(8 * whole, CACHE_LINE), "products of a pass")
@@ -250,7 +236,6 @@ class SharedRowsStep(_RowStep):
         count = len(self._sums.memory)
         self._sums.memory[:] = self._memory.under_way[:count]
         self._triangle[:] = self._memory.under_way[count:]
-        self._pass = None
 
     def gather(self) -> None:
         if self._pass is None:
