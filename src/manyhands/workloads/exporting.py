@@ -102,11 +102,7 @@ def recorded_options(path: str | Path) -> Mapping[str, Any]:
     place = Path(path)
     if not place.is_dir():
         return _options(read_exported(place).about.get("options", "{}"), place)
-    directory = RunDirectory.open(place, lock=False)
-    try:
-        return directory.config.get("task_options") or {}
-    finally:
-        directory.close()
+    return _config(place).get("task_options") or {}
 
 
 def trained_steps(path: str | Path) -> int:
@@ -175,11 +171,15 @@ def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple
         raise UserError(
             f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
         )
-    directory = RunDirectory.open(place, lock=False)
-    config = directory.config
-    directory.close()
+    config = _config(place)
     options = config.get("task_options") or {}
     return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
+
+
+def _config(place: Path) -> Mapping[str, Any]:
+    directory = RunDirectory.open(place, lock=False)
+    directory.close()
+    return directory.config
 
 
 def _options(text: str, place: Path) -> Mapping[str, Any]:

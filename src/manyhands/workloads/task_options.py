@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from manyhands.errors import UserError, nearest, printable
 
-__all__ = ["Option", "check_options", "chosen", "narrowed", "option", "options_of"]
+__all__ = ["CheckedOptions", "Option", "check_options", "chosen", "narrowed", "option", "options_of"]
 
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -114,6 +114,14 @@ def check_options(options: Any) -> None:
     for one in options_of(type(options)):
         # the fields are frozen once this has run
         object.__setattr__(options, one.name, one.check(getattr(options, one.name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions:
+    """Options that are checked when they are made: a UserError names the field, its value and what is allowed."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def options_of(options_type: type) -> tuple[Option, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from manyhands.workloads.gbdt.bin_table import (
     sample_rows,
     shared_folder,
 )
-from manyhands.workloads.gbdt.binning import BinTable, bundled_layout, own_columns
+from manyhands.workloads.gbdt.binning import bundled_layout, own_columns
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, model_names
@@ -127,15 +127,15 @@ def gbdt_task(
     """
     bars = bars or Bars()
     with bars.phase("reading", None, "rows") as phase:
-        first = _first_pass(table, options, phase.advance, threads)
+        first = _FirstPass(table, options, phase.advance, threads)
     with (
         shared_folder(shared) as folder,
         shared_folder(shared) as valid_folder,
         bars.phase("binning", first.sample.rows, "rows") as phase,
     ):
         yield GbdtTask(
-            train=_binned(first, folder, phase.advance, threads),
-            valid=_binned_held(first, table.valid, valid_folder),
+            train=first.binned(folder, phase.advance, threads),
+            valid=first.binned_held(table.valid, valid_folder),
             bins=first.bins,
             start_trees=len(table.start.trees) if table.start is not None else 0,
             largest_weight=float(first.sample.weights.max()),
@@ -143,86 +143,67 @@ def gbdt_task(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _FirstPass:
-    """What going through the rows once has decided."""
+    """Goes through the rows to train on once, and decides; UserError where there is nothing to learn from them."""
 
-    source: RowSource
-    holdout: Holdout
-    sample: RowSample
-    bins: BinTable
-    options: GbdtOptions
-    targets: NDArray[np.float64]
-    score: Callable[[RowBlock], NDArray[np.float64] | float]
-    """What a row's score begins with."""
+    def __init__(
+        self, table: TableChoice, options: GbdtOptions, on_rows: Callable[[int], None], threads: int
+    ) -> None:
+        holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
+        _names(table)  # which may be rejected
+        if table.start is not None:
+            source = source.for_names(table.start.names)
+        sample, where = sample_rows(source, holdout, options.seed, on_rows), source.name
+        if holdout.fraction and not sample.held_weights.any():
+            raise DataError(f"{where}: no row that is held out has a weight; use a larger valid_fraction")
+        if table.start is not None:
+            sample, options = _continued(table.start, sample, options)
+        categorical = _columns(table.categorical, source.names, sample.columns)
+        self.bins = sample.bins(options.max_bin, categorical, where, threads)
+        self.options = replace(options, objective=_objective(options.objective, sample, where))
+        self.source, self.holdout, self.sample = source, holdout, sample
+        self._targets = _targets(sample.labels, self.options.objective, where)
+        bias = float(np.average(self._targets, weights=sample.weights))  # predicted best without any tree
+        if self.options.objective == "binary":
+            if not 0 < bias < 1:
+                raise DataError(f"{where}: the rows of one label have no weight; objective=binary needs both")
+            bias = float(np.log(bias / (1 - bias)))
+        self._start, self._bias = table.start, bias
 
+    def _score(self, block: RowBlock) -> NDArray[np.float64] | float:
+        """What a row's score begins with."""
+        return self._bias if self._start is None else self._start.scores(block)
 
-def _first_pass(
-    table: TableChoice, options: GbdtOptions, on_rows: Callable[[int], None], threads: int
-) -> _FirstPass:
-    """Read the rows to train on; UserError where there is nothing to learn from them."""
-    holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
-    _names(table)  # which may be rejected
-    if table.start is not None:
-        source = source.for_names(table.start.names)
-    sample = sample_rows(source, holdout, options.seed, on_rows)
-    if holdout.fraction and not sample.held_weights.any():
-        raise DataError(f"{source.name}: no row that is held out has a weight; use a larger valid_fraction")
-    if table.start is not None:
-        sample, options = _continued(table.start, sample, options)
-    categorical = _columns(table.categorical, source.names, sample.columns)
-    bins = sample.bins(options.max_bin, categorical, source.name, threads)
-    options = replace(options, objective=_objective(options.objective, sample, source.name))
-    targets = _targets(sample.labels, options.objective, source.name)
-    bias = float(np.average(targets, weights=sample.weights))  # what is predicted best without any tree
-    if options.objective == "binary":
-        if not 0 < bias < 1:
-            raise DataError(
-                f"{source.name}: the rows of one label have no weight; objective=binary needs both"
-            )
-        bias = float(np.log(bias / (1 - bias)))
-    return _FirstPass(
-        source=source,
-        holdout=holdout,
-        sample=sample,
-        bins=bins,
-        options=options,
-        targets=targets,
-        score=table.start.scores if table.start is not None else lambda _: bias,
-    )
+    def binned(self, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
+        advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
+        def read() -> Iterator[RowBlock]:
+            return _only(self.source.blocks(next(advance, None)), self.holdout, held=False)
 
-def _binned(first: _FirstPass, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
-    advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
+        layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
+        return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
 
-    def read() -> Iterator[RowBlock]:
-        return _only(first.source.blocks(next(advance, None)), first.holdout, held=False)
-
-    layout = bundled_layout(first.bins, first.sample.blocks)
-    labels = first.targets, first.sample.weights
-    return bin_rows(read, first.bins, layout, labels, folder, first.score, threads)
-
-
-def _binned_held(first: _FirstPass, valid: RowSource | None, folder: str) -> BinnedRows | None:
-    """The rows to measure on: those of `valid`, or those that were held out; None where there are none."""
-    source, sample = first.source, first.sample
-    if valid is not None:
-        source = valid.for_names(source.names)
-        held = sample_rows(source, Holdout(), first.options.seed)
-        if held.columns != sample.columns and held.blocks[0].dense is not None:
-            raise DataError(f"{valid.name} has {held.columns} columns, {first.source.name} {sample.columns}")
-        labels, weights = held.labels, held.weights
-    elif len(sample.held_labels):
+    def binned_held(self, valid: RowSource | None, folder: str) -> BinnedRows | None:
+        """The rows to measure on: those of `valid`, or those that were held out; None where there are none."""
+        source, sample = self.source, self.sample
         labels, weights = sample.held_labels, sample.held_weights
-    else:
-        return None
+        if valid is not None:
+            source = valid.for_names(source.names)
+            held = sample_rows(source, Holdout(), self.options.seed)
+            if held.columns != sample.columns and held.blocks[0].dense is not None:
+                raise DataError(
+                    f"{valid.name} has {held.columns} columns, {self.source.name} {sample.columns}"
+                )
+            labels, weights = held.labels, held.weights
+        if not len(labels):
+            return None
 
-    def read() -> Iterator[RowBlock]:
-        return source.blocks() if valid is not None else _only(source.blocks(), first.holdout, held=True)
+        def read() -> Iterator[RowBlock]:
+            return source.blocks() if valid is not None else _only(source.blocks(), self.holdout, held=True)
 
-    targets = _targets(labels, first.options.objective, source.name, _pair(sample.labels))
-    layout = own_columns(first.bins)  # rows held out need not exclude what others do
-    return bin_rows(read, first.bins, layout, (targets, weights), folder, first.score)
+        targets = _targets(labels, self.options.objective, source.name, _pair(sample.labels))
+        layout = own_columns(self.bins)  # rows held out need not exclude what others do
+        return bin_rows(read, self.bins, layout, (targets, weights), folder, self._score)
 
 
 def _continued(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tuple[RowSample, GbdtOptions]:
@@ -279,26 +260,20 @@ def _result(
 
 def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
     """What the trees were grown with, in the words of a model file."""
+    renamed = {
+        "rate": "learning_rate",
+        "min_sum_hessian": "min_sum_hessian_in_leaf",
+        "min_gain": "min_gain_to_split",
+    }
+    others = ("objective", "trees", "parallel", "early_stopping", "allow_overload")
+    kept = {renamed.get(name, name): one for name, one in asdict(options).items() if name not in others}
     return {
         "boosting": "gbdt",
         "objective": options.objective,
         "tree_learner": "serial" if options.parallel == "data" else options.parallel,
         "num_iterations": trees,
-        "learning_rate": options.rate,
-        "num_leaves": options.num_leaves,
+        **kept,
         "max_depth": options.max_depth or -1,
-        "min_data_in_leaf": options.min_data_in_leaf,
-        "min_sum_hessian_in_leaf": options.min_sum_hessian,
-        "lambda_l2": options.lambda_l2,
-        "min_gain_to_split": options.min_gain,
-        "max_bin": options.max_bin,
-        "max_cat_to_onehot": options.max_cat_to_onehot,
-        "cat_smooth": options.cat_smooth,
-        "cat_l2": options.cat_l2,
-        "max_cat_threshold": options.max_cat_threshold,
-        "min_data_per_group": options.min_data_per_group,
-        "top_k": options.top_k,
-        "seed": options.seed,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -123,14 +123,16 @@ class Vectors:
             yield "".join([form % (word, *row) for word, row in zip(words, rows, strict=True)]).encode()
 
     @classmethod
-    def load(cls, path: Path | str) -> Vectors:
-        """Read a file of any of the three forms; a DataError names the file and the line that is wrong."""
-        return _from_file(Path(path), cls._read)
+    def load(cls, path: Path | str, *, is_text: bool = False) -> Vectors:
+        """Read a file of any of the three forms; a DataError names the file and the line that is wrong.
 
-    @classmethod
-    def load_text(cls, path: Path | str) -> Vectors:
-        """Read Stanford's text, whatever its first line looks like."""
-        return _from_file(Path(path), cls._read_text)
+        `is_text` says that it is Stanford's, whatever its first line looks like.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                return (cls._read_text if is_text else cls._read)(Path(path), file)
+        except OSError as error:
+            raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error
 
     @classmethod
     def _read_text(cls, path: Path, file: BinaryIO) -> Vectors:
@@ -267,14 +269,6 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
     return words, matrix
 
 
-def _from_file(path: Path, read: Callable[[Path, BinaryIO], Vectors]) -> Vectors:
-    try:
-        with path.open("rb") as file:
-            return read(path, file)
-    except OSError as error:
-        raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error
-
-
 _VECTORS_FILE = "vectors.txt"
 _LONGEST = 1000  # what is near to a word that is none is looked for letter by letter
 
@@ -307,18 +301,12 @@ class VectorsPredictor(Predictor[list[str]]):
         return [words for part in parts for words in part]
 
     def answers(self, inputs: list[str]) -> list[Any]:
-        return [
-            [
-                {"word": word, "similarity": round(float(near), 6)}
-                for word, near in self.vectors.combine(words)
-            ]
-            for words in inputs
-        ]
+        found = [self.vectors.combine(words) for words in inputs]
+        return [[{"word": word, "similarity": round(near, 6)} for word, near in best] for best in found]
 
     def lines(self, inputs: list[str]) -> Iterator[str]:
-        return (
-            f"{near['word']} {near['similarity']:.4f}" for answer in self.answers(inputs) for near in answer
-        )
+        answers = [near for answer in self.answers(inputs) for near in answer]
+        return (f"{near['word']} {near['similarity']:.4f}" for near in answers)
 
     @property
     def example(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Final
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import parse_size
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 
 __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 
@@ -24,8 +24,8 @@ _USUAL_BLOCK: Final = 1 << 22  # stays in the cache between its two products
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvdOptions:
-    """One decomposition, checked when made: a UserError names the field, its value and what is allowed."""
+class SvdOptions(CheckedOptions):
+    """One decomposition."""
 
     rank: int = option(10, "how many singular values and components", at_least=1)
     center: bool = option(False, "subtract the mean of each column first: PCA", flag="--center")
@@ -44,9 +44,6 @@ class SvdOptions:
     )
     """Besides the interpreter and its libraries."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

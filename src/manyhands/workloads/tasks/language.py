@@ -22,7 +22,7 @@ from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextOptions:
+class TextOptions(CheckedOptions):
     """What may be chosen about every task that learns a text."""
 
     path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
@@ -48,9 +48,6 @@ class TextOptions:
     evaluation_bytes: int = option(
         65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions) -> Task:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batch_plan import split
 from manyhands.task import Task
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 
 __all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
@@ -28,7 +28,7 @@ _POINTS = 0x11E  # whose draws are not those of a run's weights and batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LineOptions:
+class LineOptions(CheckedOptions):
     """What may be chosen about the line."""
 
     slope: float = option(2.0, "slope a of y = a x + b")
@@ -38,9 +38,6 @@ class LineOptions:
     batch_size: int = option(32, "points in a global batch", at_least=1)
     learning_rate: float = option(0.1, "step size of SGD", above=0)
     data_seed: int = option(0, "draws the points", at_least=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def line(options: LineOptions | None = None) -> Task:
