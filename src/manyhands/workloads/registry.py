@@ -21,18 +21,9 @@ from typing import Any, Final
 from manyhands.errors import UserError, first_line, nearest
 
 __all__ = [
-    "FAMILIES",
-    "JOBS",
-    "TASK_NAMES",
-    "WORKLOADS",
-    "CompileJob",
-    "Workload",
-    "find",
-    "load",
-    "names",
-    "offered",
-    "require_task",
-]
+    "FAMILIES", "JOBS", "TASK_NAMES", "WORKLOADS", "CompileJob", "Workload", "find", "load", "names",
+    "offered", "require_task",
+]  # fmt: skip
 
 GROUP = "manyhands.workloads"
 """The group of entry points."""

@@ -13,20 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.workloads.gbdt import histogram_kernels
+from manyhands.workloads.gbdt import split_kernels as fields
 from manyhands.workloads.gbdt.binning import ByteLayout, FeatureBins
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import LocalRows, SplitSearch
-from manyhands.workloads.gbdt.split_kernels import (
-    BITS,
-    CATEGORICAL,
-    DEFAULT_LEFT,
-    FEATURE,
-    FLAGS,
-    GAIN,
-    LEFT,
-    SORTED,
-    THRESHOLD,
-)
 
 __all__ = ["DividedRows", "GrownTree", "TreeMemory", "grow", "node_directions", "tree_of"]
 
@@ -124,7 +114,7 @@ class _Leaf:
     ) -> None:
         self.totals, self.l2, self.depth = totals, l2, depth
         self.split: list[int] = split.tolist()
-        self.gain = float(split.view(np.float64)[GAIN])
+        self.gain = float(split.view(np.float64)[fields.GAIN])
         self.node, self.is_left = node, is_left
         """The node that it hangs on, and on which side."""
 
@@ -151,12 +141,12 @@ def grow(
         parent, new = leaves[chosen], len(leaves)
         record, node = parent.split, new - 1
         _write_node(tree, leaves, chosen, rule, options)
-        to_left = node_directions(tree, node, features[record[FEATURE]])
+        to_left = node_directions(tree, node, features[record[fields.FEATURE]])
         for rows in divided:
-            rows.divide(chosen, new, record[FEATURE], to_left)
-        left = record[LEFT : LEFT + 2]
+            rows.divide(chosen, new, record[fields.FEATURE], to_left)
+        left = record[fields.LEFT : fields.LEFT + 2]
         right = [parent.totals[0] - left[0], parent.totals[1] - left[1]]
-        l2 = options.lambda_l2 + (options.cat_l2 if record[FLAGS] & SORTED else 0.0)
+        l2 = options.lambda_l2 + (options.cat_l2 if record[fields.FLAGS] & fields.SORTED else 0.0)
         left_is_smaller = _count(left, rule) <= _count(right, rule)
         smaller = divided[0].of(chosen if left_is_smaller else new)
         order = np.array([left, right] if left_is_smaller else [right, left], np.int64)
@@ -176,12 +166,12 @@ def grow(
 
 def node_directions(tree: GrownTree, node: int, feature: FeatureBins) -> NDArray[np.uint8]:
     """For every bin of the feature that a node asks for, whether it goes to the left."""
-    if tree.flags[node] & CATEGORICAL:
+    if tree.flags[node] & fields.CATEGORICAL:
         return np.unpackbits(tree.categories[node].view(np.uint8), bitorder="little")
     to_left = np.zeros(256, np.uint8)
     to_left[: tree.threshold[node] + 1] = 1
     if feature.missing:
-        to_left[feature.count - 1] = bool(tree.flags[node] & DEFAULT_LEFT)
+        to_left[feature.count - 1] = bool(tree.flags[node] & fields.DEFAULT_LEFT)
     return to_left
 
 
@@ -205,8 +195,8 @@ def _write_node(
     if leaf.node >= 0:
         (tree.left if leaf.is_left else tree.right)[leaf.node] = node
     tree.left[node], tree.right[node] = ~chosen, ~len(leaves)
-    tree.feature[node], tree.threshold[node] = record[FEATURE], record[THRESHOLD]
-    tree.flags[node] = record[FLAGS] & (CATEGORICAL | DEFAULT_LEFT)
-    tree.categories[node] = record[BITS : BITS + 4]
+    tree.feature[node], tree.threshold[node] = record[fields.FEATURE], record[fields.THRESHOLD]
+    tree.flags[node] = record[fields.FLAGS] & (fields.CATEGORICAL | fields.DEFAULT_LEFT)
+    tree.categories[node] = record[fields.BITS : fields.BITS + 4]
     tree.gain[node] = leaf.gain
     tree.node_value[node], tree.node_weight[node], tree.node_count[node] = _value(leaf, rule, options.rate)

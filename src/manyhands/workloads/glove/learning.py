@@ -45,15 +45,9 @@ from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
 from manyhands.workloads.task_options import check_options
 
 __all__ = [
-    "GloveOptions",
-    "GloveResult",
-    "Keeping",
-    "Learning",
-    "learn_vectors",
-    "shuffled_records",
-    "summed_vectors",
-    "train_glove",
-]
+    "GloveOptions", "GloveResult", "Keeping", "Learning", "learn_vectors", "shuffled_records",
+    "summed_vectors", "train_glove",
+]  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)

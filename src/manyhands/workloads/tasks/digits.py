@@ -26,16 +26,9 @@ from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
-    "DIGITS",
-    "LEAST_DEPTH",
-    "DigitsOptions",
-    "ImageClassifier",
-    "accuracy",
-    "check_width",
-    "classification_loss",
-    "digits",
-    "read_digits",
-]
+    "DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "accuracy", "check_width",
+    "classification_loss", "digits", "read_digits",
+]  # fmt: skip
 
 ImageBatch: TypeAlias = Sequence[Tensor]
 LEAST_DEPTH = 3
