@@ -113,9 +113,10 @@ class RowSample:
                 f"{where} has feature {self.columns - 1}, but here a model has {most:,} columns at most; number the "
                 "features from 0 without gaps, or hash them into fewer"
             )
-        columns, values_of = np.arange(self.columns), self._dense_values
         if self.blocks[0].sparse is not None:
             columns, values_of = _sparse_values(self, categorical)
+        else:
+            columns, values_of = np.arange(self.columns), self._dense_values
         sampled = sum(map(len, self.blocks))
 
         def bins_of(column: int) -> FeatureBins:

@@ -182,9 +182,9 @@ class Spool:
             for name in _KINDS:  # the stack closes them
                 self._files[name] = self._stack.enter_context(Path(folder, name).open("wb"))  # noqa: SIM115
         starts = rows.starts + self._entries
-        parts = starts[1:] if self._examples else starts, rows.indices, rows.values, rows.weights
+        parts: list[NDArray[Any]] = [starts[1:] if self._examples else starts, rows.indices, rows.values]
         with disk_errors("parsed examples", self.folder):
-            for name, array in zip(_KINDS, (*parts, block.targets), strict=True):
+            for name, array in zip(_KINDS, [*parts, rows.weights, block.targets], strict=True):
                 self._files[name].write(array.data)
         self._examples += len(rows)
         self._entries += len(rows.indices)

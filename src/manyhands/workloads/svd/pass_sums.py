@@ -88,9 +88,9 @@ class RowPass:
             table = table - space.mean
         if self._is_first:
             energy = float(np.vdot(table, table))
-            wrong = np.argwhere(~np.isfinite(given)) if not np.isfinite(energy) else ()
-            if len(wrong):
-                row, column = wrong[0].tolist()
+            wrong = [] if np.isfinite(energy) else np.argwhere(~np.isfinite(given)).tolist()
+            if wrong:
+                row, column = wrong[0]
                 raise DataError(
                     f"row {block.begin + row}, column {column} is {given[row, column]}, no number; fill it in, or "
                     "leave that row out"
