@@ -15,13 +15,14 @@ says = 2>&1 | sed -u 's/^/$(1): /'
 # Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run test test-processes test-units check layout layers types bench soak clean
+.PHONY: help setup run test test-processes test-units check layout layers types bench docs soak clean
 
 help:
 	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
 	@echo "make test   everything CI checks: format, lint, types, import layers, tests, docs"
 	@echo "make check  the static part of it: format, lint, types, import layers"
 	@echo "make bench  the benchmarks, side by side with peers; writes benchmarks/results/"
+	@echo "make docs   the documentation as a site, with search and the API reference, in build/site"
 	@echo "make soak   the long checks: kills, 300 live faults, long runs"
 
 setup: $(READY)
@@ -55,6 +56,10 @@ test-processes: setup
 
 test-units: setup
 	$(GIVE_WAY) $(PYTEST) tests/cluster tests/unit $(call says,units)
+
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
 
 bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.lab.compare.compare_report import Made, machine, report
+from manyhands.lab.compare.compare_report import machine, report
 from manyhands.lab.compare.comparison import Target, trials
 from manyhands.lab.compare.figures import Figures, figures
 from manyhands.lab.compare.findings import Conditions, paragraph
@@ -125,8 +125,8 @@ def run_seed(
     found = compare(made, "; ".join(map(str, strategies)), out=out, settings=settings)
     if found.failed or found.interrupted:
         raise SystemExit(f"seed {settings.seed}: a run failed or was ended: {found.figures.to_dict()}")
-    page = Made(title=title, command="benchmarks/federated_noniid.py", facts=machine(), notes=found.notes)
-    text = report(found.figures, paragraph(found.figures, Conditions()), page)
+    page = (title, "benchmarks/federated_noniid.py", machine(), found.notes)
+    text = report(found.figures, paragraph(found.figures, Conditions()), *page)
     (out / "report.html").write_text(text)
     return found.figures
 

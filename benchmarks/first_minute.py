@@ -72,9 +72,9 @@ def measure(source: Path, folder: Path, examples: Path) -> Iterator[tuple[str, d
             summary = kernels / f"{number}.json"
             out = kernels / f"out-{number}"
             seconds = command(source, kernels, "train", what, *words, "--out", out, "--json", summary)
-            told = json.loads(summary.read_text())
-            counted = told["seconds"] if what == "logreg" else told["seconds"]["total"]
-            rate = told["examples_per_s"] if what == "logreg" else told["records_per_s"]
+            report = json.loads(summary.read_text())
+            counted = report["seconds"] if what == "logreg" else report["seconds"]["total"]
+            rate = report["examples_per_s"] if what == "logreg" else report["records_per_s"]
             yield f"train {what}, {which}", {"seconds": seconds, "counted_s": counted, "per_s": rate}
 
 

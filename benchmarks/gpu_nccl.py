@@ -92,10 +92,14 @@ def distance(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) 
 def rank_checks(folder: Path) -> None:
     """Every task by NCCL, whole and resumed."""
     rank = int(os.environ["RANK"])
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, (task, steps, _) in tasks().items():
         run = mh.fit(task, "allreduce link=nccl", steps=steps, device=DEVICE, options=options())
-        told[name] = {"digest": digest(run.model), "sums": run.summary["sums"], "notes": run.summary["notes"]}
+        report[name] = {
+            "digest": digest(run.model),
+            "sums": run.summary["sums"],
+            "notes": run.summary["notes"],
+        }
         torch.save(run.model.state_dict(), folder / f"{name}.{rank}")
     task, steps, _ = tasks()["language, float64"]
     out = folder / f"run-{rank}"
@@ -103,8 +107,8 @@ def rank_checks(folder: Path) -> None:
     mh.fit(task, "allreduce link=nccl", steps=steps // 2, **asked)
     run = mh.fit(task, "allreduce link=nccl", steps=steps, resume=True, **asked)
     torch.save(run.model.state_dict(), folder / f"resumed.{rank}")
-    told["shared"] = mh.fit(task, "mirrored", steps=2, device=DEVICE, options=options()).summary["sums"]
-    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    report["shared"] = mh.fit(task, "mirrored", steps=2, device=DEVICE, options=options()).summary["sums"]
+    (folder / f"told-{rank}.json").write_text(json.dumps(report))
 
 
 def rank_killed(folder: Path) -> None:
@@ -218,7 +222,7 @@ def checks(folder: Path, deadline: float) -> tuple[dict[str, Any], list[str]]:
         for name, (task, steps, _) in tasks().items()
     }
     torchrun("checks", folder, deadline)
-    told = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(RANKS)]
+    report = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(RANKS)]
     found: dict[str, Any] = {"distance": {}}
     wrong = []
     for name, (_, _, allowed) in tasks().items():
@@ -226,18 +230,18 @@ def checks(folder: Path, deadline: float) -> tuple[dict[str, Any], list[str]]:
         far = found["distance"][name] = distance(ours[0], reference[name])
         if not far <= allowed:
             wrong.append(f"{name}: differs from one process by {far:.1e}, more than {allowed:.0e}")
-        if len({one[name]["digest"] for one in told}) != 1:
+        if len({one[name]["digest"] for one in report}) != 1:
             wrong.append(f"{name}: the ranks have different weights")
-        if told[0][name]["sums"]["by"] != "nccl":
-            wrong.append(f"{name}: {told[0][name]['sums']}")
-    found["notes"] = told[0]["language, float32"]["notes"]
+        if report[0][name]["sums"]["by"] != "nccl":
+            wrong.append(f"{name}: {report[0][name]['sums']}")
+    found["notes"] = report[0]["language, float32"]["notes"]
     resumed = torch.load(folder / "resumed.0", weights_only=True)
     far = found["distance"]["language, float64, resumed"] = distance(resumed, reference["language, float64"])
     if not far <= 1e-9:
         wrong.append(f"a resumed run differs from one process by {far:.1e}")
-    found["on one GPU without being asked"] = told[0]["shared"]
-    if told[0]["shared"]["by"] != "links":
-        wrong.append(f"ranks that share a GPU: {told[0]['shared']}")
+    found["on one GPU without being asked"] = report[0]["shared"]
+    if report[0]["shared"]["by"] != "links":
+        wrong.append(f"ranks that share a GPU: {report[0]['shared']}")
     by_hand("killed", folder, deadline)
     found["killed"] = json.loads((folder / "killed.json").read_text())
     if "worker 1 on" not in found["killed"]["said"] or found["killed"]["seconds"] > 20:

@@ -129,11 +129,11 @@ def peer(stages: int, microbatches: int, schedule: str) -> Paces:
         for rank in range(stages)
     ]
     try:
-        told = [json.loads(process.communicate(timeout=300)[0]) for process in started]
+        report = [json.loads(process.communicate(timeout=300)[0]) for process in started]
     finally:
         for process in started:
             process.kill()
-    return {word: max(one[word] for one in told) for word in told[0]}
+    return {word: max(one[word] for one in report) for word in report[0]}
 
 
 def peer_stage(rank: int, stages: int, microbatches: int, schedule: str, port: int) -> Paces:

@@ -112,8 +112,10 @@ def measure_ours(way: str, names: list[str], port: int) -> dict[str, float]:
         world = first + WORKERS
         commands = [[*inside(names[int(rank >= first)]), *own] for rank in range(world)]
         run_ranks(commands, [places(ADDRESS, port, rank, world) for rank in range(world)], DEADLINE_S)
-        told = [json.loads(result.with_suffix(f".{first + worker}").read_text()) for worker in range(WORKERS)]
-    return per_step([tuple(one) for readings in told for one in readings], way)
+        report = [
+            json.loads(result.with_suffix(f".{first + worker}").read_text()) for worker in range(WORKERS)
+        ]
+    return per_step([tuple(one) for readings in report for one in readings], way)
 
 
 # ── the peer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,8 +221,8 @@ def lead_actors(way: str, address: str, result: Path) -> None:
         ray.remote(ActorWorker).options(resources={"worker": 1}, num_cpus=1).remote() for _ in range(WORKERS)
     ]
     trained = [worker.train.remote(rank, actors, way) for rank, worker in enumerate(workers)]
-    told = ray.get(trained, timeout=DEADLINE_S)
-    result.write_text(json.dumps(per_step([one for readings in told for one in readings], way)))
+    report = ray.get(trained, timeout=DEADLINE_S)
+    result.write_text(json.dumps(per_step([one for readings in report for one in readings], way)))
     ray.shutdown()
 
 

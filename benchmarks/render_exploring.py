@@ -60,8 +60,8 @@ def density_speed() -> str:
         f"**{result['features']:,} features, {result['workers']} workers, {_machine(result)}, median of "
         f"{result['repeats']}**; examples/s, times as fast as `{strategies[0]}`, loss above its loss"
     )
-    told = " ".join(result["told"])
-    return f"{about}, by `{result['command']}`\n\n{markdown(rows)}\n\n{told}"
+    report = " ".join(result["told"])
+    return f"{about}, by `{result['command']}`\n\n{markdown(rows)}\n\n{report}"
 
 
 def _beside_the_first(row: dict[str, Any] | None) -> str:

@@ -19,11 +19,11 @@ def federated_mnist() -> str:
     for split, runs in result["runs"].items():
         name, paper = NAMES[split]
         counts = [one["rounds"] or math.inf for one in runs.values()]
-        told = ", ".join("not in 30" if math.isinf(count) else str(count) for count in counts)
+        report = ", ".join("not in 30" if math.isinf(count) else str(count) for count in counts)
         first = next(iter(runs.values()))
         speed = statistics.median(one["clients_per_s"] for one in runs.values())
         rows.append(
-            [name, str(statistics.median(counts)), told, str(paper), f"{first['rate']:g}", f"{speed:.0f}"]
+            [name, str(statistics.median(counts)), report, str(paper), f"{first['rate']:g}", f"{speed:.0f}"]
         )
     return f"**{result['machine']}**, torch {result['torch']}\n\n{markdown(rows)}"
 

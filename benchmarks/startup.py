@@ -67,7 +67,7 @@ task = mh.Task(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     batch_size=16,
 )
-told = []
+reports = []
 seen = set()
 for number in range(fits):
     if number == 1:
@@ -78,9 +78,10 @@ for number in range(fits):
     new = [name for name in os.listdir(folder) if name not in seen]
     seen.update(new)
     firsts = [float(open(os.path.join(folder, name)).readline()) for name in new]
-    told.append({"first_step_s": max(firsts) - called, "fit_s": ended - called})
+    reports.append({"first_step_s": max(firsts) - called, "fit_s": ended - called})
 spent_s += processor_s()
-print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": told, "next_processor_s": spent_s / (fits - 1)}))
+print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": reports,
+    "next_processor_s": spent_s / (fits - 1)}))
 """
 
 
@@ -100,16 +101,16 @@ def run(source: Path, strategy: str, workers: int, way: str, fits: int = FITS) -
             check=True,
             timeout=600,
         )
-    told = json.loads(done.stdout.splitlines()[-1])
-    first, *next_ones = told["fits"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    first, *next_ones = report["fits"]
     return {
-        "torch": told["torch_s"],
-        "package": told["package_s"],
+        "torch": report["torch_s"],
+        "package": report["package_s"],
         "first": first["first_step_s"],
         "next": statistics.median(one["first_step_s"] for one in next_ones),
         "first_whole": first["fit_s"],
         "next_whole": statistics.median(one["fit_s"] for one in next_ones),
-        "next_processor": told["next_processor_s"],
+        "next_processor": report["next_processor_s"],
     }
 
 

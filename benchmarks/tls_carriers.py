@@ -186,8 +186,8 @@ class Rendezvous:
         if addresses is None:
             self._server = socket.create_server((host, 0), backlog=64)
             self._server.settimeout(TIMEOUT_S)
-            told = {name: over.hub.listen(f"tcp:{host}:0") for name, over in self._hubs.items()}
-            print(json.dumps({**told, "others": f"{host}:{self._server.getsockname()[1]}"}), flush=True)
+            report = {name: over.hub.listen(f"tcp:{host}:0") for name, over in self._hubs.items()}
+            print(json.dumps({**report, "others": f"{host}:{self._server.getsockname()[1]}"}), flush=True)
         else:
             where, _, port = addresses["others"].rpartition(":")
             self._address = (where, int(port))

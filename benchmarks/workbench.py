@@ -54,7 +54,7 @@ class Command:
 
     words: str
     needs: tuple[str, ...] = ()
-    told: str = ""
+    report: str = ""
     """What else is done while it runs."""
 
 
@@ -230,8 +230,8 @@ def show(rows: Sequence[Row]) -> None:
         table.add_column(column, justify="left" if column == "command" else "right")
     for row in rows:
         seconds = f"{row.seconds:.1f}" if row.seconds < LIMIT_S else f"{row.seconds:.1f} (!)"
-        told = "yes" if row.ends_with_next else "no (!)"
-        table.add_row(row.command, seconds, f"{row.silence_s:.1f}", str(row.status), told)
+        report = "yes" if row.ends_with_next else "no (!)"
+        table.add_row(row.command, seconds, f"{row.silence_s:.1f}", str(row.status), report)
     Console().print(table)
 
 

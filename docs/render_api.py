@@ -1,7 +1,4 @@
-"""Write docs/api.md from the docstrings of what `import manyhands` offers: `python docs/render_api.py`.
-
-A test fails when the page says something else than the sources.
-"""
+"""The API reference of the site, from the docstrings of what `import manyhands` offers: `make docs`."""
 
 from __future__ import annotations
 
@@ -11,18 +8,15 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import manyhands
 from manyhands.strategies.registry import STRATEGIES
 
-PAGE = Path(__file__).resolve().parent / "api.md"
-
 _HEAD = """# API reference
 
-Everything that `import manyhands as mh` offers, from the docstrings of the sources. Rendered by
-`python docs/render_api.py`; a test fails where it is out of date.
+Everything that `import manyhands as mh` offers, from the docstrings of the sources, rendered by
+`make docs`.
 
 [Functions](#functions) · [Options](#options) · [Values](#values) · [Strategies](#strategies) · [Errors](#errors)
 """
@@ -205,8 +199,3 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     escaped = [[cell if "\\|" in cell else cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [head, ["---"] * len(head), *escaped]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(render())
-    print(PAGE)

@@ -43,6 +43,6 @@ def found(
     return figures([(strategy, 2) for strategy in strategies], runs, target, 5)
 
 
-def told(one: Figures, **conditions: Any) -> str:
+def reported(one: Figures, **conditions: Any) -> str:
     """What is said of them."""
     return " ".join(paragraph(one, Conditions(**conditions)))

@@ -125,7 +125,7 @@ class Served:
     app: DeviceApp
     loop: asyncio.AbstractEventLoop
     clock: ServerClock
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
 
     @property
     def server(self) -> RoundServer:
@@ -214,12 +214,12 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server of devices", daemon=True)
     thread.start()
-    told: list[str] = []
+    reported: list[str] = []
     ends = threading.Event()
     files = ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=resume)
     clock = ServerClock(loop)
-    app = DeviceApp(lambda: RoundServer(job, files, 0.0, told.append), job.settings.hold_s, clock=clock)
-    served = Served(app, loop, clock, told)
+    app = DeviceApp(lambda: RoundServer(job, files, 0.0, reported.append), job.settings.hold_s, clock=clock)
+    served = Served(app, loop, clock, reported)
 
     async def tick() -> None:
         while not ends.is_set() and served.server.failed is None:

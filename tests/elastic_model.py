@@ -18,8 +18,7 @@ from manyhands.errors import UserError
 from manyhands.foresight.simulate import draw_storm
 from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes
 from manyhands.places.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
-from manyhands.strategies.allreduce.elastic.elastic_messages import (
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
     Abort,
     ArrivedInEpoch,
     Ask,
@@ -27,6 +26,8 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Depart,
     Dismiss,
     Done,
+    ElasticMembership,
+    ElasticPlan,
     EpochView,
     GatherEpoch,
     LeaveEpoch,
@@ -34,7 +35,7 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     MemberReady,
     RunOver,
 )
-from manyhands.strategies.allreduce.elastic.epoch_collective import StepChannel
+from manyhands.strategies.allreduce.elastic.exchange import StepChannel
 from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
 Trained = list[tuple[int, tuple[int, ...]]]
@@ -269,7 +270,7 @@ class Run:
         self.core = ElasticMembership(ElasticPlan(workers=workers, min_workers=min_workers))
         self.workers: dict[int, Worker] = {}
         self.memories: dict[int, Memory] = {}
-        self.told: deque[Any] = deque()
+        self.report: deque[Any] = deque()
         self.dying: dict[int, int] = {}
         """Members that are dead, and in how many ticks the launcher notices."""
 
@@ -280,7 +281,7 @@ class Run:
         self._do(self.core.begin())
 
     def tell(self, event: Any) -> None:
-        self.told.append(event)
+        self.report.append(event)
 
     def check(self, worker: Worker) -> None:
         """Whoever has taken so many steps and lives has taken the same ones, with the same others."""
@@ -311,8 +312,8 @@ class Run:
 
     def _tick(self) -> None:
         choices = [worker for worker in self.workers.values() if not worker.dead and not worker.stopped]
-        if self.told and (not choices or self.chance.random() < 0.4):
-            self._do(self.core.handle(self.told.popleft()))
+        if self.report and (not choices or self.chance.random() < 0.4):
+            self._do(self.core.handle(self.report.popleft()))
         elif choices:
             worker = self.chance.choice(choices)
             try:
@@ -320,7 +321,7 @@ class Run:
             except (StopIteration, Departed):
                 worker.dead = True
         for member, ticks in list(self.dying.items()):
-            heard_all = not any(getattr(event, "member", None) == member for event in self.told)
+            heard_all = not any(getattr(event, "member", None) == member for event in self.report)
             if ticks <= 0 and heard_all:  # what it said before is heard first
                 del self.dying[member]
                 self._do(self.core.handle(Died(member=member, sentence=f"member {member} was killed")))

@@ -99,9 +99,8 @@ def _command(name: str) -> Callable[[Path], object]:
     """What a command of the command line does, its words thrown away."""
 
     def read(folder: Path) -> object:
-        from manyhands.cli.audit_command import audit_command
-        from manyhands.cli.explain_command import explain_command
-        from manyhands.cli.timeline_command import timeline_command
+        from manyhands.cli.look_commands import explain_command, timeline_command
+        from manyhands.cli.trust_commands import audit_command
 
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             try:

@@ -156,10 +156,10 @@ def curious(end: socket.socket, rng: random.Random) -> None:
                 end.sendall(frame(3, f"[{SURROGATE},false]".encode(), version=version))
                 answer(end)
                 return
-        told = re.search(rb"'(package|fingerprint)'.* has '([^']*)'", body)
-        if told is None:
+        report = re.search(rb"'(package|fingerprint)'.* has '([^']*)'", body)
+        if report is None:
             return
-        known[told[1].decode()] = told[2].decode()
+        known[report[1].decode()] = report[2].decode()
 
 
 def replayed(end: socket.socket, rng: random.Random) -> None:

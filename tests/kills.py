@@ -55,8 +55,8 @@ import torch
 import manyhands as mh
 
 def loss(model, batch):
-    if not hasattr(model, "told"):
-        model.told = True
+    if not hasattr(model, "reported"):
+        model.reported = True
         print("at work", flush=True)
     return model(batch).square().mean()
 

@@ -35,7 +35,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     return equality.loss(model, batch)
 
 
-def _is_told(what: str) -> bool:
+def _is_ordered(what: str) -> bool:
     folder = Path(os.environ["LEAVING_FOLDER"])
     try:
         (folder / what).rename(folder / f"{what}-{os.getpid()}")
@@ -45,10 +45,10 @@ def _is_told(what: str) -> bool:
 
 
 def _may_die(self: _Server, wanted: Any) -> None:
-    if _is_told("first"):
+    if _is_ordered("first"):
         _leave(self, wanted)
         os.kill(os.getpid(), signal.SIGKILL)
-    if _is_told("second"):
+    if _is_ordered("second"):
         out, until_s = Path(os.environ["LEAVING_FOLDER"]) / "run", time.monotonic() + _NOTED_S
         while not any(event["event"] == "died" for event in events(out)):
             if time.monotonic() > until_s:

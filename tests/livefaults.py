@@ -133,10 +133,12 @@ def _open_sockets(scene: Scene) -> set[str]:
 
 def _check_members(scene: Scene) -> None:
     """Nobody may die or be given up who was not struck, and who was paused must have been told."""
-    told = [*scene.folder.glob("raise-*"), *scene.folder.glob("die-leaving-*")]
-    scene.pids |= {int(path.name.rpartition("-")[2]) for path in told}
-    if len(told) != sum(what.startswith(("an error", "SIGKILL a server that is")) for what in scene.struck):
-        raise Failed(f"{scene.struck} were to be, and {told} were")
+    reported = [*scene.folder.glob("raise-*"), *scene.folder.glob("die-leaving-*")]
+    scene.pids |= {int(path.name.rpartition("-")[2]) for path in reported}
+    if len(reported) != sum(
+        what.startswith(("an error", "SIGKILL a server that is")) for what in scene.struck
+    ):
+        raise Failed(f"{scene.struck} were to be, and {reported} were")
     for event in scene.events("died", "silent"):
         found = re.search(r"\(pid (\d+)\)", event["sentence"])
         if found is None or int(found[1]) not in scene.pids:

@@ -60,12 +60,12 @@ def _scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRS
 
 
 def _rate(step: int) -> float:
-    if step and _is_told("raise"):
+    if step and _is_ordered("raise"):
         raise RuntimeError("this server was told to fail")
     return 1.0
 
 
-def _is_told(what: str) -> bool:
+def _is_ordered(what: str) -> bool:
     """Whether the harness wants something of somebody, which nobody else has taken upon itself yet."""
     try:
         (_folder() / what).rename(_folder() / f"{what}-{os.getpid()}")
@@ -75,7 +75,7 @@ def _is_told(what: str) -> bool:
 
 
 def _may_die_leaving(self: _Server, wanted: Any) -> None:
-    if _is_told("die-leaving"):
+    if _is_ordered("die-leaving"):
         os.kill(os.getpid(), signal.SIGKILL)
     _leave(self, wanted)
 

@@ -44,7 +44,7 @@ State = dict[str, torch.Tensor]
 _RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB
 
 
-class Told(Silent):
+class Reports(Silent):
     """WorkerContext that keep the rows of the history."""
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ def plan_of(task: mh.Task, steps: int, **more: Any) -> TrainingPlan:
 
 def train_alone(task: mh.Task, steps: int, start: Any = None) -> Ended:
     """The plain loop."""
-    told, exchange = Told(), SingleExchange()
-    trained = Trainer(plan_of(task, steps), exchange, told).run(start)
+    report, exchange = Reports(), SingleExchange()
+    trained = Trainer(plan_of(task, steps), exchange, report).run(start)
     state = exchange.optimizer_state()
     assert state is not None
-    return Ended(weights=dict(trained.model.state_dict()), optimizer=state, rows=told.rows)
+    return Ended(weights=dict(trained.model.state_dict()), optimizer=state, rows=report.rows)
 
 
 def train_in_stages(
@@ -114,7 +114,7 @@ def train_in_stages(
     more = {"checkpoint_every": steps if folder else 0, "check_every": check_every}
     plan = in_microbatches(plan_of(task, steps, **more), strategy)
     links = links_between(workers)
-    told = [Told() for _ in range(workers)]
+    report = [Reports() for _ in range(workers)]
     trained: list[Trained | None] = [None] * workers
     states: list[Any] = [None] * workers
     exchanges: list[Any] = [None] * workers
@@ -125,12 +125,12 @@ def train_in_stages(
             rank=rank, world=workers, timeout_s=30.0, group=lambda: None, links=lambda: links[rank]
         )
         try:
-            with closing(PipelineExchange(strategy, resources, plan, told[rank].mark)) as exchange:
+            with closing(PipelineExchange(strategy, resources, plan, report[rank].mark)) as exchange:
                 exchanges[rank] = exchange
                 spoil(exchange)
                 given = copy.deepcopy(start)
                 store = CheckpointStore(folder) if folder is not None else None
-                trained[rank] = Trainer(plan, exchange, told[rank], store).run(given)
+                trained[rank] = Trainer(plan, exchange, report[rank], store).run(given)
                 states[rank] = exchange.optimizer_state()
         except BaseException as error:
             errors.append((rank, error))
@@ -142,7 +142,7 @@ def train_in_stages(
     assert first is not None
     assert first.weights is not None
     assert all(one is not None and one.weights is None for one in trained[1:]), "worker 0 has the whole"
-    return Ended(weights=dict(first.weights), optimizer=states[0], rows=told[0].rows, exchanges=exchanges)
+    return Ended(weights=dict(first.weights), optimizer=states[0], rows=report[0].rows, exchanges=exchanges)
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:

@@ -105,11 +105,11 @@ class Cluster:
         began = time.monotonic()
         while not found():
             if time.monotonic() - began > within_s:
-                pytest.fail(f"no {what}; {self.told()}")
+                pytest.fail(f"no {what}; {self.report()}")
             time.sleep(0.05)
         return time.monotonic() - began
 
-    def told(self) -> str:
+    def report(self) -> str:
         return "\n".join(f"{kind} {index} said:\n{one.said}" for (kind, index), one in self.roles.items())
 
     def close(self) -> None:

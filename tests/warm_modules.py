@@ -17,7 +17,7 @@ for _home in STRATEGIES.values():
     _home.load_training(compiled=True)
 for _name, _command in COMMANDS.items():
     if _name != "bench":  # which imports `manyhands.c10d`
-        import_module(_command.home.partition(":")[0])
+        import_module(f"manyhands.cli.{_command.target.partition(':')[0]}")
 for _name in (
     "engine.session",
     "engine.fitting",

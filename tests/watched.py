@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 
-from manyhands.cli.watch_command import serving
+from manyhands.cli.look_commands import serving
 from manyhands.observe.analyse.follow import existing_run
 
 __all__ = ["watched"]

@@ -477,10 +477,10 @@ def _strange(rng: random.Random, ports: list[int]) -> bool:
         with dialled(f"tcp:127.0.0.1:{rng.choice(ports)}") as end:
             send(end, damaged(frame(CONTROL, shake.knock(), OF_TRANSPORT), rng, lambda: a_frame(rng)))
             end.shutdown(socket.SHUT_WR)
-            told = end.recv(4096)
+            report = end.recv(4096)
     except ConnectionResetError:
         return True
-    assert told in (b"", frame(CONTROL, NO_PROOF, OF_TRANSPORT)), told
+    assert report in (b"", frame(CONTROL, NO_PROOF, OF_TRANSPORT)), report
     return True
 
 

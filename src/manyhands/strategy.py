@@ -41,6 +41,7 @@ __all__ = [
     "check_count",
     "check_link",
     "enough",
+    "integer",
     "link_setting",
     "parse_size",
     "read_settings",
@@ -48,7 +49,6 @@ __all__ = [
     "settings_of",
     "show_size",
     "switch_setting",
-    "whole_number",
 ]
 
 MIB = 1024 * 1024
@@ -116,10 +116,10 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
 def check_count(name: str, value: object) -> None:
     """Raise UserError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+        raise UserError(f"{name}={value!r} must be an integer of at least 1")
 
 
-def whole_number(text: str) -> int:
+def integer(text: str) -> int:
     """Read an integer; the strategy that it is for says which ones it takes."""
     if re.fullmatch(r"[+-]?[0-9]+", text) is None:
         raise UserError(f"{text!r} is not an integer")

@@ -169,7 +169,7 @@ class Task:
             )
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
+                raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
         if not isinstance(self.loading, Loading):
             raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
         self._check_reduction()

@@ -45,7 +45,7 @@ def all_ranks(world: int, act: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.parametrize("first_round", [1, 2**32 - 30])
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_a_mix_of_collectives_gives_the_exact_results(world: int, first_round: int) -> None:
-    """Small whole numbers, so that every sum is exact; the rounds' numbers wrap on the way."""
+    """Small integers, so that every sum is exact; the rounds' numbers wrap on the way."""
     counts = random.Random(5).choices([0, 1, 33, 1000, 70_000, 200_000], k=8)
 
     def act(rank: int) -> None:

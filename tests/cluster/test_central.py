@@ -19,7 +19,7 @@ import manyhands as mh
 from equality import TWICE, distance, make_task, same_bits, train_in_threads, train_plainly
 from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.errors import UserError
-from manyhands.native.group import group_calls
+from manyhands.native.group import shared_group
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.strategies.central.exchange import CentralExchange
 from ways import BUCKET_BYTES, connect, in_threads, join, train_on, with_exchanges
@@ -206,7 +206,7 @@ def test_types_frozen_scalars_and_empty_parameters_train_and_are_gathered(kind: 
 
 def until_someone_waits_for(group: SharedGroup) -> None:
     """Wait until another rank sleeps because the owner of `group` has not arrived."""
-    words = group._control.array(group_calls.word_offset(group.rank, group_calls.ARRIVED), 2, np.uint32)
+    words = group._control.array(shared_group.word_offset(group.rank, shared_group.ARRIVED), 2, np.uint32)
     deadline = time.monotonic() + 20
     while words[1] == 0:
         assert time.monotonic() < deadline, "nobody fell asleep"

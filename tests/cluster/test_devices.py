@@ -90,9 +90,9 @@ def test_a_server_that_is_started_again_goes_on_and_counts_no_round_twice(tmp_pa
         play(served, tmp_path, range(3))
         assert served.server.state.done == 2
     out = tmp_path / "run"
-    told = json.loads((out / "federated" / "state.json").read_text())
+    printed = json.loads((out / "federated" / "state.json").read_text())
     # as if it had been killed between the checkpoint of round 2 and everything after it
-    behind = {**told, "done": 1, "phase": "reporting", "asked": [0, 1, 2], "reported": [[0, "a"]]}
+    behind = {**printed, "done": 1, "phase": "reporting", "asked": [0, 1, 2], "reported": [[0, "a"]]}
     (out / "federated" / "state.json").write_text(json.dumps(behind))
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 2))

@@ -116,18 +116,18 @@ class Party:
         for device in self.devices:
             device._home.close()
 
-    def until_told(self, word: str, *, past_deadlines: bool = False) -> None:
+    def until_reported(self, word: str, *, past_deadlines: bool = False) -> None:
         """Wait until the server has said something with this word.
 
         With `past_deadlines` its time passes, by no sleep, whenever all that are left wait for those who are not.
         """
         for _ in range(3000):
-            if any(word in sentence for sentence in self.served.told):
+            if any(word in sentence for sentence in self.served.reported):
                 return
             if past_deadlines and self.all_wait():
                 self.served.clock.ahead_s += STAGE_S / 4
             threading.Event().wait(0.01)
-        raise AssertionError(f"it did not come: {self.served.told}")
+        raise AssertionError(f"it did not come: {self.served.reported}")
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_device_that_leaves_at_a_stage_does_not_hold_up_the_others(
             raise Died
 
     party.start(meddle)
-    party.until_told("have counted", past_deadlines=True)
+    party.until_reported("have counted", past_deadlines=True)
     [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
     expected = [0, 1, 2, 3, 4] if stage > SecureStage.MASK else [0, 1, 3, 4]
     assert row["counted"] == expected
@@ -187,10 +187,10 @@ def test_with_too_few_left_the_round_is_abandoned_and_the_model_stays(
             raise Died
 
     party.start(meddle)
-    party.until_told("abandoned", past_deadlines=True)
+    party.until_reported("abandoned", past_deadlines=True)
     server = party.served.server
     assert server.state.done == 0
-    assert any("abandoned" in sentence and "it takes 4" in sentence for sentence in party.served.told)
+    assert any("abandoned" in sentence and "it takes 4" in sentence for sentence in party.served.reported)
     assert all(torch.equal(mine, begun) for mine, begun in zip(server._weights, start, strict=True))
     assert server._sum.total().weight == 0
 
@@ -215,7 +215,7 @@ def test_a_device_asked_for_two_lists_of_survivors_answers_nothing_more(party: P
         return None
 
     party.start(meddle)
-    party.until_told("have counted", past_deadlines=True)  # without its shares, by those of the others
+    party.until_reported("have counted", past_deadlines=True)  # without its shares, by those of the others
     assert (4, "POST", "/secure/1/3") in party.asked
     assert (4, "POST", "/secure/1/4") not in party.asked
 
@@ -233,7 +233,7 @@ def test_a_device_whose_own_signed_keys_are_changed_on_the_way_leaves(party: Par
         return None
 
     party.start(meddle)
-    party.until_told("have counted", past_deadlines=True)
+    party.until_reported("have counted", past_deadlines=True)
     assert (4, "POST", "/secure/1/1") not in party.asked
 
 
@@ -249,13 +249,13 @@ def test_a_message_that_is_sent_again_counts_once_and_another_one_not_at_all(par
     sent: list[bytes] = []
     party.sent = sent
     party.start(meddle)
-    party.until_told("have counted")
+    party.until_reported("have counted")
     assert again == [200, 409, 413]
     [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
     assert row["counted"] == [0, 1, 2, 3, 4], "what it sent first counts"
 
 
-TOLD = {
+REPORT = {
     "round_id": "ab" * 32,
     "threshold": 3,
     "length": 13,
@@ -275,11 +275,11 @@ TOLD = {
         {"length": 14},
         {"round_id": "ab"},
         {"roster": {"0": "01" * 32}},
-        {"roster": {**TOLD["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
+        {"roster": {**REPORT["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
         {"roster": None},
-        {"roster": {**TOLD["roster"], "4": "05" * 32}},  # type: ignore[dict-item]
-        {"roster": {**TOLD["roster"], "-1": "05" * 32}},  # type: ignore[dict-item]
-        {"roster": {**TOLD["roster"], str(1 << 40): "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**REPORT["roster"], "4": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**REPORT["roster"], "-1": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**REPORT["roster"], str(1 << 40): "05" * 32}},  # type: ignore[dict-item]
         {"bits": float("inf")},
         {"max_weight": 0},
         {"bits": 99},
@@ -290,10 +290,10 @@ TOLD = {
 )
 def test_terms_under_which_a_device_would_not_be_hidden_are_refused(change: dict[str, Any]) -> None:
     strategy = Federated(clients=4, secure=True)
-    terms, roster = terms_from(TOLD, 10, strategy)
+    terms, roster = terms_from(REPORT, 10, strategy)
     assert (terms.clients, len(roster)) == (4, 4)
     with pytest.raises(ProtocolRefused):
-        terms_from({**TOLD, **change}, 10, strategy)
+        terms_from({**REPORT, **change}, 10, strategy)
 
 
 def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path
     again = DeviceState(tmp_path / "device")
     with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
         again.require_known({1: b"3" * 32})
-    told = DeviceState(tmp_path / "told")
-    told.remember(known={"0": "00" * 32})
-    enrolled = DeviceState(tmp_path / "told")
+    report = DeviceState(tmp_path / "reported")
+    report.remember(known={"0": "00" * 32})
+    enrolled = DeviceState(tmp_path / "reported")
     enrolled.remember(server="https://test", run="run", client=1)
     with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
         enrolled.require_known({0: b"3" * 32, 1: bytes(32)})
@@ -354,7 +354,7 @@ def test_a_server_that_sums_securely_never_holds_an_update(party: Party) -> None
             found.append(holds(everything(), party.devices[number]._made[1]))  # type: ignore[index]
 
     party.start(meddle)
-    party.until_told("have counted")
+    party.until_reported("have counted")
     for thread in party.threads:  # each ends with the run, after its own last look
         thread.join(30)
     assert len(found) >= 5 * DEVICES
@@ -383,7 +383,7 @@ def test_a_device_that_leaves_is_not_waited_for(party: Party) -> None:
     party.served.server._terms = party.served.server._job.terms
     party.broken = 2
     party.start(lambda *_: None)
-    party.until_told("have counted")
+    party.until_reported("have counted")
     [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
     assert row["counted"] == [0, 1, 3, 4]
     assert (2, "POST", "/leave/1") in party.asked

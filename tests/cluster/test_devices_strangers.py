@@ -191,18 +191,20 @@ def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, s
             reply = served.signed(home.client, home.secret, "POST", "/report/1", body, server.model_hash)
         for device in devices:
             device._home.close()
-        return reply.status, reply.body.decode(), list(served.told), server
+        return reply.status, reply.body.decode(), list(served.reported), server
 
 
 @pytest.mark.usefixtures("deep")
 def test_one_update_that_is_too_large_beside_the_others_does_not_count(tmp_path: Path) -> None:
-    status, _, told, server = hostile_round(tmp_path, 3)
+    status, _, reported, server = hostile_round(tmp_path, 3)
     assert (status, server.state.done, server.state.rejected) == (200, 1, 1)
     row = server._files.directory.metrics.read()[0]
     assert (row["counted"], list(row["rejected"])) == ([1, 2], ["0"])
     assert row["rejected"]["0"] == pytest.approx(1.8e19 * math.sqrt(23))
-    assert any("rejected, since larger than norm_ratio=100 times the median of 0.048" in one for one in told)
-    assert any("client 0 (norm 8.6e+19)" in one for one in told)
+    assert any(
+        "rejected, since larger than norm_ratio=100 times the median of 0.048" in one for one in reported
+    )
+    assert any("client 0 (norm 8.6e+19)" in one for one in reported)
     moved = [
         after - mine for after, mine in zip(server._weights, held(initial_model(server._job)), strict=True)
     ]
@@ -216,13 +218,13 @@ def test_a_server_whose_evaluation_is_not_finite_stops_and_names_the_round_and_w
     tmp_path: Path, clients: int, words: str
 ) -> None:
     """Where there is no majority to judge by, or the bound is switched off; the round does not count."""
-    status, _, told, server = hostile_round(tmp_path, clients, words)
+    status, _, reported, server = hostile_round(tmp_path, clients, words)
     assert status == 503
     assert isinstance(server.failed, NonFinite)
     said = str(server.failed)
     assert "round 1 has spoiled the model: its evaluation_loss is" in said
     assert said.index("client 0 (norm 8.6e+19)") < said.index("client 1 (norm 0.048)")
-    assert any(said in one for one in told)
+    assert any(said in one for one in reported)
     state = json.loads((tmp_path / "run" / "federated" / "state.json").read_text())
     assert (state["done"], state["phase"]) == (0, "reporting")
     with serving(server._job, tmp_path / "run", resume=True) as served:
@@ -247,7 +249,7 @@ def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twi
     reply = served.signed(home.client, home.secret, "POST", "/report/1", update, hostile.model)
     assert (reply.status, reply.body.count(b"\n")) == (503, 1)
     assert isinstance(server.failed, WriteFailed)
-    assert any("No space left" in sentence for sentence in served.told)
+    assert any("No space left" in sentence for sentence in served.reported)
     again = served.signed(home.client, home.secret, "GET", "/work?have=1&after=0")
     assert again.status == 503, "nothing is decided on a state that is ahead of the disk"
     state = json.loads((tmp_path / "run" / "federated" / "state.json").read_text())
@@ -326,9 +328,9 @@ def test_a_server_in_trouble_is_asked_again_and_not_for_ever(hostile: Hostile) -
     there.device._ask = lambda *_: next(replies)
     assert there.device._asked("GET", "/plan") == Reply(200, b"{}")
     there.device._ask = lambda *_: Reply(503, b"\x1b[2Jbusy\nmore")
-    with pytest.raises(ManyhandsError, match=r"503 \\x1b\[2Jbusy; it was tried for 100 s") as told:
+    with pytest.raises(ManyhandsError, match=r"503 \\x1b\[2Jbusy; it was tried for 100 s") as reported:
         there.device._asked("GET", "/plan")
-    assert "\x1b" not in str(told.value)
+    assert "\x1b" not in str(reported.value)
     assert 100 < there.now_s < 200
     for status in (400, 401, 404):
         there.device._ask = lambda *_, status=status: Reply(status, b"no")

@@ -17,9 +17,9 @@ from certificates import run_security
 from manyhands.errors import ManyhandsError
 from manyhands.places.external.send_queue import Wakeup
 from manyhands.places.local.status import NOBODY, State
-from manyhands.strategies.allreduce.elastic.elastic_messages import EpochSeat, EpochView, LeaveEpoch
-from manyhands.strategies.allreduce.elastic.epoch_collective import LOST
-from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
+from manyhands.strategies.allreduce.elastic.elastic_membership import EpochSeat, EpochView, LeaveEpoch
+from manyhands.strategies.allreduce.elastic.epochs import LinkedEpochs, Wiring
+from manyhands.strategies.allreduce.elastic.exchange import LOST
 from manyhands.strategies.allreduce.elastic.member_control import ORDERS, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.transport.security import Security
@@ -31,7 +31,7 @@ TOKEN = b"the secret of this run, 32 bytes"
 TIMEOUT_S = 20.0
 
 
-class Told:
+class Reports:
     """A member's context whose launcher is the test."""
 
     name, rank, world, stopping = "worker", 0, 1, False
@@ -72,7 +72,7 @@ class Party:
     def __init__(self, stack: ExitStack, count: int, security: Security) -> None:
         wiring = Wiring(address="127.0.0.1", token=TOKEN, security=security)
         self.epochs = [stack.enter_context(closing(LinkedEpochs(wiring, TIMEOUT_S))) for _ in range(count)]
-        self.contexts = [Told() for _ in range(count)]
+        self.contexts = [Reports() for _ in range(count)]
         self.lines = [
             stack.enter_context(closing(MemberLine(context, member, TIMEOUT_S)))
             for member, context in enumerate(self.contexts)
@@ -119,7 +119,7 @@ def test_members_of_two_hosts_sum_and_a_newcomer_has_the_donors_state(
                 if view.seats[view.rank_of(member)].fresh:
                     taken = epoch.take()
                 elif view.has_fresh:
-                    epoch.hand_over((lambda: state) if member == view.donor else None)
+                    epoch.hand_over(state if member == view.donor else None)
                 collective, confirm = epoch.collective(strategy)
                 (bucket,) = collective.allocate([Parcel.whole(0, 4, torch.float64, exact=True)])
                 bucket.fill_(member + 1.0)
@@ -184,7 +184,7 @@ def test_a_loss_ends_the_waits_of_those_who_meet_and_of_those_who_exchange() -> 
 
 
 def test_a_member_that_nobody_reaches_though_it_lives_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.linked._BLAME_S", 0.2)
+    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.epochs._BLAME_S", 0.2)
     with ExitStack() as stack, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         party = Party(stack, 2, Security.insecure())

@@ -24,8 +24,9 @@ from manyhands.engine.exchange import Exchange
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, SharedCollective
+from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 BUCKET_BYTES = 1024  # more than one bucket even for this small model

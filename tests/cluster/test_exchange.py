@@ -18,8 +18,8 @@ from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.errors import UserError
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from ways import BUCKET_BYTES, with_exchanges
 

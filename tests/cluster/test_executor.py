@@ -136,7 +136,7 @@ def test_every_length_dtype_and_reduction(algorithm: Algorithm, world: int) -> N
 
 @EVERY
 @pytest.mark.parametrize("world", [2, 5, 8])
-def test_sums_of_whole_numbers_are_exact(algorithm: Algorithm, world: int) -> None:
+def test_sums_of_integers_are_exact(algorithm: Algorithm, world: int) -> None:
     def work(executor: ScheduleExecutor) -> list[torch.Tensor]:
         mine = [(torch.arange(17) % 7 - 3 + executor.rank).to(dtype) for dtype in DTYPES]
         for tensor in mine:
@@ -316,7 +316,7 @@ def test_a_closed_link_is_named() -> None:
             ScheduleExecutor(ALGORITHMS["ring"], 0, 2, links[0], 5.0).all_reduce(torch.ones(2))
 
 
-def test_ranks_that_go_different_ways_are_told() -> None:
+def test_ranks_that_go_different_ways_are_reported() -> None:
     def lengths(executor: ScheduleExecutor) -> None:
         return executor.all_reduce(torch.ones(4 + executor.rank))
 

@@ -79,7 +79,7 @@ def test_on_one_host_a_company_gathers_without_listening_on_the_network() -> Non
     assert joined == [b"the result"] * 2
 
 
-def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
+def test_what_ends_the_leader_is_what_the_others_are_reported() -> None:
     first, second = places(2)
 
     def leads() -> None:
@@ -93,9 +93,9 @@ def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
             assert over is not None
             return over.sentence
 
-    led, told = together(leads, joins)
+    led, report = together(leads, joins)
     assert isinstance(led, UserError)
-    assert told == str(led) == "out=x is taken"
+    assert report == str(led) == "out=x is taken"
 
 
 def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -> None:
@@ -124,10 +124,10 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
             assert over is not None
             return over.sentence
 
-    led, told = together(leads, joins)
+    led, report = together(leads, joins)
     assert isinstance(led, WorkerFailed)
     assert "which leads, could not hear the others any more: ZeroDivisionError('of nothing')" in str(led)
-    assert told == str(led).partition("\n")[0]
+    assert report == str(led).partition("\n")[0]
 
 
 def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:
@@ -155,22 +155,22 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
 
 
 @pytest.mark.parametrize(
-    ("master", "security", "told"),
+    ("master", "security", "report"),
     [
         ("127.0.0.1", Security.insecure(), "MASTER_ADDR=127.0.0.1 means 127.0.0.1 on "),
         ("192.0.2.1", Security.loopback(), "--tls DIR"),
     ],
 )
 def test_a_leader_that_other_hosts_cannot_reach_or_must_not_says_so_to_all(
-    master: str, security: Security, told: str, monkeypatch: pytest.MonkeyPatch
+    master: str, security: Security, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "address_towards", lambda host: host)
     store = HashStore()
     seat(store, "a", 1, host="another")
     first, second = places(2, store, master)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=report):
         lead_group(first, TERMS, "a", security=security, timeout_s=1.0)
-    with pytest.raises(ManyhandsError, match=told):
+    with pytest.raises(ManyhandsError, match=report):
         groups._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
 
 
@@ -324,15 +324,15 @@ def test_a_leader_is_reached_from_elsewhere_by_those_who_may_come_again_though_a
     def follows() -> bool:
         with join_group(second, TERMS, "a", **call):
             pass
-        told = json.loads(PrefixStore("manyhands/a", store).get("leader"))
+        report = json.loads(PrefixStore("manyhands/a", store).get("leader"))
         if (
-            "tcp" in told
+            "tcp" in report
         ):  # as another process in its place has it, which is elsewhere and so hears of TCP alone
             seat(store, "a", 1, process="process 1 (worker 1 on vm)")
-            store.set("manyhands/a/leader", json.dumps({**told, "host": "elsewhere"}))
+            store.set("manyhands/a/leader", json.dumps({**report, "host": "elsewhere"}))
             with join_group(second, TERMS, "a", **call) as member:
                 assert member.address == address
-        return "tcp" in told
+        return "tcp" in report
 
     assert together(leads, follows) == [address if reached else "", reached]
 

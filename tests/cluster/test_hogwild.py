@@ -76,7 +76,7 @@ def one_thread_each() -> None:
     torch.set_num_threads(1)
 
 
-class Told(Silent):
+class Reports(Silent):
     """Keeps what a worker tells the launcher, and asks it to stop where a test wants that."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -97,11 +97,11 @@ class Told(Silent):
 class Result:
     """What one worker ended with."""
 
-    def __init__(self, trainer: HogwildTrainer, told: Told, trained: Any) -> None:
+    def __init__(self, trainer: HogwildTrainer, report: Reports, trained: Any) -> None:
         self.weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
         self.trained = trained
         self.overlap = trainer.overlap
-        self.rows = told.rows
+        self.rows = report.rows
 
 
 def plan_of(
@@ -128,12 +128,12 @@ def train(
     stop_after: int | None = None,
 ) -> list[Result]:
     def work(files: SharedGroupFiles, rank: int) -> Result:
-        told = Told(stop_after)
+        report = Reports(stop_after)
         store = CheckpointStore(folder) if folder is not None else None
-        trainer = HogwildTrainer(plan, order, join(files, rank), told, store)
+        trainer = HogwildTrainer(plan, order, join(files, rank), report, store)
         try:
             start = store.load() if store is not None and resume else None
-            return Result(trainer, told, trainer.run(start))
+            return Result(trainer, report, trainer.run(start))
         except BaseException:
             files.abort(rank)
             raise
@@ -299,10 +299,10 @@ def with_evaluation(task: mh.Task) -> mh.Task:
 
 def test_an_evaluation_sees_one_state_of_the_model() -> None:
     task = with_evaluation(task_and_reference("adamw")[0])
-    told = Told()
-    Trainer(plan_of(task, evaluate_every=7), SingleExchange(), told).run()
+    report = Reports()
+    Trainer(plan_of(task, evaluate_every=7), SingleExchange(), report).run()
     results = train(plan_of(task, evaluate_every=7), "turns", 3)
-    expected = [row for row in told.rows if "metrics" in row]
+    expected = [row for row in report.rows if "metrics" in row]
     found = [row for row in results[0].rows if "metrics" in row]
     assert [row["step"] for row in found] == [7, 14, 21, 28, 30]
     for one, other in zip(found, expected, strict=True):
@@ -348,7 +348,7 @@ def test_a_run_that_is_stopped_leaves_no_gap(order: str, every: int, tmp_path: P
 
 
 @pytest.mark.parametrize("order", ["free", "locked", "turns"])
-def test_a_loss_that_is_not_finite_stops_all_and_is_told_once(order: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_all_and_is_reported_once(order: str, tmp_path: Path) -> None:
     task, _ = task_and_reference("sgd")
     bad = batch_of(task, 9)[0]
 

@@ -399,7 +399,7 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
     assert client.peer == welcome.claim
 
 
-def test_nobody_there_is_told_as_lost(party: Party) -> None:
+def test_nobody_there_is_reported_as_lost(party: Party) -> None:
     hub = party.add(1, settings=Settings(connect_s=0.3))
     hub.connect(2, "unix:nobody-listens-at-this-name")
     assert party.one(1, Lost).member == 2
@@ -595,7 +595,7 @@ def test_a_member_that_computes_is_kept_alive_by_its_heartbeats(party: Party, ho
 
 
 @all_three
-def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
+def test_leaving_is_reported_as_peace(party: Party, how: str) -> None:
     one, two = party.pair(how)
     two.send(1, Number(value=1))
     two.close()

@@ -72,10 +72,10 @@ def test_whoever_cannot_prove_the_token_is_told_the_same_and_nothing_of_release_
     with dial(one.listen(how)) as end:
         end.sendall(said)
         remote = party.one(1, Rejected)
-        told = read_end(end)
-    assert told in (b"", control(NO_PROOF))
-    assert __version__.encode() not in told
-    assert b"fingerprint of" not in told
+        report = read_end(end)
+    assert report in (b"", control(NO_PROOF))
+    assert __version__.encode() not in report
+    assert b"fingerprint of" not in report
     assert remote.reason.isprintable()
     assert "defect" not in remote.reason
 
@@ -109,7 +109,7 @@ def test_a_port_that_a_stranger_took_is_no_member(party: Party, reply: bytes) ->
     assert two.members() == ()
 
 
-def test_a_mistake_of_a_member_with_the_token_is_told_by_its_name(
+def test_a_mistake_of_a_member_with_the_token_is_reported_by_its_name(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = party.add(1), party.add(2)
@@ -135,9 +135,9 @@ def test_a_recorded_handshake_gets_a_challenge_and_no_further(party: Party, how:
     with dial(address) as end:
         end.sendall(knock + proof)
         assert "'token'" in party.one(1, Rejected).reason
-        told = read_end(end)
-    assert told.endswith(control(NO_PROOF)) or told == b""
-    assert __version__.encode() not in told
+        report = read_end(end)
+    assert report.endswith(control(NO_PROOF)) or report == b""
+    assert __version__.encode() not in report
     assert one.members() == ()
 
 
@@ -294,16 +294,16 @@ def test_thousands_of_strangers_are_a_few_events(party: Party) -> None:
 
 
 def test_the_tally_tells_the_first_at_once_and_the_rest_ever_more_rarely() -> None:
-    tally, told = Tally(), []
+    tally, report = Tally(), []
     for second in range(24 * 3600):
         tally.add("x\x1b[2J\ud800\n" * 1000, None)
         remote = tally.due(float(second))
         if remote is not None:
-            told.append((second, remote))
-    assert [second for second, _ in told][:6] == [0, 1, 3, 7, 15, 31]
-    assert len(told) < 40
-    assert sum(remote.count for _, remote in told) <= tally.total == 24 * 3600
-    assert all(remote.reason.isprintable() and len(remote.reason) < 5000 for _, remote in told)
+            report.append((second, remote))
+    assert [second for second, _ in report][:6] == [0, 1, 3, 7, 15, 31]
+    assert len(report) < 40
+    assert sum(remote.count for _, remote in report) <= tally.total == 24 * 3600
+    assert all(remote.reason.isprintable() and len(remote.reason) < 5000 for _, remote in report)
     assert Tally().due(0.0) is None
 
 

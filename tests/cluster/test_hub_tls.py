@@ -77,7 +77,7 @@ def test_a_role_that_would_believe_anybody_is_refused_all_the_same(party: Party)
     ],
     ids=["expired", "not valid yet"],
 )
-def test_a_certificate_of_another_time_is_told_as_such(
+def test_a_certificate_of_another_time_is_reported_as_such(
     party: Party, tmp_path: Path, moment: timedelta, dialler_hears: str, listener_hears: str
 ) -> None:
     """The authority is the run's, kept for a year; the host's certificate is older or younger than now."""

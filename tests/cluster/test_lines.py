@@ -124,7 +124,7 @@ def test_what_is_said_arrives_in_order_with_events_marks_and_result(
     (record,) = party.control_server.rings[1].drain()
     assert (record["start_ns"], record["step"], record["role"]) == (began, 7, 1)
     party.control_server.tell(1, {"go": "on"})
-    party.until(lambda: line._told)
+    party.until(lambda: line._report)
     assert line.received() == [{"go": "on"}]
     assert not line.stop_requested()
     party.control_server.ask_to_stop(1)
@@ -272,7 +272,7 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "told"),
+    ("asked", "kind", "report"),
     [
         ({"terms": terms_of({"task": "words", "steps": 10})}, UserError, "worker 1 on host1 has task=words"),
         ({"world": 4}, UserError, "is one of 4 processes"),
@@ -280,12 +280,12 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
     ],
 )
 def test_a_process_that_does_not_belong_is_refused_by_name_on_both_sides(
-    make: Callable[..., Party], asked: dict[str, Any], kind: type[Exception], told: str
+    make: Callable[..., Party], asked: dict[str, Any], kind: type[Exception], report: str
 ) -> None:
     party = make()
     with pytest.raises(kind) as raised:
         party.join(1, **asked)
-    assert told in str(raised.value)
+    assert report in str(raised.value)
     if "token" not in asked:  # of strangers the leader says nothing
         assert party.one(ProcessRejected).sentence == str(raised.value)
     party.join(1)  # who does belong is let in afterwards
@@ -304,7 +304,7 @@ def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stay
     assert party.one(Said).payload == {"still": "here"}
 
 
-def test_a_member_that_dies_or_leaves_is_told_once_and_may_come_again(make: Callable[..., Party]) -> None:
+def test_a_member_that_dies_or_leaves_is_reported_once_and_may_come_again(make: Callable[..., Party]) -> None:
     party = make(2, "tcp")
     line = party.join(1)
     line.mark(3, State.EXCHANGING)
@@ -415,11 +415,11 @@ def test_what_comes_right_behind_the_welcome_is_not_lost(make: Callable[..., Par
     greet = party.control_server._greet
 
     def greet_and_tell(connection: int, hello: Any) -> Any:
-        told = greet(connection, hello)
+        report = greet(connection, hello)
         for number in range(50):
             party.control_server.tell(1, {"number": number})
         party.control_server._send_queued()
-        return told
+        return report
 
     party.control_server._greet = greet_and_tell  # type: ignore[method-assign]
     line = party.join(1)

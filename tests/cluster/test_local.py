@@ -201,7 +201,7 @@ def test_loss_of_a_step_is_the_mean_over_its_batch_though_nobody_met(tmp_path: P
     assert [row["loss"] for row in outcomes[0][1]] == pytest.approx(expected, rel=1e-12)
 
 
-def test_loss_that_is_not_finite_is_told_at_the_next_average() -> None:
+def test_loss_that_is_not_finite_is_reported_at_the_next_average() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         value = (model(batch[0]) - batch[1]).square().mean()
         return value * math.nan if bool((batch[0] == marked).all(1).any()) else value
@@ -223,7 +223,7 @@ def test_loss_that_is_not_finite_is_told_at_the_next_average() -> None:
 
 @pytest.mark.parametrize("text", ["local steps=0", "local steps=2.5", "local steps=-1", "local steps=few"])
 def test_numbers_of_steps_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="whole number of at least 1, or inf"):
+    with pytest.raises(UserError, match="integer of at least 1, or inf"):
         Strategy.parse(text)
 
 

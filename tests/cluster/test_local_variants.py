@@ -248,7 +248,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(text: str, tmp_path: Pat
         ("local outer=mean:1", "has more numbers than mean takes"),
         ("local outer=elastic gossip=yes", "leave one out"),
         ("local outer=elastic link=tcp codec=bf16", "leave one of the two out"),
-        ("local first=-1", "first=-1: must be a whole number, 0 or more"),
+        ("local first=-1", "first=-1: must be an integer, 0 or more"),
         ("local gossip=perhaps", "unknown value 'perhaps'; allowed: yes, no"),
     ],
 )

@@ -139,7 +139,7 @@ def test_gather_of_a_large_tensor_and_of_scalars() -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "report"),
     [
         (
             torch.zeros(4, 3),
@@ -148,11 +148,11 @@ def test_gather_of_a_large_tensor_and_of_scalars() -> None:
         (torch.zeros(4, 2).double(), "worker 1 has 4 × .* of torch.float64"),
     ],
 )
-def test_tensors_that_do_not_fit_together_are_named(odd: torch.Tensor, told: str) -> None:
+def test_tensors_that_do_not_fit_together_are_named(odd: torch.Tensor, report: str) -> None:
     found = on_workers(2, lambda group: group.gather(odd if group.rank else torch.zeros(4, 2)), errors=True)
     for error in found:
         assert isinstance(error, UserError)
-        assert re.search(told, str(error))
+        assert re.search(report, str(error))
 
 
 def test_only_worker_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,8 +357,8 @@ def test_workers_that_go_different_ways_are_named() -> None:
     for error in on_workers(3, loop, errors=True):
         assert isinstance(error, UserError | Aborted)
         if isinstance(error, UserError):
-            told = "worker 0 is in backward(), worker 1 is in barrier(), worker 2 is in backward()"
-            assert told in str(error)
+            report = "worker 0 is in backward(), worker 1 is in barrier(), worker 2 is in backward()"
+            assert report in str(error)
 
 
 class Moody(Sampler[int]):
@@ -432,7 +432,7 @@ def test_a_worker_that_does_not_come_is_named_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "report"),
     [
         (lambda group, model, optimizer: group.prepare(model), "no optimizer"),
         (lambda group, model, optimizer: group.prepare(optimizer), "no model"),
@@ -456,12 +456,12 @@ def test_a_worker_that_does_not_come_is_named_at_the_deadline() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(wrong: Any, told: str) -> None:
+def test_bad_input_is_refused_in_one_sentence(wrong: Any, report: str) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (error,) = on_workers(1, lambda group: wrong(group, model, optimizer), errors=True)
     assert isinstance(error, UserError)
-    assert told in str(error)
+    assert report in str(error)
     assert "\n" not in str(error)
 
 
@@ -474,6 +474,6 @@ def test_central_refuses_two_optimizers_and_a_closure() -> None:
         _, optimizer = prepared(group)
         optimizer.step(lambda: 0.0)
 
-    for loop, told in ((two, "2 optimizers"), (closure, "closure")):
+    for loop, report in ((two, "2 optimizers"), (closure, "closure")):
         found = on_workers(2, loop, strategy="central", errors=True)
-        assert any(isinstance(error, UserError) and told in str(error) for error in found)
+        assert any(isinstance(error, UserError) and report in str(error) for error in found)

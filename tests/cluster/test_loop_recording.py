@@ -75,7 +75,7 @@ def test_files_of_one_clock_are_moved_alike_and_those_of_another_by_their_own_of
     assert starts == [10**13] * 4
 
 
-def test_each_worker_keeps_its_events_where_it_is_told(tmp_path: Path) -> None:
+def test_each_worker_keeps_its_events_where_it_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def body(group: WorkerGroup) -> int:

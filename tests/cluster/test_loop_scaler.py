@@ -137,7 +137,7 @@ def _nothing(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "scales", "fused", "told"),
+    ("between", "scales", "fused", "report"),
     [
         (_clip, False, False, "clip with group.clip_grad_norm_"),
         (_clip_twice, False, False, "clip with group.clip_grad_norm_"),
@@ -148,7 +148,7 @@ def _nothing(*_: Any) -> None:
     ],
 )
 def test_central_refuses_what_would_see_a_part_of_the_gradient(
-    between: Any, scales: bool, fused: bool, told: str
+    between: Any, scales: bool, fused: bool, report: str
 ) -> None:
     def loop(group: WorkerGroup) -> None:
         model = mlp()
@@ -161,7 +161,7 @@ def test_central_refuses_what_would_see_a_part_of_the_gradient(
 
     found = on_workers(2, loop, strategy="central", errors=True)
     assert all(isinstance(error, UserError | Aborted) for error in found), found
-    assert any(told in str(error) for error in found)
+    assert any(report in str(error) for error in found)
 
 
 @pytest.mark.parametrize(("strategy", "enabled"), [("mirrored", True), ("central", False)])
@@ -190,13 +190,15 @@ def test_a_prepared_scaler_goes_on_from_where_the_given_one_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "own", "told"),
+    ("dtype", "own", "report"),
     [
         (torch.float16, True, "leave out model.half()"),
         (torch.float32, False, "its own optimizer"),
     ],
 )
-def test_a_prepared_scaler_refuses_what_it_can_not_unscale(dtype: torch.dtype, own: bool, told: str) -> None:
+def test_a_prepared_scaler_refuses_what_it_can_not_unscale(
+    dtype: torch.dtype, own: bool, report: str
+) -> None:
     def loop(group: WorkerGroup) -> None:
         model = nn.Linear(6, 1).to(dtype)
         other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -206,7 +208,7 @@ def test_a_prepared_scaler_refuses_what_it_can_not_unscale(dtype: torch.dtype, o
         scaler.step(optimizer if own else other)
 
     found = on_workers(2, loop, strategy="central", errors=True)
-    assert any(isinstance(error, UserError) and told in str(error) for error in found), found
+    assert any(isinstance(error, UserError) and report in str(error) for error in found), found
 
 
 def test_after_the_group_an_optimizer_takes_any_scaler_again() -> None:

@@ -16,9 +16,12 @@ from manyhands.errors import PeerTimeout, WorkerFailed
 from manyhands.interop.own_loop.small_sums import Call, Word, Words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.background import Background
-from manyhands.strategies.common.collectives.codec_choice import CodecChooser
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier, of_words
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import (
+    CodecChooser,
+    ScheduleCollective,
+    carrier,
+)
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import SharedLink
 from manyhands.transport.link.tcp import TcpLink
@@ -181,7 +184,7 @@ def test_words_over_the_same_links_come_before_gradients_and_do_not_wait_for_the
 
     def work(collective: ScheduleCollective, *, apart: bool) -> list[Call]:
         buckets = collective.allocate(PARCELS)
-        words = Words(of_words(collective))
+        words = Words(collective.of_words())
         leaves = apart and collective.rank == 1
         words.say(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
         if not leaves:
@@ -202,7 +205,7 @@ def test_words_over_the_same_links_come_before_gradients_and_do_not_wait_for_the
 def test_who_leaves_brings_nothing_to_sums_that_have_begun() -> None:
     def work(collective: ScheduleCollective) -> bool:
         buckets = collective.allocate(PARCELS)
-        words = Words(of_words(collective))
+        words = Words(collective.of_words())
         leaves = collective.rank == 1
         words.say(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
         if not leaves:

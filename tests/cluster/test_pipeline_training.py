@@ -126,8 +126,8 @@ def test_each_part_is_compared_with_its_copies() -> None:
     task = task_of("cnn", sgd)
     text = "pipeline stages=2 microbatches=2"
     train_in_stages(task, text, workers=4, steps=2, check_every=1)
-    told = r"after step 2 .* ranks 0 and 2 differ in '0\.weight'; after step 1 they still did"
-    with pytest.raises(Desync, match=told):
+    report = r"after step 2 .* ranks 0 and 2 differ in '0\.weight'; after step 1 they still did"
+    with pytest.raises(Desync, match=report):
         train_in_stages(task, text, workers=4, steps=3, check_every=1, spoil=flip_a_bit)
 
 
@@ -222,7 +222,7 @@ def test_evaluation_is_that_of_one_process() -> None:
         assert [row["metrics"] for row in ended.rows if "metrics" in row] == [pytest.approx(expected[0])]
 
 
-def test_losses_that_are_not_finite_stop_all_workers_and_are_told_by_the_last_stage() -> None:
+def test_losses_that_are_not_finite_stop_all_workers_and_are_reported_by_the_last_stage() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         images, labels = batch
         return nn.functional.cross_entropy(model(images), labels) / 0.0

@@ -188,6 +188,9 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
                         return agree(local, reached)
 
                     sender.agree = with_all_at_once
+                    exchange._gradients._filled = lambda number: (
+                        sender.fill(number) if exchange._gradients.step else full.append(number)
+                    )
 
                 def hold_the_last(part: Any) -> None:
                     if part.priority >= 2 * (layers - 1) and exchange._collective.step == 0:
@@ -195,9 +198,6 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
                     sum_part(part)
 
                 exchange.attach, exchange._collective.sum_part = watching, hold_the_last
-                exchange._fill = lambda number: (
-                    exchange._sender.fill(number) if exchange._gradients.step else full.append(number)
-                )
                 Trainer(plan, exchange, Silent()).run()
 
         in_threads(2, work)
@@ -261,9 +261,9 @@ def test_loss_that_is_not_finite_stops_all_and_changes_nothing() -> None:
                     return str(error)
                 return ""
 
-        told = in_threads(2, work)
-    assert "worker 0, step 4: the loss is not finite" in told[0]
-    assert told[1] == "", "one tells"
+        report = in_threads(2, work)
+    assert "worker 0, step 4: the loss is not finite" in report[0]
+    assert report[1] == "", "one tells"
     expected = train_plainly(task, 3)
     for model in models:
         assert distance(dict(model.state_dict()), expected) < 1e-9

@@ -324,7 +324,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
 
 
 @pytest.mark.parametrize(
-    ("say", "told"),
+    ("say", "report"),
     [
         (
             lambda line: line.send(remote.WANTS.write(remote.SnapshotWanted(shard=-1, version=None))),
@@ -338,7 +338,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
     ],
 )
 def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
-    say: Callable[[Any], None], told: str
+    say: Callable[[Any], None], report: str
 ) -> None:
     roles = Roles("ps", workers=1)
 
@@ -346,7 +346,7 @@ def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
         def lie(*_: Any, **__: Any) -> None:  # it has its part by now
             say(line)
             over = line.wait_over(10.0)
-            assert told in over.sentence, over
+            assert report in over.sentence, over
             raise Killed
 
         line.mark = lie
@@ -355,7 +355,7 @@ def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
     roles.start(1, act=lies)
     _, outcome = roles.train()
     assert roles.deaths == [1]
-    assert any("rank 1 sent what nobody may send" in one and told in one for one in roles.said), roles.said
+    assert any("rank 1 sent what nobody may send" in one and report in one for one in roles.said), roles.said
     assert outcome.totals["samples"] == 4 * STEPS
 
 

@@ -273,7 +273,9 @@ def test_a_server_that_forgot_a_set_is_sent_it_again(link: str) -> None:
         (lambda batch: batch[0] + WORDS, r"sparse\['words.weight'\] gave row \d+; .* from 0 to 39"),
     ],
 )
-def test_a_task_that_names_the_wrong_rows_is_told(rows_of: Callable[[Any], Tensor], sentence: str) -> None:
+def test_a_task_that_names_the_wrong_rows_is_reported(
+    rows_of: Callable[[Any], Tensor], sentence: str
+) -> None:
     task = mh.Task(
         model=Tagger,
         loss=loss,

@@ -29,18 +29,18 @@ def evaluation(number: int) -> dict[str, Any]:
 @given(st.permutations(range(1, 13)), st.lists(st.integers(1, 4), min_size=12, max_size=12))
 def test_rows_come_out_in_order_whatever_the_order_they_came_in(order: list[int], sizes: list[int]) -> None:
     rows = RowsInOrder(steps_done=0)
-    told = [
+    report = [
         row
         for number in order
         for row in ([step(number)] if number % 5 else [evaluation(number), step(number)])
     ]
     out: list[dict[str, Any]] = []
     for size in sizes:
-        portion, told = told[:size], told[size:]
+        portion, report = report[:size], report[size:]
         out += rows.add(portion)
         seen = [row["step"] for row in out if "loss" in row]
         assert seen == list(range(1, len(seen) + 1))
-    out += rows.add(told)
+    out += rows.add(report)
     assert rows.rest() == []
     expected = [row for n in range(1, 13) for row in ([step(n)] if n % 5 else [step(n), evaluation(n)])]
     assert out == expected

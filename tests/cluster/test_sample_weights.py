@@ -118,7 +118,7 @@ def test_samples_of_an_evaluation_all_weigh_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "report"),
     [
         (
             [1.0, 2.0],
@@ -130,8 +130,8 @@ def test_samples_of_an_evaluation_all_weigh_the_same() -> None:
         (torch.zeros(26), "weights are all 0"),
     ],
 )
-def test_weights_that_are_none_are_refused(bad: Any, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_weights_that_are_none_are_refused(bad: Any, report: str) -> None:
+    with pytest.raises(UserError, match=report):
         task(weights=bad)
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import Aborted, ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
-from manyhands.native.group import group_calls
+from manyhands.native.group import shared_group
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, slice_of
 from manyhands.native.segment import Segment
 from manyhands.native.waiting import LEAVE_BYTES, TIMED_OUT, announce, leave_cores, on_my_core, wait_until
@@ -62,9 +62,9 @@ def allocate(groups: list[SharedGroup], num_bytes: int) -> None:
     together(groups, lambda group: group.allocate(num_bytes, "a test"))
 
 
-def until_asleep(group: SharedGroup, rank: int, phase: int = group_calls.ARRIVED) -> None:
+def until_asleep(group: SharedGroup, rank: int, phase: int = shared_group.ARRIVED) -> None:
     """Wait until someone sleeps on the word of `rank`."""
-    sleepers = group._control.array(group_calls.word_offset(rank, phase), 2, np.uint32)
+    sleepers = group._control.array(shared_group.word_offset(rank, phase), 2, np.uint32)
     deadline = time.monotonic() + 20
     while sleepers[1] == 0:
         assert time.monotonic() < deadline, "nobody fell asleep"
@@ -263,7 +263,7 @@ def test_too_little_memory_is_said_by_rank_0_and_hangs_nobody() -> None:
         assert all(isinstance(error, Aborted) for error in errors[1:])
 
 
-def test_ranks_that_ask_for_different_sizes_are_told() -> None:
+def test_ranks_that_ask_for_different_sizes_are_reported() -> None:
     with ranks(2) as groups:
         errors = together(groups, lambda group: outcome(lambda: group.allocate(4096 << group.rank, "a test")))
         assert errors[0] is None
@@ -392,7 +392,7 @@ def test_a_wait_shows_the_number_that_the_launcher_knows_a_rank_by() -> None:
             roles=[7, 9],
         )
         sign = np.zeros(2, np.int64)
-        group._state[group_calls.GROUP_SIGN] = sign.ctypes.data
+        group._state[shared_group.GROUP_SIGN] = sign.ctypes.data
         seen = []
 
         def look() -> None:

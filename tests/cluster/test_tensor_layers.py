@@ -111,9 +111,9 @@ def test_cross_entropy_of_sliced_scores_needs_three_numbers_a_sample(
         loss,
     )
     for sliced in found:
-        told = sliced.traffic["head"]
-        assert told.forward_bytes == 3 * 12 * 8 * (slices - 1)
-        assert told.forward_messages == slices - 1
+        report = sliced.traffic["head"]
+        assert report.forward_bytes == 3 * 12 * 8 * (slices - 1)
+        assert report.forward_messages == slices - 1
 
 
 @pytest.mark.parametrize(
@@ -469,13 +469,13 @@ def test_traffic_is_that_of_the_documented_formulas(slices: int, batch: int) -> 
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 12))
     assert words(model)["4"] == "column gather"
     for one in hold_against_the_whole(model, numbers(batch, 8), slices):
-        sent = {name: (told.forward_bytes, told.backward_bytes) for name, told in one.traffic.items()}
+        sent = {name: (report.forward_bytes, report.backward_bytes) for name, report in one.traffic.items()}
         eight = reduced(batch * 8 * 8, slices)
         gathered = (slices - 1) * batch * 12 // slices * 8
         assert sent == {"0": (0, eight), "2": (eight, 0), "4": (gathered, eight)}
     for one in hold_against_the_whole(nn.Embedding(12, 8), tokens(12, batch), slices):
-        told = one.traffic[""]
-        assert (told.forward_bytes, told.backward_bytes) == (reduced(batch * 8 * 8, slices), 0)
+        report = one.traffic[""]
+        assert (report.forward_bytes, report.backward_bytes) == (reduced(batch * 8 * 8, slices), 0)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
@@ -503,8 +503,8 @@ def test_traffic_of_convolutions_and_attention_is_that_of_the_formulas(slices: i
         assert second.backward_bytes == edges * 8 * row + sum(weights[2:])
     attending = Attending(batch_first=True, need_weights=False)
     for one in hold_against_the_whole(attending, numbers(2, 5, 12), slices):
-        told = {name: (each.forward_bytes, each.backward_bytes) for name, each in one.traffic.items()}
+        report = {name: (each.forward_bytes, each.backward_bytes) for name, each in one.traffic.items()}
         whole = reduced(2 * 5 * 12 * 8, slices)
-        assert told == {"attention": (0, 2 * whole), "attention.out_proj": (whole, 0)}, (
+        assert report == {"attention": (0, 2 * whole), "attention.out_proj": (whole, 0)}, (
             "key is another tensor"
         )

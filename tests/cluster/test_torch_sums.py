@@ -187,7 +187,7 @@ def test_on_two_hosts_words_go_over_links_and_sums_too_where_the_network_is_not_
     task = make_task(OPTIMIZERS["momentum"])
     reference = fitted_plainly(task, 20)
     store, ends = HashStore(), TcpLink.pair()
-    told: dict[int, Any] = {}
+    report: dict[int, Any] = {}
 
     def connected(rank: int) -> Exchange:
         resources = Resources(
@@ -202,14 +202,14 @@ def test_on_two_hosts_words_go_over_links_and_sums_too_where_the_network_is_not_
             alarm=Alarm(),
         )
         exchange = AllReduceTraining.end(Mirrored(buckets=BUCKET_BYTES), resources)
-        told[rank] = exchange.summary()["sums"]
+        report[rank] = exchange.summary()["sums"]
         assert isinstance(exchange, AllReduceExchange)
         assert isinstance(exchange._collective, TorchCollective) == (by == "nccl")
         return exchange
 
     found = train_in_threads(task, 2, connected, 20)
     for rank, weights in enumerate(found):
-        assert told[rank]["by"] == by
+        assert report[rank]["by"] == by
         assert distance(weights, reference) < 1e-9
         assert same_bits(weights, found[0])
 

@@ -103,7 +103,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], rank: int, number: int) -> torch.Tensor:
-    """Fractions of both signs for floats; whole numbers whose products fit; the same in every process."""
+    """Fractions of both signs for floats; integers whose products fit; the same in every process."""
     generator = torch.Generator().manual_seed(100 * rank + number)
     whole = torch.randint(1, 6, shape, generator=generator)
     if dtype is torch.float8_e5m2:

@@ -37,7 +37,7 @@ class Ranks:
     gloo: Any
 
     def values(self, count: int, dtype: torch.dtype, rank: int | None = None, most: int = 4) -> torch.Tensor:
-        """Small whole numbers of one rank, so that sums and products are exact in every dtype."""
+        """Small integers of one rank, so that sums and products are exact in every dtype."""
         generator = torch.Generator().manual_seed(1000 * count + (self.rank if rank is None else rank))
         return torch.randint(1, most, (count,), generator=generator).to(dtype)
 

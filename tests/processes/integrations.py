@@ -76,7 +76,7 @@ def regressor() -> Any:
     import lightning
 
     class Regressor(lightning.LightningModule):
-        """Logs a float and, as Lightning does by itself for an epoch, whole numbers."""
+        """Logs a float and, as Lightning does by itself for an epoch, integers."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -68,23 +68,23 @@ def ended(children: Children, count: int) -> dict[int, int]:
 
 
 def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int) -> None:
-    told = []
+    report = []
     with Children(capacity=3, world=3) as children:
         with children.together():
             pids = [children.start(rank, role, job) for rank, role in enumerate(ROLES)]
             assert len(set(pids)) == 3
             assert between() not in pids
         deadline = time.monotonic() + 30
-        while len(told) < 3:
+        while len(report) < 3:
             assert time.monotonic() < deadline
-            told += [
+            report += [
                 event.message.payload
                 for event in children.wait(0.1)
                 if isinstance(event, Heard) and isinstance(event.message, Finished)
             ]
-    assert {one["parent"] for one in told} == {os.getpid()}
-    assert sorted(one["own"] for one in told) == sorted(pids)
-    assert all(one["session"] == one["own"] for one in told)
+    assert {one["parent"] for one in report} == {os.getpid()}
+    assert sorted(one["own"] for one in report) == sorted(pids)
+    assert all(one["session"] == one["own"] for one in report)
 
 
 def test_they_begin_when_the_batch_is_left(job: int) -> None:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.lab.bench.backend import format_table, run_bench
+from manyhands.lab.bench.allreduce import format_table
+from manyhands.lab.bench.allreduce import run_backend_bench as run_bench
 
 
 @pytest.mark.soak

@@ -122,8 +122,8 @@ def test_what_a_callback_raises_ends_the_run(strategy: str, workers: int, tmp_pa
         mh.fit(task(), strategy, workers=workers, steps=MANY, out=tmp_path / "run", options=options)
     assert broken.steps == [1, 2, 3]
     assert broken.ended == other.ended == [(None, raised.value)]
-    told = (tmp_path / "run" / "members.jsonl").read_text()
-    assert "Watcher, a callback, raised ZeroDivisionError: a mistake of the user's" in told
+    report = (tmp_path / "run" / "members.jsonl").read_text()
+    assert "Watcher, a callback, raised ZeroDivisionError: a mistake of the user's" in report
 
 
 def test_ps_hears_everything_and_a_stop_ends_it_at_once(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ def test_a_signal_stops_all_workers_and_says_what_is_kept_and_the_command_to_go_
     ]
     status, errors = interrupted(command, out, number, lambda: max(kept_steps(out), default=0) >= 40)
     assert status == 128 + number, errors
-    told = [line for line in errors.splitlines() if line.startswith("manyhands: ended by ")]
-    assert len(told) == 1, errors
+    report = [line for line in errors.splitlines() if line.startswith("manyhands: ended by ")]
+    assert len(report) == 1, errors
     found = re.fullmatch(
         rf"manyhands: ended by {number.name}; step (\d+) of 1000000 is kept in {out}; go on with: (.*)",
-        told[0],
+        report[0],
     )
-    assert found is not None, told
+    assert found is not None, report
     assert int(found[1]) >= 20
     again = shlex.split(found[2])
     assert again == [*command, "--resume"]

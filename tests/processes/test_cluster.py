@@ -196,7 +196,7 @@ def test_what_is_foreseen_is_imported_before_anybody_asks(
     made.foresee(["colorsys"])  # of one that is gone: nothing happens
 
 
-def test_an_exception_is_told_with_traceback_and_step() -> None:
+def test_an_exception_is_reported_with_traceback_and_step() -> None:
     def job(context: RoleContext) -> None:
         from manyhands.places.local.status import State
 
@@ -226,7 +226,9 @@ def test_the_users_mistake_arrives_as_itself() -> None:
         run(job, 1)
 
 
-def test_leaving_without_a_word_is_told_with_status_and_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+def test_leaving_without_a_word_is_reported_with_status_and_last_words(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     def job(context: RoleContext) -> None:
         os.write(2, b"word\n" * 1000 + b"the disk is gone\n")
         os._exit(3)
@@ -239,7 +241,7 @@ def test_leaving_without_a_word_is_told_with_status_and_last_words(capfd: pytest
     assert capfd.readouterr().err == "word\n" * 1000 + "the disk is gone\n"
 
 
-def test_a_crash_in_c_code_is_told_with_the_line_that_led_there() -> None:
+def test_a_crash_in_c_code_is_reported_with_the_line_that_led_there() -> None:
     def job(context: RoleContext) -> None:
         ctypes.string_at(0)
 
@@ -421,7 +423,7 @@ def test_what_can_not_run_is_refused_before_anything_starts() -> None:
         LocalCluster([Role(name="worker 0", target=linger)]).run()
 
 
-def test_a_job_that_can_not_be_loaded_or_returned_is_told() -> None:
+def test_a_job_that_can_not_be_loaded_or_returned_is_reported() -> None:
     class Sly:
         def __reduce__(self) -> Any:
             return os.listdir, ("/there/is/no/such/folder",)

@@ -117,8 +117,8 @@ def served(task: mh.Task) -> dict[str, Tensor]:
         for part in range(WORLD):
             shares: list[float] = []
 
-            def backward(loss: Tensor, share: float, told: list[float] = shares) -> None:
-                told.append(share)
+            def backward(loss: Tensor, share: float, report: list[float] = shares) -> None:
+                report.append(share)
                 loss.backward()
 
             gradients = one.gradients(step, part, backward)

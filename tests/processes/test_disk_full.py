@@ -81,9 +81,9 @@ def test_a_run_goes_on_when_its_disk_is_full(
             assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
         for file in [*out.glob("*.jsonl"), *out.glob("updates/*.jsonl")]:
             lines(file)
-        told = " ".join([*run.summary["notes"], *caplog.messages])
-        assert "metrics.jsonl" in told
-        assert "checkpoint" in told or "snapshot" in told
+        report = " ".join([*run.summary["notes"], *caplog.messages])
+        assert "metrics.jsonl" in report
+        assert "checkpoint" in report or "snapshot" in report
         for store in [out / "checkpoints", *out.glob("shards/*")]:
             assert not [path for path in store.iterdir() if path.suffix], "half a checkpoint was left"
 

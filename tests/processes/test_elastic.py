@@ -60,9 +60,9 @@ def test_workers_come_and_go_and_the_weights_are_those_of_one_process(tmp_path: 
         options=options,
     ) as running:
         await_that(lambda: len(members.at_work()) == 3, "all three are at work")
-        for number, (how, told) in enumerate(STRIKES, 1):
+        for number, (how, report) in enumerate(STRIKES, 1):
             assert striker.strike(how)
-            noticed_s[told] = await_that(lambda told=told: members.count(told), f"{told} is told")
+            noticed_s[report] = await_that(lambda report=report: members.count(report), f"{report} is told")
             await_that(lambda number=number: members.count("died") == number, "it is gone")
             await_that(lambda: len(members.at_work()) == 3, "another has taken its place")
         assert running.add_worker() == 3
@@ -80,8 +80,8 @@ def test_workers_come_and_go_and_the_weights_are_those_of_one_process(tmp_path: 
     assert counted["changes"] == 8
     assert counted["steps_computed_twice"] <= 3
     assert len(run.summary["recoveries"]) == 3
-    told = [event["sentence"] for event in members.events() if event["event"] == "recovered"]
-    assert all("go on after step" in sentence for sentence in told)
+    sentences = [event["sentence"] for event in members.events() if event["event"] == "recovered"]
+    assert all("continue after step" in sentence for sentence in sentences)
     assert run.summary["samples"] == sum(min(13, 45 - 13 * (k % 4)) for k in range(steps))
 
 

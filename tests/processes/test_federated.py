@@ -177,9 +177,9 @@ def test_who_drops_out_is_the_same_with_two_workers_and_in_a_run_that_is_resumed
     mh.fit(task(data), words, workers=2, rounds=3, out=tmp_path / "parts")
     both = mh.fit(task(data), words, workers=2, rounds=6, out=tmp_path / "parts", resume=True)
     assert_same(alone.model, both.model)
-    told = alone.summary["participation"]
-    assert told == pytest.approx(both.summary["participation"])
-    assert told["dropped"] > 0
+    report = alone.summary["participation"]
+    assert report == pytest.approx(both.summary["participation"])
+    assert report["dropped"] > 0
     rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     attempts = [row["attempt"] for row in rows if "attempt" in row]
     assert len(attempts) == 6
@@ -276,7 +276,7 @@ def test_an_algorithm_that_must_see_each_update_is_refused_with_a_secure_sum(
         ("federated secure=maybe", {"rounds": 1}, "maybe"),
         ("federated secure=yes range=0", {"rounds": 1}, "range=0: must be a number above 0"),
         ("federated secure=yes range=wide", {"rounds": 1}, "not a number above 0"),
-        ("federated secure=yes bits=40", {"rounds": 1}, "bits=40: must be a whole number from 2 to 32"),
+        ("federated secure=yes bits=40", {"rounds": 1}, "bits=40: must be an integer from 2 to 32"),
         ("federated bits=16", {"rounds": 1}, "bits=16: is for secure=yes"),
         ("federated secure=yes clients=20 fraction=0.1", {"rounds": 1}, "2 of 20 clients, .* hides none"),
         ("federated secure=yes partition=natural fraction=0.5", {"rounds": 1}, "2 of 3 clients"),

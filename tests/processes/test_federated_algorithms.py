@@ -80,7 +80,7 @@ def test_a_state_that_no_round_has_touched_is_in_the_next_checkpoint(tmp_path: P
         ("federated clients=6 algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 6"),
         ("federated clients=20 fraction=0.3 algorithm=multikrum:2", "multikrum:2: takes 7"),
         ("federated partition=natural algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 5"),
-        ("federated algorithm=krum:1.5", "krum:1.5: .* a whole number"),
+        ("federated algorithm=krum:1.5", "krum:1.5: .* an integer"),
         *(
             (f"federated secure=yes algorithm={one}", "must see each client's update")
             for one in ("median", "trimmed", "krum", "multikrum")
@@ -116,7 +116,9 @@ def test_fine_tuned_models_are_measured_alike_by_two_workers_and_after_a_resume(
             assert list(mine) == ["evaluation_loss", "near"]
             for name in mine:
                 assert None in mine[name], "of a single sample nothing is held out"
-                values = ([math.nan if one is None else one for one in told[name]] for told in (mine, theirs))
+                values = (
+                    [math.nan if one is None else one for one in report[name]] for report in (mine, theirs)
+                )
                 np.testing.assert_allclose(*values, rtol=1e-9)
     tuned, common = (
         whole.summary[name]["evaluation_loss"]["mean"] for name in ("fairness", "fairness_common")

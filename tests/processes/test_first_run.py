@@ -55,5 +55,5 @@ def test_training_compiles_nothing_that_was_not_compiled_before(tmp_path: Path) 
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("compiled:")]
-    assert told == ["compiled:"] * len(commands)
+    report = [line for line in done.stdout.splitlines() if line.startswith("compiled:")]
+    assert report == ["compiled:"] * len(commands)

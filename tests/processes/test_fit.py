@@ -357,7 +357,7 @@ def test_the_callers_own_generators_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"workers": 0}, "workers=0 must be a whole number of at least 1"),
+        ({"workers": 0}, "workers=0 must be an integer of at least 1"),
         ({"strategy": "alreduce"}, "did you mean 'allreduce'"),
         ({"strategy": "single", "workers": 2}, "single is one process"),
         ({"steps": 0}, "steps=0"),

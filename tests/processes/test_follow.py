@@ -34,13 +34,13 @@ def test_the_last_view_of_a_run_equals_its_summary_and_all_name_the_straggler(tm
     assert view.phase is Phase.ENDED
     assert (view.step, view.steps_asked) == (summary["steps"], summary["steps_asked"])
     assert view.samples_per_s == summary["samples_per_s"]
-    for worker, told in zip(view.workers, summary["per_worker"], strict=True):
-        assert (worker.steps, worker.samples) == (told["steps"], told["samples"])
-        assert (worker.bytes_sent, worker.messages_sent) == (told["bytes_sent"], told["messages_sent"])
-        assert view.waits[worker.role] == tuple(told["wait_for_s"])
+    for worker, report in zip(view.workers, summary["per_worker"], strict=True):
+        assert (worker.steps, worker.samples) == (report["steps"], report["samples"])
+        assert (worker.bytes_sent, worker.messages_sent) == (report["bytes_sent"], report["messages_sent"])
+        assert view.waits[worker.role] == tuple(report["wait_for_s"])
     assert {"loss": summary["final"]["loss"], **view.final} == summary["final"]
     assert sum(one.num_bytes for one in view.traffic) == sum(
-        told["bytes_sent"] for told in summary["per_worker"]
+        report["bytes_sent"] for report in summary["per_worker"]
     )
 
     assert [slow["worker"] for slow in summary["slow"]] == [1]

@@ -38,7 +38,7 @@ def test_damaged_files_are_read_or_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "report"),
     [
         ("raise KeyError('x')", "KeyError"),
         ("np.ones(3 << 28)", "MemoryError"),
@@ -48,7 +48,7 @@ def test_damaged_files_are_read_or_refused_in_a_sentence() -> None:
         ("outside(np.zeros(3), 7)", "IndexError"),  # as kernels are compiled for a campaign
     ],
 )
-def test_the_harness_sees(does: str, told: str) -> None:
+def test_the_harness_sees(does: str, report: str) -> None:
     script = f"""
 import os, sys, tempfile, time
 from pathlib import Path
@@ -79,4 +79,4 @@ sys.exit(fuzz_files.work("broken", 0, range(20), Path(tempfile.mkdtemp(dir=sys.a
             [sys.executable, "-c", script, place], capture_output=True, text=True, timeout=120, cwd=TESTS
         )
     assert done.returncode != 0
-    assert told in done.stdout + done.stderr
+    assert report in done.stdout + done.stderr

@@ -118,11 +118,11 @@ def test_an_interrupted_run_is_resumed_to_the_bytes_of_an_uninterrupted_one(
 
     monkeypatch.setattr(learning, "train_glove", interrupted)
     assert command(10**7, out) == 130
-    told = capfd.readouterr().err
+    report = capfd.readouterr().err
     found = re.search(
-        r"holds the vectors after (\d+) of 10000000 passes; continue with: .* --resume$", told.strip()
+        r"holds the vectors after (\d+) of 10000000 passes; continue with: .* --resume$", report.strip()
     )
-    assert found is not None, told
+    assert found is not None, report
     assert (out / "shuffled.bin").exists(), "what to go on with"
     monkeypatch.setattr(learning, "train_glove", train)
     passes = int(found[1]) + 3

@@ -48,7 +48,7 @@ def test_two_processes_equal_one_with_the_same_batch(path: Path, strategy: str) 
     expected = train_glove(path, SIZE, BATCHES)
     passes: list[tuple[int, float]] = []
     found = train_glove(
-        path, SIZE, BATCHES, strategy=strategy, workers=2, after_pass=lambda *told: passes.append(told)
+        path, SIZE, BATCHES, strategy=strategy, workers=2, after_pass=lambda *report: passes.append(report)
     )
     assert_equal(found, expected)
     assert passes == [(1, found.costs[0]), (2, found.costs[1])]

@@ -33,9 +33,9 @@ def command(deed: str, folder: Path) -> list[str]:
 def test_workers_with_a_gpu_each_end_as_one_process_and_resume(tmp_path: Path) -> None:
     done = run_ranks([command("equal", tmp_path)] * 3, "127.0.0.1", tmp_path)
     assert [one.returncode for one in done] == [0] * 3, done
-    told = [one.stdout.splitlines() for one in done]
-    assert told[1] == told[0] == told[2], "the same bits on every rank"
-    found = {line.split()[0]: line.split()[1:] for line in told[0]}
+    report = [one.stdout.splitlines() for one in done]
+    assert report[1] == report[0] == report[2], "the same bits on every rank"
+    found = {line.split()[0]: line.split()[1:] for line in report[0]}
     assert {by for _, by in found.values()} == {"nccl"}
     assert found["resumed"] == found["mirrored"]
     pieces = replace(task(), clip_norm=0.1, microbatches=2)

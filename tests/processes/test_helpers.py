@@ -17,7 +17,7 @@ from manyhands.errors import WorkerFailed
 from manyhands.observe.analyse.timeline import build_timeline
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.collectives.collective import gradient_layouts
 
 pytestmark = pytest.mark.timeout(180)
 

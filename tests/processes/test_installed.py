@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -158,6 +159,24 @@ def test_the_installed_program_trains(installed: Path) -> None:
     assert (folder / "run" / "report.html").is_file()
 
 
+def test_the_commands_of_the_readme_run_in_their_order_in_an_empty_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    (block,) = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in block.splitlines()]
+    assert len(commands) > 5
+    for command in commands:
+        assert command[0] == "manyhands", "what the package installs"
+        done = _run(installed / "bin" / "manyhands", *command[1:], folder=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    script = tmp_path / "ten_lines.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    done = _run(installed / "bin" / "python", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Path, tmp_path: Path) -> None:
     (site,) = installed.glob("lib/python*/site-packages/manyhands")
     folders = [site, *(folder for folder in site.rglob("*") if folder.is_dir())]
@@ -196,10 +215,10 @@ def _warm_example(folder: Path, *command: str | Path, **options: Any) -> str:
 
 
 def test_every_example_is_told_of_and_tested() -> None:
-    told = (EXAMPLES / "README.md").read_text()
+    report = (EXAMPLES / "README.md").read_text()
     for file in EXAMPLES.iterdir():
         if file.suffix in (".py", ".ipynb"):
-            assert f"]({file.name})" in told
+            assert f"]({file.name})" in report
             assert file.name in Path(__file__).read_text()
 
 
@@ -258,6 +277,6 @@ def test_hugging_face_trainer_learns_on_two_workers(tmp_path: Path) -> None:
         "transformers.models.auto.modeling_auto",
     ]
     printed = _warm_example(tmp_path, *command, starts=2, imports=slow)
-    told = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
-    assert told is not None, printed
-    assert float(told[2]) < float(told[1]) - 0.3
+    report = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
+    assert report is not None, printed
+    assert float(report[2]) < float(report[1]) - 0.3

@@ -150,8 +150,8 @@ def waiting_loss(folder: Path) -> Callable[[nn.Module, Any], Tensor]:
         if not torch.is_grad_enabled():  # the trial of the loss
             return loss(model, batch)
         steps += 1
-        told, deadline = folder / str(os.getpid()), time.monotonic() + SOON_S
-        while steps < STEPS and (not told.exists() or told.stat().st_size <= steps):
+        report, deadline = folder / str(os.getpid()), time.monotonic() + SOON_S
+        while steps < STEPS and (not report.exists() or report.stat().st_size <= steps):
             assert time.monotonic() < deadline, f"nothing was loaded while batch {steps - 1} was computed"
             time.sleep(0.001)
         return loss(model, batch)
@@ -187,10 +187,10 @@ class Broken(Samples):
 def test_what_the_dataset_raises_is_raised_with_its_sample_and_its_line(way: str, kind: type) -> None:
     with pytest.raises(kind, match="no image 3") as caught:
         weights(task(Broken()), way)
-    told = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
-    assert "raised for sample 3 of data" in told
-    assert re.search(r"in a loader process of worker \d:", told)
-    assert 'raise KeyError("no image 3")' in told
+    report = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
+    assert "raised for sample 3 of data" in report
+    assert re.search(r"in a loader process of worker \d:", report)
+    assert 'raise KeyError("no image 3")' in report
 
 
 class Wanting(Exception):
@@ -205,7 +205,7 @@ class Unlike(Samples):
         raise Wanting(1, 2)
 
 
-def test_an_error_that_cannot_be_sent_is_told() -> None:
+def test_an_error_that_cannot_be_sent_is_reported() -> None:
     with pytest.raises(RuntimeError, match="Wanting: 1 of 2"):
         weights(task(Unlike()), "single")
 
@@ -215,8 +215,8 @@ def test_data_and_batches_that_cannot_be_sent_are_refused() -> None:
     locked.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(mh.UserError, match=r"loading: data cannot be sent to loader processes .*workers=0"):
         weights(task(locked), "single")
-    told = "a loader process cannot hand over what it read .*workers=0"
-    with pytest.raises(mh.UserError, match=told):
+    report = "a loader process cannot hand over what it read .*workers=0"
+    with pytest.raises(mh.UserError, match=report):
         weights(task(collate=lambda samples: (one for one in samples)), "single")
 
 
@@ -290,8 +290,8 @@ def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path) -> N
 def test_the_watchdog_names_a_loader_process_and_its_line(tmp_path: Path) -> None:
     with pytest.raises(Hang, match="holds up the run") as caught:
         weights(task(Sleeper(tmp_path)), "mirrored", options=mh.Options(watchdog_s=3))
-    told = "it has been waiting for its loader process, which is in time.sleep(1e9) (test_loading.py:"
-    assert told in str(caught.value)
+    report = "it has been waiting for its loader process, which is in time.sleep(1e9) (test_loading.py:"
+    assert report in str(caught.value)
 
 
 class Doubling:

@@ -138,7 +138,7 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
     assert [node.returncode for node in nodes] == [0, 0], said
     assert said[0][0].strip() == f"{said_first} on 4"
     assert said[1][0].strip() == ""
-    warned = [told.count("is neither encrypted nor authenticated") for _, told in said]
+    warned = [report.count("is neither encrypted nor authenticated") for _, report in said]
     assert warned == ([0, 0] if tls else [1, 0]), said
     kept = read_run_events(tmp_path / "run" / "events").roles
     assert [len(role.of(EventKind.STEP)) for role in kept] == [12, 12, 12, 12]
@@ -151,7 +151,7 @@ def launch_text(tmp_path: Path, text: str, *arguments: str) -> subprocess.Comple
     return run(*LAUNCH, script, "--workers", "2", *arguments)
 
 
-def test_a_script_that_raises_on_one_worker_is_told_with_its_traceback(tmp_path: Path) -> None:
+def test_a_script_that_raises_on_one_worker_is_reported_with_its_traceback(tmp_path: Path) -> None:
     done = launch_text(
         tmp_path,
         """

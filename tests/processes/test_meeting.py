@@ -145,7 +145,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
     assert ended.is_set()
 
 
-def test_ranks_that_expect_another_world_are_told() -> None:
+def test_ranks_that_expect_another_world_are_reported() -> None:
     store = dist.HashStore()
     store.set("seat/2", f"x {Seat(host='a', pid=1, world=3, version='0').to_text()}")
 
@@ -182,7 +182,7 @@ def test_what_the_lowest_rank_can_not_make_nobody_waits_for() -> None:
     )
 
 
-def test_ranks_that_open_a_group_differently_are_told() -> None:
+def test_ranks_that_open_a_group_differently_are_reported() -> None:
     with met(2) as meetings:
 
         def act(rank: int) -> str:
@@ -231,13 +231,13 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_end_in_peace_is_told_from_a_death() -> None:
-    told: dict[tuple[int, int], bool] = {}
+    report: dict[tuple[int, int], bool] = {}
     changed = threading.Condition()
 
     def watch(one: Rendezvous) -> None:
         def on_end(rank: int, in_peace: bool) -> None:
             with changed:
-                told[one.rank, rank] = in_peace
+                report[one.rank, rank] = in_peace
                 changed.notify_all()
 
         one.watch(on_end)
@@ -247,13 +247,13 @@ def test_an_end_in_peace_is_told_from_a_death() -> None:
             watch(one)
         meetings[1].close()
         with changed:
-            assert changed.wait_for(lambda: (0, 1) in told, TIMEOUT_S)
-        assert told == {(0, 1): True}
+            assert changed.wait_for(lambda: (0, 1) in report, TIMEOUT_S)
+        assert report == {(0, 1): True}
         for end in meetings[2]._sockets.values():
             end.shutdown(socket.SHUT_RDWR)  # as the kernel does when a process is gone
         with changed:
-            assert changed.wait_for(lambda: (0, 2) in told, TIMEOUT_S)
-        assert told[0, 2] is False
+            assert changed.wait_for(lambda: (0, 2) in report, TIMEOUT_S)
+        assert report[0, 2] is False
     assert not any(thread.name == "manyhands lifelines" for thread in threading.enumerate())
 
 

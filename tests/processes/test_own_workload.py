@@ -65,9 +65,9 @@ def test_the_recipe_is_all_there_is_to_do(way: str, package: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "scale · mirrored · 2 workers · 40 steps" in done.stdout
     (package.parent / "numbers").write_text("1\n-3\n")
-    told = manyhands(package, "predict", "run", "numbers", start=start)
-    assert told.returncode == 0, told.stderr
-    assert [float(line) for line in told.stdout.split()] == pytest.approx([2.0, -6.0], abs=1e-3)
+    report = manyhands(package, "predict", "run", "numbers", start=start)
+    assert report.returncode == 0, report.stderr
+    assert [float(line) for line in report.stdout.split()] == pytest.approx([2.0, -6.0], abs=1e-3)
     wrong = manyhands(package, "train", "scale", "--factor", "0", start=start)
     assert (wrong.returncode, wrong.stderr) == (
         2,

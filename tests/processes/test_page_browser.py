@@ -363,7 +363,7 @@ def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, t
 
 
 def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
-    from manyhands.lab.compare.compare_report import Made, report
+    from manyhands.lab.compare.compare_report import report
     from manyhands.lab.compare.comparison import parse_strategies
     from manyhands.lab.compare.figures import figures
     from manyhands.lab.compare.findings import Conditions, paragraph
@@ -373,9 +373,9 @@ def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
     )
     runs = [measured(place, repeat) for place in range(3) for repeat in range(2)]
     found = figures([(strategy, 2) for strategy in strategies], runs, None, 5)
-    made = Made(title="digits under 3 strategies", command="manyhands compare digits", facts={"cores": "2"})
+    made = ("digits under 3 strategies", "manyhands compare digits", {"cores": "2"})
     path = tmp_path / "report.html"
-    path.write_text(report(found, paragraph(found, Conditions()), made))
+    path.write_text(report(found, paragraph(found, Conditions()), *made))
     sized(browser, 390, 844)
     browser.get(path.as_uri())
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

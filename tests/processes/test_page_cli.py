@@ -87,8 +87,8 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     assert (watching.returncode, out) == (0, "")
     assert err.splitlines()[-1] == "manyhands: the page is closed"
 
-    told = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "own.html")])
-    assert (told.exit_code, told.output.split()) == (0, ["report", str(tmp_path / "own.html")])
+    reported = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "own.html")])
+    assert (reported.exit_code, reported.output.split()) == (0, ["report", str(tmp_path / "own.html")])
 
 
 @pytest.mark.parametrize("asked", [["watch"], ["report"]])
@@ -100,7 +100,7 @@ def test_what_is_no_run_is_one_sentence(
     monkeypatch.setattr(sys, "argv", ["manyhands", *asked, str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()
-    told = capsys.readouterr()
-    assert (end.value.code, told.out) == (2, "")
-    assert told.err.count("\n") == 1
-    assert str(tmp_path) in told.err
+    reported = capsys.readouterr()
+    assert (end.value.code, reported.out) == (2, "")
+    assert reported.err.count("\n") == 1
+    assert str(tmp_path) in reported.err

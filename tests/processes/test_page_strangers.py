@@ -183,8 +183,8 @@ def test_a_worker_may_die_while_strangers_hold_a_thousand_connections(tmp_path: 
 
 def _recovered(run: Path) -> bool | None:
     """Whether a worker died and is back; None while it is not, to be awaited."""
-    told = [row["event"] for row in events(run)]
-    return True if "died" in told and "recovered" in told else None
+    report = [row["event"] for row in events(run)]
+    return True if "died" in report and "recovered" in report else None
 
 
 def _awaited(find: object, what: str, within_s: float = 120.0) -> object:
@@ -213,9 +213,9 @@ def _printed_address(log: Path, training: subprocess.Popen[bytes]) -> tuple[str,
 
 def _pid_of(run: Path, name: str) -> int:
     def find() -> int | None:
-        told = events(run) if (run / "members.jsonl").exists() else []
-        started = [row for row in told if row["event"] == "started" and row.get("name") == name]
-        trains = any(row["event"] == "view" for row in told) and (run / "metrics.jsonl").exists()
+        report = events(run) if (run / "members.jsonl").exists() else []
+        started = [row for row in report if row["event"] == "started" and row.get("name") == name]
+        trains = any(row["event"] == "view" for row in report) and (run / "metrics.jsonl").exists()
         return int(started[0]["pid"]) if started and trains else None
 
     found = _awaited(find, f"{name} to train")

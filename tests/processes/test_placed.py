@@ -22,7 +22,7 @@ from hosts import Hosts, two_hosts
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.collectives.collective import gradient_layouts
 from manyhands.workloads.tasks import TASKS
 from placed_script import EQUAL, STEPS, digest, model, options, task
 
@@ -80,7 +80,7 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
     assert [one.returncode for one in done] == [0, 0, 0, -9], done
     for other in done[1:]:  # nothing but what torch's store says of its sockets
         assert [line for line in other.stderr.splitlines() if "[c10d]" not in line] == []
-    told = [one.stdout.splitlines() for one in done]
+    report = [one.stdout.splitlines() for one in done]
     same = {
         "allreduce": "allreduce algorithm=hierarchical group=2",  # by itself, over hosts
         "local steps=2": "local steps=2 link=tcp",  # in a ring, as links are
@@ -89,7 +89,7 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
         name: mh.fit(task(), same.get(name, name), workers=4, steps=STEPS, options=options())
         for name in EQUAL
     }
-    for rank, lines in enumerate(told):
+    for rank, lines in enumerate(report):
         found = {line.split()[1]: line.split()[2:] for line in lines if line.startswith("equal ")}
         for name, run in alone.items():
             assert found[name.replace(" ", "-")] == [digest(run), str(len(run.history)), "None"], (rank, name)
@@ -101,7 +101,7 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
         assert "its workers write to one memory" in refused
         took_s = next(line for line in lines if line.startswith("hogwild took: "))
         assert float(took_s.split()[-1]) < 30.0, "nobody waits for who has left"
-    check_central(tmp_path, told)
+    check_central(tmp_path, report)
     folder = tmp_path / "rank-0"
     assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0"]
     kept = {path.name for path in (folder / "events").iterdir()}
@@ -112,13 +112,13 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
     assert torch.isfinite(torch.tensor(summary["final"]["loss"]))
 
 
-def check_central(folder: Path, told: Sequence[Sequence[str]]) -> None:
+def check_central(folder: Path, report: Sequence[Sequence[str]]) -> None:
     """A copy on each host: to the bit the same on all, near that of one host; what crossed; who was killed."""
     alone = mh.fit(task(), "central", workers=4, steps=STEPS, options=options())
     ended = [torch.load(folder / f"central-{rank}.pt") for rank in range(4)]
     assert distance(ended[0], alone.model.state_dict()) < 1e-9
     assert all(same_bits(ended[0], other) for other in ended)
-    for rank, lines in enumerate(told):
+    for rank, lines in enumerate(report):
         [found] = [line.split()[2:] for line in lines if line.startswith("equal central ")]
         path = str(folder / "central-0") if rank == 0 else "None"
         assert found[1:] == [str(len(alone.history) + 1), path]
@@ -129,7 +129,7 @@ def check_central(folder: Path, told: Sequence[Sequence[str]]) -> None:
         crossed = [(int(one["peer"]), int(one["num_bytes"])) for one in sends]
         leads = {0: 2, 2: 0}.get(role.role)
         assert crossed == ([] if leads is None else [(leads, gradients + status)] * STEPS)
-    for rank, lines in enumerate(told[:3]):
+    for rank, lines in enumerate(report[:3]):
         killed = next(line for line in lines if line.startswith("killed: "))
         assert "worker 3 on " in killed, (rank, killed)
         assert "is lost: the connection " in killed
@@ -141,25 +141,25 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
     command = [sys.executable, str(SCRIPT), "trouble", str(tmp_path)]
     done = run_ranks([command] * 3, "127.0.0.1", tmp_path)
     assert [one.returncode for one in done] == [0, 0, -9], done
-    told = [dict(line.split(": ", 1) for line in one.stdout.splitlines()) for one in done]
+    report = [dict(line.split(": ", 1) for line in one.stdout.splitlines()) for one in done]
     host = socket.gethostname()
-    for lines in told:
+    for lines in report:
         assert "workers=7: torchrun started 3 processes, each of which is a worker" in lines["workers"]
         assert lines["elastic"] == "came to its end"
     alike = "allreduce algorithm=hierarchical group=3"
     over_links = mh.fit(task(), alike, workers=3, steps=STEPS, options=options())
-    assert {lines["elastic digest"] for lines in told} == {digest(over_links)}
+    assert {lines["elastic digest"] for lines in report} == {digest(over_links)}
     steps = f"has steps={STEPS + 1}, and the leader, worker 0 on {host}, steps={STEPS}"
-    assert f"worker 1 on {host} {steps}" in told[1]["steps"]
-    assert any(f"has steps={STEPS + rank}, and the leader" in told[0]["steps"] for rank in (1, 2))
+    assert f"worker 1 on {host} {steps}" in report[1]["steps"]
+    assert any(f"has steps={STEPS + rank}, and the leader" in report[0]["steps"] for rank in (1, 2))
     raised = f"worker 1 on {host} (process "
-    for lines in (told[0], told[2]):
+    for lines in (report[0], report[2]):
         assert raised in lines["raises"]
         assert "raised ZeroDivisionError at step 3: a defect of the task" in lines["raises"]
-    assert "¶" in told[0]["raises"]  # with the traceback, where the run is kept
-    assert "placed_script.py" in told[0]["raises"]
-    assert told[1]["raises"] == "a defect of the task"
-    for lines in told[:2]:
+    assert "¶" in report[0]["raises"]  # with the traceback, where the run is kept
+    assert "placed_script.py" in report[0]["raises"]
+    assert report[1]["raises"] == "a defect of the task"
+    for lines in report[:2]:
         assert f"worker 2 on {host} (process " in lines["killed"]
         assert "is lost: the connection " in lines["killed"]  # ended, or was reset
         assert "; last seen " in lines["killed"]
@@ -167,17 +167,17 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
             lines
         )  # and not timeout_s; seconds, where the machine is free
         assert "rank 2 of 3 did not come within 1 s" in lines["missing"]
-    assert "missing" not in told[2]
+    assert "missing" not in report[2]
     fault = json.loads((tmp_path / "e" / "members.jsonl").read_text().splitlines()[-1])
     assert (fault["event"], fault["name"]) == ("fault", "worker 2")
 
 
 def test_the_command_under_torchrun_prints_once_and_ends_as_local_workers_do(tmp_path: Path) -> None:
-    out, told = tmp_path / "run", tmp_path / "told.json"
+    out, report = tmp_path / "run", tmp_path / "told.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     asked = ["-m", "manyhands", "train", "digits", "--strategy", "mirrored", "--steps", "6"]
     done = warm.run(
-        [*launcher, *asked, "--out", str(out), "--json", str(told), "--progress", "none"],
+        [*launcher, *asked, "--out", str(out), "--json", str(report), "--progress", "none"],
         starts=2,
         capture_output=True,
         text=True,
@@ -190,7 +190,7 @@ def test_the_command_under_torchrun_prints_once_and_ends_as_local_workers_do(tmp
     assert done.stdout.count("2 workers · 6 steps") == 1
     assert "not read" not in done.stderr
     local = mh.fit(TASKS["digits"].build(), "mirrored", workers=2, steps=6, options=options())
-    assert json.loads(told.read_text())["final"] == local.summary["final"]
+    assert json.loads(report.read_text())["final"] == local.summary["final"]
     found = explain(read_run_events(out / "events").roles, synchronous=True)
     assert (len(found.workers), found.steps) == (2, 6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "told.json"]

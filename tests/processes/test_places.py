@@ -134,9 +134,9 @@ def check(said: list[dict[str, Any]], reference: tuple[Mapping[str, torch.Tensor
         assert one["workers"] == place_script.WORKERS
         assert "a defect of the task" in one["failed"]
         assert "workers=0" in one["refused"]
-    told = [one["failed"] for one in said if one["failed"].startswith("WorkerFailed")]
-    assert len(told) == max(1, len(said) - 1), "each process but the one that failed says which has"
-    assert all(re.search(rf"{poisoned}\b", sentence) for sentence in told), told
+    report = [one["failed"] for one in said if one["failed"].startswith("WorkerFailed")]
+    assert len(report) == max(1, len(said) - 1), "each process but the one that failed says which has"
+    assert all(re.search(rf"{poisoned}\b", sentence) for sentence in report), report
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -234,8 +234,8 @@ def test_what_a_server_raised_is_not_blamed_on_a_worker_and_has_the_time_of_the_
     assert "the optimizer broke" in fault["sentence"]
     assert not fault.get("name", "").startswith("worker"), "two workers wait for it, and neither is to blame"
     started_s = [row["at_s"] for row in rows if row["event"] == "joined"]
-    told_s = [row["at_s"] for row in rows if "at_s" in row]
-    assert told_s == sorted(told_s), "one time base"
+    reported_s = [row["at_s"] for row in rows if "at_s" in row]
+    assert reported_s == sorted(reported_s), "one time base"
     of_day = {(row["event"], row.get("name")): row["unix_s"] for row in rows}
     assert of_day["joined", "worker 0"] - of_day["started", "worker 0"] > 0.5, "the start itself took time"
     assert max(started_s) <= fault["at_s"] < took_s - 0.5, (
@@ -348,8 +348,8 @@ def _audit(out: Path, verdict: str = "complete") -> None:
     from manyhands.strategies.ps.audit_files import audit_run
 
     found = audit_run(out).found
-    told = [*(violation.sentence for violation in found.violations), *found.missing]
-    assert found.verdict.value == verdict, f"{told[:5]}\n{[json.dumps(event) for event in events(out)]}"
+    report = [*(violation.sentence for violation in found.violations), *found.missing]
+    assert found.verdict.value == verdict, f"{report[:5]}\n{[json.dumps(event) for event in events(out)]}"
 
 
 def _await(condition: Any, within_s: float = 100.0) -> None:

@@ -25,8 +25,8 @@ def test_a_server_that_has_left_its_shards_and_died_is_followed_when_the_other_d
     """What the second had to leave cannot be had without the first: both go back to a snapshot, and leave."""
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setenv("LEAVING_FOLDER", str(tmp_path))
-    for told in ("first", "second"):
-        (tmp_path / told).touch()
+    for report in ("first", "second"):
+        (tmp_path / report).touch()
     out, options = tmp_path / "run", mh.Options(checkpoint_every=5, timeout_s=40)
     run = mh.fit(leaving_task.task(), strategy, workers=1, steps=20, out=out, options=options)
     assert [event["event"] for event in events(out)].count("died") == 2

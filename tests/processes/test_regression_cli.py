@@ -217,10 +217,10 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert process.returncode == 130, error
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["interrupted"]
-    told = (
+    report = (
         f"ended by SIGINT; the model is that after {summary['passes']} of 100000000 passes; continue with: "
     )
-    assert told in error.decode()
+    assert report in error.decode()
     assert LogregModel.load(out).weight.size == 41
     passes = str(summary["passes"] + 2)
     again = ["train", "logreg", "--train", path, "--passes", passes, "--out", out]

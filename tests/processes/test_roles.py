@@ -22,7 +22,7 @@ def test_tf_config_trains_digits_asynchronously_on_five_roles(tmp_path: Path) ->
     with cluster(tmp_path, {"chief": 1, "worker": 2, "ps": 2}) as roles:
         for kind, index in order:
             roles.start(kind, index, command)
-        assert [roles.roles[one].ended() for one in order] == [0] * 5, roles.told()
+        assert [roles.roles[one].ended() for one in order] == [0] * 5, roles.report()
         quiet = {one: roles.roles[one].said for one in order if one[0] != "chief"}
         assert quiet == dict.fromkeys(quiet, "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

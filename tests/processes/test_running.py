@@ -77,5 +77,5 @@ def test_a_run_that_has_ended_shows_what_came_out() -> None:
 
 def test_workers_that_make_no_sense_are_refused_by_name() -> None:
     running = mh.start(make_task(OPTIMIZERS["sgd"]), "ps", workers="two", steps=2)
-    with pytest.raises(mh.UserError, match="workers='two' must be a whole number"):
+    with pytest.raises(mh.UserError, match="workers='two' must be an integer"):
         running.result(60)

@@ -183,7 +183,7 @@ def test_who_sends_far_too_much_still_reads_why(server: ModelServer) -> None:
     connection.close()
 
 
-def test_a_worker_that_computes_for_too_long_is_replaced_and_its_request_told() -> None:
+def test_a_worker_that_computes_for_too_long_is_replaced_and_its_request_reported() -> None:
     options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=1.0))
     with ModelServer(predictor(), "a model", options) as server:
         awaited(lambda: len(answering(server)) == 1, "the worker")
@@ -224,13 +224,13 @@ def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyhands", "serve", "run", "--workers", "1"]
     with warm.Popen(command, cwd=tmp_path, stderr=PIPE, text=True) as process:
         assert process.stderr is not None
-        told = ""
+        report = ""
         for line in process.stderr:
-            told += line
+            report += line
             if line.startswith("Ctrl-C"):
                 break
-        found = re.search(r"curl -s http://(\S+)/predict -H 'Authorization: Bearer (\S+)' -d '(.*)'", told)
-        assert found is not None, told
+        found = re.search(r"curl -s http://(\S+)/predict -H 'Authorization: Bearer (\S+)' -d '(.*)'", report)
+        assert found is not None, report
         connection = http.client.HTTPConnection(found[1], timeout=30)
         connection.request("POST", "/predict", found[3], {"Authorization": f"Bearer {found[2]}"})
         answer = connection.getresponse()

@@ -70,9 +70,9 @@ def test_a_run_ends_after_the_third_evaluation_that_is_no_better(
     best, end = expected()
     assert (run.summary["steps"], run.summary["stopped_early"]) == (end, True)
     assert [row["step"] for row in run.history.evaluations] == list(range(2, end + 1, 2))
-    told = [note for note in run.summary["notes"] if note.startswith(f"stopped after step {end}: ")]
-    assert len(told) == 1
-    assert told[0].endswith(f"after step {best}")
+    report = [note for note in run.summary["notes"] if note.startswith(f"stopped after step {end}: ")]
+    assert len(report) == 1
+    assert report[0].endswith(f"after step {best}")
 
 
 def test_a_run_that_is_resumed_ends_where_it_would_have(tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ def moments(folder, step, revision, keep):
         status = os.waitpid(child, 0)[1]
         killed = os.WIFSIGNALED(status)
         assert killed or status == 0, status
-        told = found(store)
+        row = found(store)
         store.save(snapshot(9))
-        yield {**told, "after": sorted(os.listdir(store.folder)), "steps": store.steps()}
+        yield {**row, "after": sorted(os.listdir(store.folder)), "steps": store.steps()}
         moment += 1
 
 folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -92,7 +92,7 @@ print(json.dumps({name: list(moments(folder / name, *case)) for name, case in ca
 KILL_BY_SURPRISE = (
     PREAMBLE
     + """
-store, drawn, told, step = CheckpointStore(Path(sys.argv[1]), keep=2), random.Random(5), [], 0
+store, drawn, rows, step = CheckpointStore(Path(sys.argv[1]), keep=2), random.Random(5), [], 0
 for _ in range(8):
     receive, send = os.pipe()
     child = os.fork()
@@ -111,9 +111,9 @@ for _ in range(8):
     while more := os.read(receive, 1000):
         reported += more
     os.close(receive)
-    told.append({**found(store), "reported": int(reported.split()[-1])})
-    step = told[-1]["step"] + 1
-print(json.dumps(told))
+    rows.append({**found(store), "reported": int(reported.split()[-1])})
+    step = rows[-1]["step"] + 1
+print(json.dumps(rows))
 """
 )
 
@@ -159,24 +159,26 @@ def run(script: str, *arguments: object, before: tuple[str, ...] = ()) -> str:
 
 def test_a_writer_killed_at_any_moment_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
     cases = {"new": (3, 0, 10), "new, others rotate out": (3, 0, 1), "replaced": (2, 7, 10)}
-    told: dict[str, list[dict[str, Any]]] = json.loads(run(KILL_AT_EVERY_MOMENT, tmp_path, json.dumps(cases)))
-    assert told.keys() == cases.keys()
+    report: dict[str, list[dict[str, Any]]] = json.loads(
+        run(KILL_AT_EVERY_MOMENT, tmp_path, json.dumps(cases))
+    )
+    assert report.keys() == cases.keys()
     for name, (step, revision, _) in cases.items():
-        moments = told[name]
+        moments = report[name]
         assert {moment["value"] for moment in moments} == {2000.0, 1000.0 * step + revision}, name
         for moment in moments:
             assert moment["skipped"] == [], "something half-made looks like a checkpoint"
             assert moment["after"] == [f"step-{kept:08d}" for kept in moment["steps"]], "leftovers stayed"
             assert moment["steps"][-1] == 9
-    left = {Path(name).suffix for moments in told.values() for moment in moments for name in moment["left"]}
+    left = {Path(name).suffix for moments in report.values() for moment in moments for name in moment["left"]}
     assert left == {"", ".writing", ".removing", ".replaced"}, "a kind of moment was never met"
 
 
 def test_a_writer_killed_by_surprise_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
-    for told in json.loads(run(KILL_BY_SURPRISE, tmp_path)):
-        assert told["skipped"] == []
-        assert told["step"] >= told["reported"], "a checkpoint that was reported as saved is gone"
-        assert told["value"] in (1000.0 * told["step"], 1000.0 * told["step"] + 1)
+    for report in json.loads(run(KILL_BY_SURPRISE, tmp_path)):
+        assert report["skipped"] == []
+        assert report["step"] >= report["reported"], "a checkpoint that was reported as saved is gone"
+        assert report["value"] in (1000.0 * report["step"], 1000.0 * report["step"] + 1)
 
 
 def test_a_file_size_limit_is_a_sentence_and_costs_nothing(tmp_path: Path) -> None:
@@ -193,16 +195,16 @@ def test_a_full_disk_is_a_sentence_and_costs_nothing(tmp_path: Path) -> None:
         pytest.skip("the program unshare is not there")
     if probe.returncode:
         pytest.skip("this machine does not let us mount a small file system")
-    told = json.loads(run(FILL_THE_DISK, tmp_path, 0, before=(*mount, prepare)))
-    assert_nothing_lost(told, "No space left on device")
+    report = json.loads(run(FILL_THE_DISK, tmp_path, 0, before=(*mount, prepare)))
+    assert_nothing_lost(report, "No space left on device")
     assert os.listdir(tmp_path) == []
 
 
-def assert_nothing_lost(told: dict[str, Any], why: str) -> None:
-    assert "the checkpoint of step 2 could not be written" in told["error"]
-    assert f"{why} (it needs 8.0 MiB and " in told["error"]
-    assert told["before"] == told["after"] == ["step-00000001"]
-    assert told["value"] == 1000.0
+def assert_nothing_lost(report: dict[str, Any], why: str) -> None:
+    assert "the checkpoint of step 2 could not be written" in report["error"]
+    assert f"{why} (it needs 8.0 MiB and " in report["error"]
+    assert report["before"] == report["after"] == ["step-00000001"]
+    assert report["value"] == 1000.0
 
 
 HOLD_THE_LOCK = """

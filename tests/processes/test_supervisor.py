@@ -132,7 +132,7 @@ def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFix
     assert sorted(capfd.readouterr().out.split()) == sorted(["hello", "from", "server"] * 4 + [*"0123"])
 
 
-def test_a_stopped_member_is_told_in_time_and_lives_on_when_it_wakes() -> None:
+def test_a_stopped_member_is_reported_in_time_and_lives_on_when_it_wakes() -> None:
     with Supervisor(num_members=2, silent_after_s=2.0) as supervisor:
         heard = Heard(supervisor)
         for number in (5, 9):
@@ -158,11 +158,11 @@ def test_a_stopped_member_is_told_in_time_and_lives_on_when_it_wakes() -> None:
 def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_order() -> None:
     def slow(context: RoleContext) -> Mapping[str, Any]:
         os.read(context.descriptor("gate"), 1)
-        told: list[int] = []
-        while not context.stop_requested() or len(told) < 40:
-            told += [payload["number"] for payload in context.received()]
+        report: list[int] = []
+        while not context.stop_requested() or len(report) < 40:
+            report += [payload["number"] for payload in context.received()]
             select.select([context.control_fileno()], [], [], 0.05)
-        return {"told": told}
+        return {"reported": report}
 
     gate, opener = os.pipe()
     with Supervisor(num_members=1, grace_s=30.0) as supervisor:
@@ -175,7 +175,7 @@ def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_or
         assert time.monotonic() - start < 20.0, "nobody was waited for"
         supervisor.ask_to_stop(member)
         os.write(opener, b"!")
-        assert heard.first(Ended, member).payload == {"told": list(range(40))}
+        assert heard.first(Ended, member).payload == {"reported": list(range(40))}
 
         member = supervisor.start(role("worker 1", slow, descriptors={"gate": gate}))
         supervisor.tell(member, {"weight": "x" * (MAX_FRAME_BYTES - 100)})
@@ -325,9 +325,9 @@ def test_an_interruption_in_the_middle_of_a_burial_loses_neither_the_death_nor_t
             poll_on()
         supervisor.tell(1, {"anything": "to one who is gone"})
         while not any(isinstance(event, Ended) for event in seen):
-            told = supervisor.poll(10.0)
-            assert told, "the death that was being noticed is told after all"
-            seen += told
+            report = supervisor.poll(10.0)
+            assert report, "the death that was being noticed is told after all"
+            seen += report
         assert [event.payload for event in seen if isinstance(event, Ended)] == [{"rank": 1}]
         assert supervisor.members == (2,)
 

@@ -174,7 +174,7 @@ def test_bad_input_is_one_sentence_and_status_2(
         sys.argv += ["--rank", "2"]
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capfd.readouterr().err
-    assert ended.value.code == 2, told
-    assert sentence in told
-    assert len(told.strip().splitlines()) == 1
+    report = capfd.readouterr().err
+    assert ended.value.code == 2, report
+    assert sentence in report
+    assert len(report.strip().splitlines()) == 1

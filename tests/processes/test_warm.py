@@ -69,10 +69,10 @@ def test_a_warm_process_sees_what_a_cold_one_sees(way: str, compiler: bool, tmp_
         output, errors = process.communicate("typed", timeout=60)
         os.close(reading)
         assert (process.returncode, errors) == (0, "asked\n"), errors
-        told: dict[str, Any] = json.loads(output)
-        assert set(told.pop("shown")) >= {f"{name}={value}" for name, value in environment.items()}
-        told["environment"].pop("PASSED")
-        return told
+        report: dict[str, Any] = json.loads(output)
+        assert set(report.pop("shown")) >= {f"{name}={value}" for name, value in environment.items()}
+        report["environment"].pop("PASSED")
+        return report
 
     warm_one, cold_one = seen(partial(warm.Popen, compiler=compiler)), seen(subprocess.Popen)
     assert warm_one.pop("parent") == cold_one.pop("parent") == os.getpid()
@@ -129,8 +129,8 @@ for sessions in (True, False):
     print(int(parent) == os.getpid(), *others, done.stderr.decode())
 """
     done = warm.run([sys.executable, "-c", code], starts=1, timeout=60, capture_output=True, text=True)
-    told = [line.split() for line in done.stdout.splitlines()]
-    assert told == [["True", "True", "True", "/"], ["True", "False", "False", "/"]], done.stderr
+    report = [line.split() for line in done.stdout.splitlines()]
+    assert report == [["True", "True", "True", "/"], ["True", "False", "False", "/"]], done.stderr
 
 
 @pytest.mark.usefixtures("compiler_imported")
@@ -140,12 +140,12 @@ import atexit, sys
 print("torch._dynamo" in sys.modules, atexit._ncallbacks())
 atexit.register(print, "last")
 """
-    told = []
+    report = []
     for compiler in (False, True):
         command = [sys.executable, "-c", code]
         done = warm.run(command, compiler=compiler, timeout=60, capture_output=True, text=True, check=True)
-        told.append(done.stdout.split())
-    (plain, fewest, _), (with_it, count, last) = told
+        report.append(done.stdout.split())
+    (plain, fewest, _), (with_it, count, last) = report
     assert (plain, with_it, last) == ("False", "True", "last")
     assert int(count) >= int(fewest)
 

@@ -91,8 +91,8 @@ def test_rounds_of_twenty_devices_survive_trouble(tmp_path: Path, secure: str) -
         said = [
             line for line in fleet.log.splitlines() if line.startswith("round ") and f" of {ROUNDS}:" in line
         ]
-        told = [int(line.split()[1]) for line in said]
-        assert len(told) == len(set(told)), "no round was closed twice, by any of the three servers"
+        report = [int(line.split()[1]) for line in said]
+        assert len(report) == len(set(report)), "no round was closed twice, by any of the three servers"
         assert json.loads((fleet.run / "federated" / "state.json").read_text())["done"] == ROUNDS
         simulated = mh.fit(build("digits"), f"federated clients={DEVICES} {STRATEGY}", rounds=ROUNDS)
         expected = simulated.history.evaluations[-1]["metrics"]["accuracy"]

@@ -38,9 +38,9 @@ def count(run: Path, what: str) -> int:
 
 def has(run: Path, what: str, pid: int) -> bool:
     """Whether this has happened to the member that is this process."""
-    told = events(run)
-    members = {one["member"] for one in told if one["event"] == "started" and one["pid"] == pid}
-    return any(one["event"] == what and one["member"] in members for one in told)
+    report = events(run)
+    members = {one["member"] for one in report if one["event"] == "started" and one["pid"] == pid}
+    return any(one["event"] == what and one["member"] in members for one in report)
 
 
 def steps_done(run: Path) -> int:
@@ -50,9 +50,9 @@ def steps_done(run: Path) -> int:
 
 def require_one_model(roles: Cluster, run: Path, steps: int) -> None:
     """Everyone ended with the same weights, which were compared after each step, and every step was taken once."""
-    assert [one.ended() for one in roles.roles.values()] == [0] * len(roles.roles), roles.told()
+    assert [one.ended() for one in roles.roles.values()] == [0] * len(roles.roles), roles.report()
     weights = {one.said.split("weights ")[1].split()[0] for one in roles.roles.values()}
-    assert len(weights) == 1, roles.told()
+    assert len(weights) == 1, roles.report()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "metrics" not in row] == list(range(1, steps + 1))
 
@@ -61,7 +61,7 @@ def require_as_alone(folder: Path, run: Path, steps: int) -> None:
     """The weights are those of one process, but for the rounding of sums in another order."""
     with cluster(folder, {}) as alone:
         alone.start("alone", 0, [SCRIPT, "single", str(steps), f"out={folder / 'alone'}"], variables={})
-        assert alone.roles["alone", 0].ended() == 0, alone.told()
+        assert alone.roles["alone", 0].ended() == 0, alone.report()
     here, there = (
         RunDirectory.open(path, lock=False).checkpoints().load(steps).model
         for path in (folder / "alone", run)

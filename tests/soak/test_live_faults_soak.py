@@ -31,7 +31,7 @@ def test_no_live_fault_breaks_a_promise(part: int, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("breakage", "plan", "consistency", "told"),
+    ("breakage", "plan", "consistency", "reported"),
     [
         ("acknowledge early", "kill servers", "async", "twice|never took|audit says|differ|not within"),
         ("do not apply", "kill workers", "sync", "plain loop|replay"),
@@ -41,10 +41,10 @@ def test_no_live_fault_breaks_a_promise(part: int, capsys: pytest.CaptureFixture
     ],
 )
 def test_a_broken_build_is_found(
-    breakage: str, plan: str, consistency: str, told: str, tmp_path: Path
+    breakage: str, plan: str, consistency: str, reported: str, tmp_path: Path
 ) -> None:
     case = Case(number=0, seed=0, consistency=consistency, link="shared", replicas=1, plan=plan)
     report = execute(case, tmp_path, breakage)
     assert report.struck
     assert report.problem, f"{breakage}: nothing was found"
-    assert re.search(told, report.problem), report.problem
+    assert re.search(reported, report.problem), report.problem

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[1] / "processes" / "roles_script.py"
 NOTICED_S = 5.0
-TOLD_S = 20.0
+REPORT_S = 20.0
 
 
 def start_ranks(ranks: Cluster, hosts: Hosts, placed: Sequence[int], words: Sequence[Sequence[str]]) -> None:
@@ -41,7 +41,7 @@ def steps_done(run: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def told_silent(text: str) -> list[tuple[int, str, float]]:
+def reported_silent(text: str) -> list[tuple[int, str, float]]:
     """Who is said to have fallen silent, at which address, for how many seconds."""
     found = re.findall(r"rank (\d+) on \S+ \(([\d.]+)\) fell silent: .* for ([\d.]+) s,", text)
     return [(int(rank), address, float(seconds)) for rank, address, seconds in found]
@@ -62,18 +62,20 @@ def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
         began = time.monotonic()
         for rank in range(4):
             one = ranks.roles["rank", rank]
-            ranks.wait_for(lambda one=one: bool(told_silent(one.said)), f"word of rank {rank}", TOLD_S)
+            ranks.wait_for(lambda one=one: bool(reported_silent(one.said)), f"word of rank {rank}", REPORT_S)
         print(f"{strategy}: named by all after {time.monotonic() - began:.1f} s")
         assert time.monotonic() - began < NOTICED_S + 1.0  # a beat, and a look at the files
         for rank in range(4):
             ended = ranks.roles["rank", rank]
-            ranks.wait_for(lambda one=ended: "WorkerFailed: " in one.said, f"the end of rank {rank}", TOLD_S)
-        assert time.monotonic() - began < TOLD_S
+            ranks.wait_for(
+                lambda one=ended: "WorkerFailed: " in one.said, f"the end of rank {rank}", REPORT_S
+            )
+        assert time.monotonic() - began < REPORT_S
         for rank in range(4):
             ended = ranks.roles["rank", rank]
-            assert ended.ended() == 1, ranks.told()
-            for silent, address, seconds in told_silent(ended.said):
-                assert (silent < 2) is (rank >= 2), ranks.told()
+            assert ended.ended() == 1, ranks.report()
+            for silent, address, seconds in reported_silent(ended.said):
+                assert (silent < 2) is (rank >= 2), ranks.report()
                 assert address == two_hosts.address(silent // 2)
                 assert seconds <= NOTICED_S
     saved = RunDirectory.open(run, lock=False).checkpoints().load().step
@@ -81,10 +83,10 @@ def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
     two_hosts.heal()
     with cluster(tmp_path, {}) as ranks:
         start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[*words[:1], "80", *words[2:], "resume=yes"]] * 4)
-        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
         resumed = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
         start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[strategy, "80", "insecure=yes"]] * 4)
-        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
         whole = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
     assert resumed == whole
     assert len(whole) == 1
@@ -109,18 +111,18 @@ def test_a_stopped_process_of_one_host_is_named_in_seconds_and_a_busy_one_is_not
             for burner in burners:
                 burner.kill()
                 burner.wait()
-        assert all(one.process.poll() is None for one in ranks.roles.values()), ranks.told()
+        assert all(one.process.poll() is None for one in ranks.roles.values()), ranks.report()
         stopped = ranks.roles["rank", 2]
         began = time.monotonic()
         stopped.process.send_signal(signal.SIGSTOP)
         for rank in (0, 1):
             one = ranks.roles["rank", rank]
-            ranks.wait_for(lambda one=one: bool(told_silent(one.said)), f"word of rank {rank}", TOLD_S)
-            assert one.ended() == 1, ranks.told()
-            assert told_silent(one.said)[0][0] == 2
+            ranks.wait_for(lambda one=one: bool(reported_silent(one.said)), f"word of rank {rank}", REPORT_S)
+            assert one.ended() == 1, ranks.report()
+            assert reported_silent(one.said)[0][0] == 2
         print(f"a stopped process: all had ended after {time.monotonic() - began:.1f} s")
         stopped.process.send_signal(signal.SIGCONT)
-        assert stopped.ended() == 1, ranks.told()
+        assert stopped.ended() == 1, ranks.report()
 
 
 def test_two_hosts_under_tls_end_with_the_weights_of_local_processes_and_show_no_tensor(
@@ -137,7 +139,7 @@ def test_two_hosts_under_tls_end_with_the_weights_of_local_processes_and_show_no
         run = tmp_path / name
         with cluster(tmp_path, {}) as ranks, Wiretap(two_hosts.names[0]) as tap:
             start_ranks(ranks, two_hosts, placed, [["allreduce", steps, one, f"out={run}"] for one in said])
-            assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+            assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
             heard = tap.heard()
             weights[name] = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
         kept = RunDirectory.open(run, lock=False).checkpoints().load().model
@@ -157,5 +159,5 @@ def local_weights(folder: Path, steps: str) -> str:
         alone.start(
             "alone", 0, [SCRIPT, "allreduce algorithm=hierarchical group=2", steps, "workers=4"], variables={}
         )
-        assert alone.roles["alone", 0].ended() == 0, alone.told()
+        assert alone.roles["alone", 0].ended() == 0, alone.report()
         return alone.roles["alone", 0].said.split("weights ")[1].split()[0]

@@ -63,7 +63,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_actors_carry_roles_and_their_ends_are_told(nodes: Any) -> None:
+def test_actors_carry_roles_and_their_ends_are_reported(nodes: Any) -> None:
     import ray
 
     from manyhands.errors import UserError

@@ -58,7 +58,7 @@ def has_guests(address: str) -> bool:
 
 def require_one_model(roles: Cluster) -> None:
     weights = {one.said.split("weights ")[1].split()[0] for one in roles.roles.values()}
-    assert len(weights) == 1, roles.told()
+    assert len(weights) == 1, roles.report()
 
 
 def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_pa
             start(*one)
             roles.wait_for(lambda what=what: f"{what} is whole again" in leader.said, f"recovery of {what}")
             print(f"{one} was missed after {took_s:.1f} s")
-        assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
+        assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
         require_one_model(roles)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [one["what"] for one in summary["recoveries"]] == ["every shard", "slot 1"]
@@ -114,7 +114,7 @@ def test_a_worker_that_was_asked_for_something_else_is_named_on_every_role(
         roles.start("worker", 0, [SCRIPT, *asked])
         assert [one.ended() for one in roles.roles.values()] == [1] * 3
         for one in roles.roles.values():
-            assert sentence in one.said, roles.told()
+            assert sentence in one.said, roles.report()
             assert one.said.count("\n") == 1
 
 
@@ -123,7 +123,7 @@ def near() -> socket.socket:
 
 
 @pytest.mark.parametrize("kind", ["ps", "chief"])
-def test_a_port_in_use_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path, kind: str) -> None:
     """By a server's role to everybody; of the leader nobody can know but itself, the others wait for it in vain."""
     with cluster(tmp_path, LEAST) as roles, socket.create_server(("127.0.0.1", 0)) as taken, near() as other:
         roles.spec[kind] = [f"127.0.0.1:{taken.getsockname()[1]}"]
@@ -136,11 +136,11 @@ def test_a_port_in_use_is_told(tmp_path: Path, kind: str) -> None:
         assert [one.ended() for one in roles.roles.values()] == [1] * 3
         who = roles.roles.values() if kind == "ps" else [roles.roles["chief", 0]]
         for role in who:
-            assert "cannot listen there" in role.said, roles.told()
+            assert "cannot listen there" in role.said, roles.report()
             assert "in use" in role.said
         if kind == "chief":
             for waiting in (roles.roles["ps", 0], roles.roles["worker", 0]):
-                assert "cannot join" in waiting.said or "did not answer" in waiting.said, roles.told()
+                assert "cannot join" in waiting.said or "did not answer" in waiting.said, roles.report()
 
 
 def test_a_role_that_nobody_starts_is_named(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_role_that_nobody_starts_is_named(tmp_path: Path) -> None:
             roles.start(kind, 0, [SCRIPT, "ps", "20", "timeout=20"])
         assert [one.ended() for one in roles.roles.values()] == [1] * 2
         for one in roles.roles.values():
-            assert f"ps 0 at {roles.spec['ps'][0]}" in one.said, roles.told()
+            assert f"ps 0 at {roles.spec['ps'][0]}" in one.said, roles.report()
 
 
 def test_under_torchrun_the_first_ranks_serve(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_under_torchrun_the_first_ranks_serve(tmp_path: Path) -> None:
         for rank in range(4):
             command = [SCRIPT, "ps servers=2", "30", "out=run"]
             ranks.start("rank", rank, command, variables={**where, "RANK": str(rank)})
-        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
         require_one_model(ranks)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["workers"] == 2
@@ -198,7 +198,7 @@ def test_four_hosts_end_with_the_weights_of_four_processes(tmp_path: Path) -> No
                 asked = by_hand(spec, "worker", host, *train, "--insecure", "--out", "there")
                 alone = [*hosts.inside(host), "taskset", "-c", str(min(os.sched_getaffinity(0)))]
                 roles.start("worker", host, asked, before=alone, variables={})
-            assert [one.ended() for one in roles.roles.values()] == [0] * 4, roles.told()
+            assert [one.ended() for one in roles.roles.values()] == [0] * 4, roles.report()
     one, other = (
         RunDirectory.open(tmp_path / name, lock=False).checkpoints().load().model
         for name in ("here", "there")
@@ -233,7 +233,7 @@ def test_a_worker_whose_cable_was_out_for_a_while_comes_again(tmp_path: Path) ->
             roles.wait_for(lambda: steps_done(run) > done + 20, "progress without it", 60.0)
             hosts.plug(2, plugged=True)
             roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return", 60.0)
-            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
+            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
     require_clean(tmp_path / "run")
 
 
@@ -258,5 +258,5 @@ def test_a_worker_that_began_beside_its_leader_is_started_again_on_another_host(
             start("worker", 1, host=1)
             chief = roles.roles["chief", 0]
             roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return")
-            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
+            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
             require_one_model(roles)

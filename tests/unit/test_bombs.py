@@ -102,7 +102,7 @@ def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field
 
 
 @pytest.mark.parametrize("peer", [-2, MAX_ROLE + 1, 2**16, 2**31 - 1])
-def test_a_peer_that_no_role_has_is_told_as_a_file_of_version_2_has_it(tmp_path: Path, peer: int) -> None:
+def test_a_peer_that_no_role_has_is_reported_as_a_file_of_version_2_has_it(tmp_path: Path, peer: int) -> None:
     path = write_events(tmp_path, 0, events_of(0))
     now = read_events(path)
     records = np.zeros(len(now), _OLD_RECORD)
@@ -155,9 +155,9 @@ def test_a_role_beyond_those_that_views_show_is_noted(tmp_path: Path) -> None:
 def test_the_workers_of_a_configuration_take_no_memory(tmp_path: Path, workers: Any) -> None:
     with RunDirectory.create(tmp_path / "run", _config()):
         pass
-    told = json.loads((tmp_path / "run" / "config.json").read_text())
-    told["config"] |= {"workers": workers, "steps": workers, "task": workers, "strategy": workers}
-    (tmp_path / "run" / "config.json").write_text(json.dumps(told))
+    reported = json.loads((tmp_path / "run" / "config.json").read_text())
+    reported["config"] |= {"workers": workers, "steps": workers, "task": workers, "strategy": workers}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(reported))
     with at_most(200 << 20):
         shown(tmp_path / "run")
 
@@ -325,7 +325,7 @@ def test_what_the_learner_counts_is_what_it_takes(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number of vectors"),
         (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number"),
@@ -336,9 +336,9 @@ def test_what_the_learner_counts_is_what_it_takes(
         (b"1 1\nthe \x00\x00\xc0\x7f\n", "vector 1 of 1 has a number that is not finite"),
     ],
 )  # fmt: skip
-def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path, content: bytes, told: str) -> None:
+def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path, content: bytes, reported: str) -> None:
     (tmp_path / "vectors").write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         Vectors.load(tmp_path / "vectors")
 
 
@@ -394,7 +394,7 @@ def test_a_recorded_task_of_another_kind_is_refused(tmp_path: Path, odd: Any) ->
 )
 def test_recorded_options_of_another_kind_are_refused_by_name(tmp_path: Path, option: str, odd: Any) -> None:
     if odd == 10**400 and option in ("batch_size", "width", "split_seed"):
-        return  # whole numbers as they come: what a model of them takes is looked at before it is made
+        return  # integers as they come: what a model of them takes is looked at before it is made
     with pytest.raises(UserError, match="ud800" if option == "\ud800" else option or "option ''") as caught:
         replay._built_in(tmp_path, {"task": "digits", "task_options": {option: odd}})
     printed(caught.value)
@@ -413,12 +413,12 @@ def printed(error: Exception) -> str:
 
 
 @pytest.mark.parametrize("odd", ["\ud800", "A" * 3000, 10**400, [[]], None], ids=repr)
-def test_a_recorded_shape_of_another_kind_can_be_told(odd: Any) -> None:
+def test_a_recorded_shape_of_another_kind_can_be_reported(odd: Any) -> None:
     before, now = _config() | {"parameters": {"\ud800": odd}}, _config() | {"parameters": {"a": "float32 3"}}
     for one, other in ((before, now), (now, before)):
-        told = fingerprint(one).conflict(fingerprint(other))
-        assert told is not None
-        assert len(told.encode()) < 1000
+        reported = fingerprint(one).conflict(fingerprint(other))
+        assert reported is not None
+        assert len(reported.encode()) < 1000
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
@@ -431,20 +431,20 @@ def test_weights_are_not_compared_with_a_summary_of_another_kind(run: Path, odd:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "told"),
+    ("strategy", "reported"),
     [
         ("mirrored", r"run\.json: strategy='mirrored' is none of servers"),
         ("ps servers=1000000000", "has no log of shard 1: "),
         ("x", "x"),
     ],
 )
-def test_a_recorded_strategy_of_another_kind_is_refused(tmp_path: Path, strategy: str, told: str) -> None:
+def test_a_recorded_strategy_of_another_kind_is_refused(tmp_path: Path, strategy: str, reported: str) -> None:
     record = RunRecord(torch="", cpu="", threads=1, strategy=strategy, workers=2, steps=9, seed=0, device="cpu",
                        autocast=False, layout="")  # fmt: skip
     with RunDirectory.create(tmp_path / "run", _config() | {"task_options": {}}):
         write_record(tmp_path / "run", record)
     (tmp_path / "run" / "updates" / "shard-0.member-1.jsonl").write_text("")
-    with at_most(100 << 20), pytest.raises(UserError, match=told):
+    with at_most(100 << 20), pytest.raises(UserError, match=reported):
         replay.replay(tmp_path / "run")
 
 

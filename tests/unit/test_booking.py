@@ -52,8 +52,8 @@ def test_what_passes_between_slices_inside_a_turn_is_exchange() -> None:
     book.turns(turns)
     book.compute(1210)
     book.exchange(1300, Traffic(), 0, hidden_ns=70)
-    told = [(kind, begin, duration) for kind, begin, duration, _ in kept.rows]
-    assert told == [
+    report = [(kind, begin, duration) for kind, begin, duration, _ in kept.rows]
+    assert report == [
         (EventKind.COMPUTE, 1000, 100),
         (EventKind.WAIT, 1100, 30),
         (EventKind.COMPUTE, 1200, 10),

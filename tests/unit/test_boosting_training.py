@@ -21,7 +21,7 @@ from manyhands.workloads.gbdt.growing import TreeMemory
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock, open_source
-from manyhands.workloads.gbdt.searching import SharedHistograms, area_words, told_words
+from manyhands.workloads.gbdt.searching import SharedHistograms, area_words, gathered_words
 from manyhands.workloads.gbdt.task import GbdtStep, GbdtTask
 from manyhands.workloads.gbdt.text_format import parse_model, render_model
 from manyhands.workloads.gbdt.training import TableChoice, gbdt_task, train_gbdt
@@ -48,8 +48,8 @@ def test_one_split_is_the_one_found_by_hand() -> None:
 def by_threads(task: GbdtTask, world: int, trees: int) -> list[TreeMemory]:
     """The trees of every worker, where workers are threads."""
     areas = np.zeros((world, area_words(task.gbdt, task.bins.offsets)), np.int64)
-    told, barrier = (
-        np.zeros((2, world, told_words(task.gbdt)), np.int64),
+    report, barrier = (
+        np.zeros((2, world, gathered_words(task.gbdt)), np.int64),
         threading.Barrier(world, timeout=60),
     )
     memories, failed = [task.model() for _ in range(world)], []
@@ -57,7 +57,7 @@ def by_threads(task: GbdtTask, world: int, trees: int) -> list[TreeMemory]:
     def work(rank: int) -> None:
         try:
             step = GbdtStep(
-                task, memories[rank], SharedHistograms(rank, areas, told, lambda: barrier.wait() and None)
+                task, memories[rank], SharedHistograms(rank, areas, report, lambda: barrier.wait() and None)
             )
             step.fill()
             for number in range(trees):

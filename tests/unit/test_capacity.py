@@ -20,7 +20,6 @@ from manyhands.engine.session import check_capacity_for
 from manyhands.errors import Overload
 from manyhands.interop.own_loop.launch_script import launch
 from manyhands.lab.bench import allreduce as bench_allreduce
-from manyhands.lab.bench import backend as bench_backend
 from manyhands.lab.bench import step as bench_step
 from manyhands.lab.compare.run_comparison import CompareSettings, compare
 from manyhands.places.local.capacity import (
@@ -74,12 +73,12 @@ def test_who_fits_is_not_refused_and_who_does_not_is_told_the_figure_and_the_num
         check_room(of_processes(), workers, room)
     with pytest.raises(
         Overload, match=r"workers=1000: the run needs about 250\.0 GiB of memory, but 20\.0 GiB is free"
-    ) as told:
+    ) as report:
         check_room(of_processes(), 1000, room)
-    assert told.value.most_workers == 80
-    assert "at most 80 workers fit" in str(told.value)
-    assert "6,032 open files in the launcher, but 1,000 more are allowed (ulimit -n)" in str(told.value)
-    assert "Options(allow_overload=True) or --allow-overload" in str(told.value)
+    assert report.value.most_workers == 80
+    assert "at most 80 workers fit" in str(report.value)
+    assert "6,032 open files in the launcher, but 1,000 more are allowed (ulimit -n)" in str(report.value)
+    assert "Options(allow_overload=True) or --allow-overload" in str(report.value)
     with pytest.raises(Overload, match="not even one fits"):
         check_room(of_processes(), 1, Room(memory_bytes=1))
 
@@ -254,7 +253,7 @@ def test_every_other_way_in_refuses_too(tmp_path: Path) -> None:
         "logreg": lambda: train_logreg(rows, strategy="hogwild hands=processes", workers=TOO_MANY),
         "logreg ps": lambda: train_logreg(rows, strategy="ps", workers=TOO_MANY),
         "bench allreduce": lambda: bench_allreduce.run_bench(TOO_MANY),
-        "bench backend": lambda: bench_backend.run_bench(TOO_MANY),
+        "bench backend": lambda: bench_allreduce.run_backend_bench(TOO_MANY),
         "bench step": lambda: bench_step.run_bench(TOO_MANY),
     }
     for name, way in ways.items():

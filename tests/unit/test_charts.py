@@ -6,21 +6,17 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from manyhands.observe.draw.axes import linear, logarithmic, spans_powers
+from manyhands.observe.draw.axes import linear, logarithmic, short_number, spans_powers
 from manyhands.observe.draw.charts import (
     Series,
     bar_chart,
-    data_table,
-    document,
     histogram,
     line_chart,
     loss_chart,
-    matrix,
     overlapping,
-    section,
     share_bars,
-    short_number,
 )
+from manyhands.observe.draw.paper import data_table, document, matrix, section
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('1')</script>\"&x"

@@ -23,9 +23,9 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "1
     ],
 )
 def test_one_sentence_for_each_launcher(environment: dict[str, str], parts: list[list[str]]) -> None:
-    told = ignored_variables(environment)
-    assert len(told) == len(parts)
-    for sentence, expected in zip(told, parts, strict=True):
+    report = ignored_variables(environment)
+    assert len(report) == len(parts)
+    for sentence, expected in zip(report, parts, strict=True):
         assert all(part in sentence for part in expected), sentence
 
 

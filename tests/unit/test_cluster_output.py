@@ -46,7 +46,7 @@ def test_progress_bars_and_endless_lines_are_not_held_back(capsys: pytest.Captur
         assert capsys.readouterr().out == "30" + "x" * 90_000
 
 
-def test_the_end_is_kept_and_the_end_of_the_pipe_is_told() -> None:
+def test_the_end_is_kept_and_the_end_of_the_pipe_is_reported() -> None:
     reading, writing = os.pipe()
     output = Output(os.fdopen(reading, "rb"), "stderr")
     os.write(writing, b"x" * 5000 + b"the end\n")

@@ -139,7 +139,7 @@ def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -
         (-signal.SIGKILL, "worker 0 (pid 100) was killed by SIGKILL (by someone, or by the kernel"),
     ],
 )
-def test_a_death_without_a_report_is_told_with_place_and_last_words(status: int, said: str) -> None:
+def test_a_death_without_a_report_is_reported_with_place_and_last_words(status: int, said: str) -> None:
     play = Play(2).at_work()
     play.let_pass(1.0)
     assert play.do(Exited(0, status, "it hurts\n"))[0] == HangAlarm(0)
@@ -149,7 +149,7 @@ def test_a_death_without_a_report_is_told_with_place_and_last_words(status: int,
     assert text.endswith("its last words on stderr:\nit hurts")
 
 
-def test_a_signal_without_a_name_is_told_by_number() -> None:
+def test_a_signal_without_a_name_is_reported_by_number() -> None:
     assert describe_exit(-200) == "was killed by signal 200"
 
 
@@ -176,7 +176,7 @@ def test_a_launcher_that_was_paused_blames_nobody() -> None:
     assert play.let_pass(30.0, tick_s=1.5)[0][1] == HangAlarm(0), "a slow launcher still notices"
 
 
-def test_a_role_that_never_starts_is_told() -> None:
+def test_a_role_that_never_starts_is_reported() -> None:
     play = Play(1)
     actions = play.let_pass(121.0)
     assert [action for _, action in actions] == [HangAlarm(0), AskToStop(0), KillProcess(0)]
@@ -210,7 +210,7 @@ def test_what_the_takedown_itself_does_is_no_cause() -> None:
     assert "worker 0 (pid 100) raised Aborted" in str(play.failure())
 
 
-def test_the_first_of_two_failures_is_told() -> None:
+def test_the_first_of_two_failures_is_reported() -> None:
     play = Play(2).at_work()
     play.do(Heard(1, failed(ValueError("first"))))
     play.do(Heard(0, failed(ValueError("second"))))
@@ -317,10 +317,10 @@ def test_a_kind_of_user_error_we_do_not_know_arrives_as_the_nearest_we_know() ->
 
 
 def test_a_report_of_a_huge_error_stays_small() -> None:
-    told = failed(ValueError("x" * 10**7))
-    assert len(told.message) < 10_000
-    assert len(told.traceback) <= 64 * 1024
-    assert told.traceback.endswith("xxx\n")
+    reported = failed(ValueError("x" * 10**7))
+    assert len(reported.message) < 10_000
+    assert len(reported.traceback) <= 64 * 1024
+    assert reported.traceback.endswith("xxx\n")
 
 
 def test_marks_are_packed_into_one_word() -> None:

@@ -12,9 +12,12 @@ from manyhands.engine.exchange import LocalStep
 from manyhands.errors import UserError
 from manyhands.observe.analyse.summary_facts import codec_words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.codec_choice import CodecChooser
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import (
+    CodecChooser,
+    ScheduleCollective,
+    carrier,
+)
 from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategy import Strategy
 from manyhands.transport.link.simulated_network import SimulatedNetwork
@@ -164,7 +167,7 @@ PARCELS = (
 
 
 def given(rank: int, step: int, parcel: Parcel) -> torch.Tensor:
-    """Whole numbers, whose sums are exact."""
+    """Integers, whose sums are exact."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + parcel.number)
     return torch.randint(-50, 51, (parcel.count,), generator=generator).to(parcel.dtype)
 
@@ -295,9 +298,9 @@ def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], d
             exchange.apply()
             if exchange.average is not None and exchange.average(False):
                 found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
-        told = {**exchange.summary(), "codec": codec_of(exchange.wire >> 8)}
+        report = {**exchange.summary(), "codec": codec_of(exchange.wire >> 8)}
         exchange.close()
-        return found, told
+        return found, report
 
     found = network.run({f"{rank}": partial(work, rank) for rank in range(WORLD)})
     return [found[f"{rank}"] for rank in range(WORLD)]
@@ -307,9 +310,9 @@ def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], d
 def test_local_weighs_codecs_by_the_changes_that_it_averages(bandwidth: float, codec: str) -> None:
     plain, _ = averaged("raw", bandwidth)[0]
     workers = averaged("auto:0.02", bandwidth)
-    for found, told in workers:
-        assert [(one["step"], one["codec"]) for one in told["codec_choices"]] == [(3, codec)]
-        assert told["codec"] == codec, "events say what travelled"
+    for found, report in workers:
+        assert [(one["step"], one["codec"]) for one in report["codec_choices"]] == [(3, codec)]
+        assert report["codec"] == codec, "events say what travelled"
         assert all(torch.equal(one, same) for one, same in zip(found, workers[0][0], strict=True))
     first, *later = workers[0][0]
     torch.testing.assert_close(first, plain[0], rtol=0, atol=1e-6)

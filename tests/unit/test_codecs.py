@@ -312,10 +312,10 @@ def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
         "number = wire_of(Wire.TCP, 'topk+coarse') >> 8\n"
         "print(names.__file__.startswith('{}'), strategy, codec_of(number))"
     )
-    told = subprocess.run(
+    report = subprocess.run(
         [sys.executable, "-c", asked.format(tmp_path)], env=environment, capture_output=True, text=True
     )
-    assert told.stdout == "True allreduce link=tcp codec=coarse topk+coarse\n", told.stderr
+    assert report.stdout == "True allreduce link=tcp codec=coarse topk+coarse\n", report.stderr
     rows = [sys.executable, "-m", "pytest", "tests/unit/test_codecs.py", "-n0", "-q", "-k", "coarse"]
     tested = subprocess.run(rows, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert tested.returncode == 0, tested.stdout

@@ -7,12 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from compared import TWO, found, measured, told
+from compared import TWO, found, measured, reported
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.lab.compare.bandwidth import Rate, shaped_command, why_not
 from manyhands.lab.compare.compare_report import (
-    Made,
     cells,
     columns,
     measures_table,
@@ -179,12 +178,11 @@ def test_a_priced_row_has_its_cost_in_table_json_report_and_words() -> None:
     assert values[heads.index("price,\n1k st.")] == f"{row.price_per_1000_steps.median:,.3g}"
     assert one.to_dict()["prices_per_hour"] == {"worker": 36, "server": 18}
     assert one.to_dict()["strategies"][0]["price_per_hour"] == 72
-    made = Made(title="t", command="c", facts={}, notes=())
-    assert "at 36 for a worker, 18 for a server an hour" in report(one, [], made)
-    assert "At 36 for a worker, 18 for a server an hour, 1,000 steps cost" in told(one)
+    assert "at 36 for a worker, 18 for a server an hour" in report(one, [], "t", "c", {})
+    assert "At 36 for a worker, 18 for a server an hour, 1,000 steps cost" in reported(one)
     plain = found(*runs)
     assert "price" not in " ".join(columns(plain))
-    assert "cost" not in told(plain)
+    assert "cost" not in reported(plain)
 
 
 # ── the figures ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,7 +229,7 @@ def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
         FailedTrial(place=0, repeat=0, sentence="no"), FailedTrial(place=1, repeat=0, sentence="no")
     )
     assert nothing.target is None
-    assert "No run came to its end." in told(nothing)
+    assert "No run came to its end." in reported(nothing)
 
 
 def test_the_clock_stands_still_for_evaluations() -> None:
@@ -277,8 +275,8 @@ def test_the_report_is_well_formed_and_has_every_strategy() -> None:
         FailedTrial(place=2, repeat=0, sentence="<no> & never"),
         strategies=strategies,
     )
-    made = Made(title="a < b", command="manyhands compare 'a' & b", facts={"cores": "2"}, notes=("a note",))
-    page = report(one, paragraph(one, Conditions()), made)
+    made = ("a < b", "manyhands compare 'a' & b", {"cores": "2"}, ("a note",))
+    page = report(one, paragraph(one, Conditions()), *made)
     root = ElementTree.fromstring(page.split("\n", 1)[1])
     text = "".join(root.itertext())
     for expected in (*map(str, strategies), "<no> & never", "manyhands compare 'a' & b", "cores 2", "a note"):
@@ -400,12 +398,12 @@ def test_scores_are_told_and_are_no_target_unless_asked_for() -> None:
     one = scored(0.25, 0.5)
     assert one.target is not None
     assert one.target.metric == "accuracy"
-    assert "ps consistency=async ended best, at analogies 0.5, and allreduce worst, at 0.25" in told(one)
+    assert "ps consistency=async ended best, at analogies 0.5, and allreduce worst, at 0.25" in reported(one)
     console = Console(width=100, record=True, file=None)
     with console.capture() as captured:
         console.print(scores_table(one))
     assert "0.2500 (0.2500 to 0.2500)" in captured.get()
-    assert "What the models are worth" in report(one, ["s"], Made(title="t", command="c", facts={}))
+    assert "What the models are worth" in report(one, ["s"], "t", "c", {})
     asked = figures(
         [(strategy, 2) for strategy in TWO],
         [measured(place).scored({"analogies": value}) for place, value in enumerate((0.25, 0.5))],

@@ -46,7 +46,7 @@ class Counted:
 def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
     seen: list[Progress] = []
     settings = CompareSettings(steps=20, repeats=2, target=Target.parse("evaluation_loss=0.5"))
-    done = compare(task(), "single", out=tmp_path / "c", settings=settings, tell=seen.append)
+    done = compare(task(), "single", out=tmp_path / "c", settings=settings, on_progress=seen.append)
     (row,) = done.figures.rows
     plain = mh.fit(task(), "single", steps=20, options=mh.Options(evaluate_every=2))
     first = next(one["step"] for one in plain.history.evaluations if one["metrics"]["evaluation_loss"] <= 0.5)

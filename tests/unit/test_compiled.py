@@ -181,15 +181,15 @@ def test_jobs_run_side_by_side_but_after_what_they_build_on(tmp_path):
 
 
 def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
-    told: list[list[str]] = []
+    report: list[list[str]] = []
     monkeypatch.setattr(warming, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(warming, "_PREPARED", set())
     monkeypatch.setattr(warming, "_mark", lambda job: tmp_path / f"{job}.done")
-    monkeypatch.setattr(warming, "_compile_elsewhere", lambda names: told.append(list(names)))
+    monkeypatch.setattr(warming, "_compile_elsewhere", lambda names: report.append(list(names)))
     (tmp_path / "waiting.done").touch()
     assert warming.prepare("libsvm", "fit") > 0
     assert warming.prepare("fit") == 0.0
-    assert told == [["libsvm", "group", "records", "reductions", "reductions_double", "hashing"]]
+    assert report == [["libsvm", "group", "records", "reductions", "reductions_double", "hashing"]]
 
 
 class _Terminal(io.StringIO):

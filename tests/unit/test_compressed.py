@@ -12,11 +12,11 @@ import torch
 
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.collective import kept_by_codecs
 from manyhands.strategies.common.collectives.compressed import Compressor, gathers
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.piggyback import kept_by_codecs
 from manyhands.strategies.common.collectives.schedule import chunk_bounds
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.wire.codec import ParcelCodec, as_memory, codec_named
 from manyhands.wire.parcels import Matrix, Parcel

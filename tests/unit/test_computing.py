@@ -23,7 +23,7 @@ def task(loss: Callable[[nn.Module, Tensor], Any]) -> mh.Task:
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "report"),
     [
         (lambda model, batch: 0.5, "returned a float; return a tensor of one number"),
         (lambda model, batch: None, "returned a NoneType; return a tensor of one number"),
@@ -32,8 +32,8 @@ def task(loss: Callable[[nn.Module, Tensor], Any]) -> mh.Task:
         (lambda model, batch: torch.tensor(0.5), "that no parameter leads to"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_is_told_in_a_sentence(loss: Any, told: str) -> None:
-    with pytest.raises(mh.UserError, match=told) as caught:
+def test_a_loss_that_cannot_be_trained_is_told_in_a_sentence(loss: Any, report: str) -> None:
+    with pytest.raises(mh.UserError, match=report) as caught:
         mh.fit(task(loss), "single", steps=1)
     assert "\n" not in str(caught.value)
 

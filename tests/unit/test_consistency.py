@@ -76,7 +76,7 @@ def test_a_bound_of_zero_is_sync() -> None:
         ("aware:bonded:1", "did you mean 'bounded'"),
     ],
 )
-def test_a_wrong_text_is_told_what_is_allowed(text: str, says: str) -> None:
+def test_a_wrong_text_is_reported_what_is_allowed(text: str, says: str) -> None:
     with pytest.raises(UserError, match="consistency=") as caught:
         parse_consistency(text)
     assert says in str(caught.value)
@@ -162,7 +162,7 @@ def test_what_makes_a_step(
         (Buffered(2), None, False, True, True),
     ],
 )
-def test_what_a_shard_is_told(
+def test_what_a_shard_is_reported(
     policy: Policy, lag: int | None, by_clock: bool, chosen_by_lead: bool, outlives_read: bool
 ) -> None:
     for one in (policy, replace(policy, rates="aware"), replace(policy, rates="damped")):

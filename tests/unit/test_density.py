@@ -79,10 +79,10 @@ def test_rows_are_beside_the_first_strategy_at_the_same_density() -> None:
     assert [row.speedup for row in rows] == pytest.approx([1, 2, 1, 0.5])
     assert [row.excess for row in rows] == pytest.approx([0, 0, 0, 0.1])
     assert density_cells(rows)[1] == ["hogwild", "0.01", "5.0 %", "200", "2.00", "0.4000", "+0.0000"]
-    (told,) = density_sentences(rows)
-    assert "hogwild is 2.00 times as fast as single where two examples share a feature in 5.0 %" in told
-    assert "0.50 times where they do in 100 %; its loss differs by +0.0000 and +0.1000." in told
-    page = density_page("<t>", rows, [told], "c", {})
+    (report,) = density_sentences(rows)
+    assert "hogwild is 2.00 times as fast as single where two examples share a feature in 5.0 %" in report
+    assert "0.50 times where they do in 100 %; its loss differs by +0.0000 and +0.1000." in report
+    page = density_page("<t>", rows, [report], "c", {})
     assert "&lt;t&gt;" in page
     assert page.count("<figure") == 2
     assert "density, log scale" in page

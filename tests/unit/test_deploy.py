@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +237,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 def parse(program: str, name: str, *words: str) -> None:
     """As the command line would, up to where it would begin; raises for what it does not know."""
     assert program == "manyhands"
-    module, _, attribute = COMMANDS[name].home.partition(":")
-    found = getattr(import_module(module), attribute)
+    found = COMMANDS[name].load()
     if isinstance(found, typer.Typer):
         task, *words = words
         command: Any = typer.main.get_group(found).commands[task]

@@ -84,9 +84,9 @@ def test_bytes_that_no_codec_has_made_are_refused_or_are_an_update_of_the_models
     long = TensorForm((("update", "uint8", (100_000,)),)).encode(
         [torch.zeros(100_000, dtype=torch.uint8)], {}
     )
-    with pytest.raises(MessageRejected) as told:
+    with pytest.raises(MessageRejected) as report:
         form.decode(long, client=1)
-    assert told.value.status == 413
+    assert report.value.status == 413
 
 
 def test_what_would_not_be_smaller_travels_as_it_is() -> None:

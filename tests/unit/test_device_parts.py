@@ -227,7 +227,7 @@ def test_what_only_a_simulation_can_do_is_refused() -> None:
         FederatedJob.make(replace(TOY.build(), name="mine"), "federated", RoundSettings(rounds=1))
 
 
-def test_devices_are_not_told_where_the_servers_files_are(tmp_path: Path) -> None:
+def test_devices_are_not_reported_where_the_servers_files_are(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a b c d e f g h " * 200)
     job = FederatedJob.make(

@@ -23,7 +23,7 @@ GREW = Course(first=2.3, last=4e28)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_broke_are_told_with_the_update_that_broke_them(value: float) -> None:
+def test_weights_that_broke_are_reported_with_the_update_that_broke_them(value: float) -> None:
     said = diagnose(model_of(value), GREW, since="the update of step 6", clip=True)
     assert said == (
         "the weights are not finite since the update of step 6, the first in '1.weight', and the loss had grown from "
@@ -59,8 +59,8 @@ def test_a_huge_rate_is_not_blamed_on_the_loss_function(rate: float) -> None:
     )
     with pytest.raises(
         NonFinite, match=r"lower the learning rate or clip the gradient \(Task\(clip_norm=1.0\)\)"
-    ) as told:
+    ) as report:
         mh.fit(task, "single", steps=40)
-    assert "loss divides" not in str(told.value)
+    assert "loss divides" not in str(report.value)
     with pytest.raises(NonFinite, match="lower the learning rate;"):
         mh.fit(replace(task, clip_value=1e30), "single", steps=40)

@@ -158,6 +158,6 @@ assert "torch._dynamo.convert_frame" in sys.modules
 def test_every_optimizer_steps_as_ever_without_it_and_who_asks_for_more_gets_the_real_one_once() -> None:
     scripts = [*(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT]
     trained = (_TRAIN.format(deferred=deferred) for deferred in (True, False))
-    deferred, imported, *told = _tell(*trained, _COMPILES, *scripts)
+    deferred, imported, *report = _tell(*trained, _COMPILES, *scripts)
     assert deferred == imported
-    assert told == [""] * (1 + len(scripts)), "each ran to its end, and had nothing to say"
+    assert report == [""] * (1 + len(scripts)), "each ran to its end, and had nothing to say"

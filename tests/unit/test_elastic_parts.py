@@ -18,15 +18,14 @@ from manyhands.engine.exchanging import exchanging
 from manyhands.engine.training import training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.facts import Answer
-from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLog
-from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
-from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochSeat, EpochView
-from manyhands.strategies.allreduce.elastic.elastic_training import ElasticTraining, FirstRows
-from manyhands.strategies.allreduce.elastic.epoch_collective import (
-    ElasticCollective,
-    MembersChanged,
-    StepChannel,
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
+    ArrivedInEpoch,
+    ElasticMembership,
+    ElasticPlan,
+    EpochSeat,
+    EpochView,
 )
+from manyhands.strategies.allreduce.elastic.elastic_training import ElasticLog, ElasticTraining, FirstRows
 from manyhands.strategies.allreduce.elastic.epochs import (
     EpochFiles,
     read_state,
@@ -36,6 +35,11 @@ from manyhands.strategies.allreduce.elastic.epochs import (
     state_tree,
     write_file,
     write_state,
+)
+from manyhands.strategies.allreduce.elastic.exchange import (
+    ElasticCollective,
+    MembersChanged,
+    StepChannel,
 )
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategy import Strategy
@@ -198,8 +202,8 @@ def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -
 
 def test_rows_that_are_told_twice_count_once() -> None:
     first = FirstRows()
-    told = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "metrics": {}}]
-    assert first.of(told) == told
+    report = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "metrics": {}}]
+    assert first.of(report) == report
     again = [{"step": 2, "loss": 2.1}, {"step": 2, "metrics": {}}, {"step": 3, "loss": 1.0}]
     assert first.of(again) == [{"step": 3, "loss": 1.0}]
     assert first.of([{"step": 6}, {"step": 6}]) == [{"step": 6}]
@@ -233,7 +237,7 @@ def test_the_story_says_who_was_lost_who_came_and_how_long_it_took() -> None:
     assert sentences == [
         "worker 1 was killed",
         "worker 2 was killed",
-        "1 worker goes on after step 7, 0.25 s after worker 1 and worker 2 were lost; step 8 is computed again",
+        "1 worker continues after step 7, 0.25 s after worker 1 and worker 2 were lost; step 8 is computed again",
         "worker 1 joined after step 9, with the state of worker 0",
     ]
     assert story.recoveries == [{"what": "worker 1 and worker 2", "seconds": 0.25}]

@@ -181,32 +181,32 @@ def test_every_strategy_says_something() -> None:
 
 
 def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) -> None:
-    told = tmp_path / "memory.json"
-    asked = ["language", "--layers", "3", "--width", "96", "--workers", "4", "--json", str(told)]
+    report = tmp_path / "memory.json"
+    asked = ["language", "--layers", "3", "--width", "96", "--workers", "4", "--json", str(report)]
     shown = CliRunner().invoke(memory_app, asked)
     assert shown.exit_code == 0, shown.output
     for word in ("single", "mirrored", "sharded", "ps", "shared by all"):
         assert word in shown.output
-    rows = json.loads(told.read_text())["memory"]
+    rows = json.loads(report.read_text())["memory"]
     assert {row["strategy"] for row in rows} == STRATEGIES.keys()
     total = {row["strategy"]: row["total"] for row in rows if row["who"] == "worker"}
     assert total["sharded"] < total["mirrored"] < total["single"]
 
 
 def test_it_says_what_it_does_before_it_does_what_takes_long() -> None:
-    told: list[str] = []
+    report: list[str] = []
     heard: list[list[str]] = []
     task = transformer()
 
     def model() -> nn.Module:
-        heard.append([*told])
+        heard.append([*report])
         return task.model()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        heard.append([*told])
+        heard.append([*report])
         return task.loss(model, batch)
 
-    found = estimate(replace(task, model=model, loss=loss), told.append)
+    found = estimate(replace(task, model=model, loss=loss), report.append)
     building, first, second = heard
     assert building[-1] == "building the model, without its memory"
     assert (
@@ -233,7 +233,7 @@ def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
     [
         (["--strategy", "shraded"], "did you mean 'sharded'"),
         (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
-        (["--workers", "0"], "workers=0 must be a whole number of at least 1"),
+        (["--workers", "0"], "workers=0 must be an integer of at least 1"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "cannot be cut into 9 parts"),
         (["--strategy", "pipeline schedule=wavefront"], "is not known to take a sequence slice by slice"),
         (["--strategy", "tensor slices=5", "--workers", "5"], "which is too little for 5 slices"),

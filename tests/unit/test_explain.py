@@ -119,7 +119,7 @@ def test_the_step_at_which_a_worker_became_slow_is_found(workers: int, since: in
     assert f"since step {slow.since_step}" in paragraph(found)
 
 
-def test_a_delay_that_passed_is_told_with_its_end() -> None:
+def test_a_delay_that_passed_is_reported_with_its_end() -> None:
     roles = barrier_run(lambda worker, step: 20.0 if worker == 0 and 60 <= step < 100 else 10.0, 3, 300)
     found = explain(roles, synchronous=True)
     (slow,) = found.slow

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from manyhands.cli.export_command import export_command
-from manyhands.cli.predict_command import predict_command
+from manyhands.cli.use_commands import export_command, predict_command
 from manyhands.data.store.exported import PRECISIONS, narrow, read_exported, widen, write_exported
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import export_run

@@ -94,9 +94,9 @@ def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_wi
     words = "federated partition=natural batch=all epochs=2 fraction=0.67 algorithm=fedbuff:2"
     run = play_rounds(task(), words, 12)
     np.testing.assert_allclose(weight_of(run), versions[-1], rtol=0, atol=1e-9)
-    told = run.exchange.summary()["algorithm"]
-    assert told["staleness"]["mean"] == pytest.approx(late / 24)
-    assert told["staleness"]["mean"] > 1, "six are under way, and two make a step"
+    report = run.exchange.summary()["algorithm"]
+    assert report["staleness"]["mean"] == pytest.approx(late / 24)
+    assert report["staleness"]["mean"] > 1, "six are under way, and two make a step"
 
 
 def test_staleness_counts_as_under_parameter_servers() -> None:
@@ -169,8 +169,8 @@ def test_a_resumed_run_goes_on_with_those_under_way() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("algorithm=fedbuff:0", "fedbuff:0: .* a whole number of at least 1"),
-        ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* a whole number"),
+        ("algorithm=fedbuff:0", "fedbuff:0: .* an integer of at least 1"),
+        ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* an integer"),
         ("clients=10 fraction=0.3 algorithm=fedbuff:4", "takes 4 updates, and 3 clients are under way"),
         ("algorithm=fedbuff:4 secure=yes", "not with algorithm=fedbuff:4: its clients begin with different"),
         ("algorithm=fedbuff:4 clip=1", "uses more of a client than its update"),

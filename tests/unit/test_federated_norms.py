@@ -204,8 +204,8 @@ def points(scale: float, hostile: tuple[int, ...] = (2,), clients: int = 5) -> m
 def test_a_simulated_round_counts_without_the_update_that_is_too_large(algorithm: str) -> None:
     words = f"federated clients=5 batch=all together=1 algorithm={algorithm}"
     spoiled, honest = play_rounds(points(1e12), words, 2), play_rounds(points(1.0), words, 2)
-    told = spoiled.exchange.summary()
-    assert (told["updates_rejected"], told["updates_refused"]) == (2, 0)
+    reported = spoiled.exchange.summary()
+    assert (reported["updates_rejected"], reported["updates_refused"]) == (2, 0)
     assert list(spoiled.exchange.row_facts()["rejected"]) == ["2"]
     assert "rejected" not in honest.exchange.row_facts()
     assert all(math.isfinite(loss) and loss < 100 for loss in spoiled.losses)

@@ -34,13 +34,13 @@ def a_task(data: object) -> mh.Task:
 
 def test_skew_counts_the_labels_of_each_party() -> None:
     inputs = torch.zeros(6, 1)
-    told = skew_of(a_task((inputs, LABELS)), SPLIT)
-    assert told["labels"] == [0, 1, 2]
-    assert told["counts"] == [[3, 1, 0], [0, 1, 1]]
-    assert told["samples"] == [4, 2]
-    assert told["names"] == ["client 0", "client 1"]
+    report = skew_of(a_task((inputs, LABELS)), SPLIT)
+    assert report["labels"] == [0, 1, 2]
+    assert report["counts"] == [[3, 1, 0], [0, 1, 1]]
+    assert report["samples"] == [4, 2]
+    assert report["names"] == ["client 0", "client 1"]
     parties = mh.Parties({"b": (inputs[:4], LABELS[:4]), "a": (inputs[4:], LABELS[4:])})
-    assert skew_of(a_task(parties), parties.split()) == {**told, "names": ["b", "a"]}
+    assert skew_of(a_task(parties), parties.split()) == {**report, "names": ["b", "a"]}
     unlabelled = skew_of(a_task(torch.zeros(6, 4)), SPLIT)
     assert "counts" not in unlabelled
     assert unlabelled["samples"] == [4, 2]
@@ -124,9 +124,9 @@ def test_a_view_counts_who_took_part_from_the_first_round_on_and_tells_the_rest_
     gather.add_rows(
         [{"step": 4, "metrics": {}, "at_s": 0.4, "fairness": {"accuracy": 3, "x": {"mean": "y"}}}]
     )
-    told = gather.view(0).parties
-    assert told is not None
-    assert {curve.name: (curve.steps, curve.values) for curve in told.courses["accuracy"]} == {
+    report = gather.view(0).parties
+    assert report is not None
+    assert {curve.name: (curve.steps, curve.values) for curve in report.courses["accuracy"]} == {
         "highest_tenth": ((3.0,), (0.75,)),
         "mean": ((3.0,), (0.375,)),
         "lowest_tenth": ((3.0,), (0.0,)),

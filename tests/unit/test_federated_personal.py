@@ -225,7 +225,7 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("federated max_samples=0", "max_samples=0: must be a whole number of at least 1"),
+        ("federated max_samples=0", "max_samples=0: must be an integer of at least 1"),
         (
             "federated keep=head algorithm=ditto",
             "keep=head: not with algorithm=ditto: each client has a whole",
@@ -302,9 +302,9 @@ def error_of(weights: list[Tensor], data: tuple[Tensor, Tensor]) -> float:
     return float((hidden @ weights[2].T + weights[3] - data[1]).square().mean())
 
 
-def told_errors(played: Played, kind: str) -> list[float]:
-    told = played.exchange.summary()[kind]
-    return [told[client]["evaluation_loss"] for client in sorted(told, key=int)]
+def reported_errors(played: Played, kind: str) -> list[float]:
+    report = played.exchange.summary()[kind]
+    return [report[client]["evaluation_loss"] for client in sorted(report, key=int)]
 
 
 def test_fine_tuning_is_a_setting_that_is_measured_beside_the_common_model() -> None:
@@ -317,8 +317,8 @@ def test_fine_tuning_is_a_setting_that_is_measured_beside_the_common_model() -> 
         mine = list(plain.exchange.personal(client))
         common.append(error_of(weights_of(plain), data))
         own.append(error_of(descend(mine, data, 3, mine, 0.0), data))
-    assert told_errors(tuned, "measured") == pytest.approx(own, rel=1e-9)
-    assert told_errors(tuned, "measured_common") == pytest.approx(common, rel=1e-9)
+    assert reported_errors(tuned, "measured") == pytest.approx(own, rel=1e-9)
+    assert reported_errors(tuned, "measured_common") == pytest.approx(common, rel=1e-9)
     for client in range(4):  # what a client keeps from round to round is as it was
         same(tuned.exchange.personal(client), plain.exchange.personal(client), within=0)
     assert "measured_common" not in play_rounds(task(), "federated partition=natural", 1).exchange.summary()
@@ -337,7 +337,7 @@ def test_the_function_gives_the_models_that_a_run_has_measured() -> None:
     for client, data in enumerate(PARTIES.values()):
         at = held[client] - begins[client][0]
         errors.append(error_of(found[client], (data[0][at], data[1][at])))
-    assert told_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
+    assert reported_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
 
 
 def test_clients_that_are_tuned_at_once_come_to_what_each_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,7 @@ def test_what_is_held_out_is_not_trained_on_and_measures() -> None:
     same(weights_of(run), mean)
     for tested in held:
         errors.append(error_of(mean, samples_at(tested)))  # type: ignore[arg-type]
-    assert told_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
+    assert reported_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
 
 
 def test_what_clients_had_kept_is_read_from_a_checkpoint() -> None:

@@ -89,11 +89,11 @@ def test_a_run_is_seen_as_it_grows(tmp_path: Path) -> None:
     assert (view.phase, view.samples_per_s, view.step) == (Phase.ENDED, 5.0, 100)
     assert view.seconds == pytest.approx(1.0)
     assert RunFollower(tmp_path / "run").poll() == view, "one who comes later sees the same"
-    begin, end = follower.wall_s(0.0), follower.wall_of_step(99)
+    begin, end = follower.wall_s(0.0), follower.wall_of_row({"step": 100}, guess=False)
     assert begin is not None
     assert end is not None
     assert end - begin == pytest.approx(1.0)
-    assert follower.wall_of_step(100) is None
+    assert follower.wall_of_row({"step": 101}, guess=False) is None
 
 
 def test_torn_tails_wait_for_their_rest(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_speed_is_steady_where_steps_are_of_any_length(step_s: float) -> None:
     assert speed.seconds[-1] == pytest.approx(30 * step_s, abs=max(0.25, step_s / 4))
 
 
-def test_speed_is_shown_as_far_as_every_worker_has_told() -> None:
+def test_speed_is_shown_as_far_as_every_worker_has_reported() -> None:
     """Worker 1 is in the middle of a step: what it does there is not known, and no dip."""
     steps = [event(EventKind.STEP, 0, 1.0 * k, 1.0, step=k, count=4) for k in range(10)]
     steps += [event(EventKind.STEP, 1, 4.0 * k, 4.0, step=k, count=8) for k in range(2)]

@@ -69,7 +69,7 @@ def test_a_term_that_differs_is_named_with_both_values(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "report"),
     [
         (hello(0), "says it is rank 0"),
         (hello(3), "the ranks of this run are 0"),
@@ -77,10 +77,10 @@ def test_a_term_that_differs_is_named_with_both_values(field: str) -> None:
         (hello(1, terms=()), "worker 1 on host1 has task=nothing"),
     ],
 )
-def test_a_process_of_another_run_is_refused_in_a_sentence(said: ControlHello, told: str) -> None:
+def test_a_process_of_another_run_is_refused_in_a_sentence(said: ControlHello, report: str) -> None:
     refused = Register(hello(0)).arrive(said)
     assert refused is not None
-    assert told in refused.reason
+    assert report in refused.reason
 
 
 def test_long_terms_are_told_apart_by_a_digest() -> None:
@@ -90,12 +90,12 @@ def test_long_terms_are_told_apart_by_a_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("off_s", "told"),
+    ("off_s", "report"),
     [(30.0, None), (3 * 3600.0, "3.0 h ahead of"), (-600.0, "10 min behind")],
 )
-def test_a_wall_clock_that_is_off_is_remarked(off_s: float, told: str | None) -> None:
+def test_a_wall_clock_that_is_off_is_remarked(off_s: float, report: str | None) -> None:
     notice = clock_notice("worker 1 on hostB", 1e9 + off_s, 1e9)
-    assert (notice is None) if told is None else (notice is not None and told in notice)
+    assert (notice is None) if report is None else (notice is not None and report in notice)
 
 
 @pytest.mark.parametrize("make", [KeyValueStore, HashStore])
@@ -191,7 +191,7 @@ def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "report"),
     [
         ({"MASTER_ADDR": ""}, "not MASTER_ADDR"),
         ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2"),
@@ -199,8 +199,8 @@ def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http"),
     ],
 )
-def test_an_environment_that_says_it_by_halves_is_refused(change: dict[str, str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_an_environment_that_says_it_by_halves_is_refused(change: dict[str, str], report: str) -> None:
+    with pytest.raises(UserError, match=report):
         find_place(environment={**TORCHRUN, **change})
 
 

@@ -16,7 +16,6 @@ CLASSES = {home.value.partition(":")[2]: home.value.split(".")[1] for home in ST
 """The package of each strategy's class."""
 
 WORKLOADS = {
-    "lab/bench/server_memory.py": "Ps",
     "lab/bench/server_ours.py": "Ps",
     "lab/bench/server_worker.py": "Ps",
 }

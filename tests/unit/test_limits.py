@@ -55,9 +55,9 @@ def test_a_library_that_cannot_be_opened_is_the_same_limit() -> None:
     "error", [OSError(errno.ENOENT, "no"), OSError("no number"), ImportError("no module"), ValueError("x")]
 )
 def test_other_errors_are_what_they_were(error: Exception) -> None:
-    with pytest.raises(type(error)) as told, limits_named():
+    with pytest.raises(type(error)) as report, limits_named():
         raise error
-    assert told.value is error
+    assert report.value is error
 
 
 def test_a_host_with_too_many_open_files_is_told_apart() -> None:

@@ -22,7 +22,7 @@ def steps(keys: list[Key]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "report"),
     [
         ({"workers": -1}, "loading: workers is -1; it must be an integer of at least 0"),
         ({"workers": True}, "loading: workers is True"),
@@ -32,8 +32,8 @@ def steps(keys: list[Key]) -> list[int]:
         ({"timeout_s": 0}, "loading: timeout_s is 0; it must be a number above 0"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any], report: str) -> None:
+    with pytest.raises(UserError, match=report):
         Loading(**settings)
 
 

@@ -120,8 +120,8 @@ def test_a_disk_that_takes_no_more_costs_the_file_and_not_the_run(caplog: pytest
     options = mh.Options(callbacks=[Full(Path("/dev/full"), overwrite=True)])
     run = mh.fit(task(), "single", steps=3, options=options)
     assert run.summary["steps"] == 3
-    told = [record.message for record in caplog.records if "CsvLogger" in record.message]
-    assert told == [
+    report = [record.message for record in caplog.records if "CsvLogger" in record.message]
+    assert report == [
         "CsvLogger: /dev/full cannot be written: No space left on device; the run goes on without it"
     ]
 
@@ -224,7 +224,7 @@ def test_a_package_that_is_missing_is_one_line_with_the_command(monkeypatch: pyt
         mh.WandbLogger("project")
     with pytest.raises(UserError, match=r"MlflowLogger needs the package mlflow.*; pip install mlflow$"):
         mh.MlflowLogger()
-    with pytest.raises(UserError, match="every is 0; it must be a whole number of at least 1"):
+    with pytest.raises(UserError, match="every is 0; it must be an integer of at least 1"):
         mh.WandbLogger(run=Board(), every=0)
 
 

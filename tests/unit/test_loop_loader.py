@@ -35,13 +35,13 @@ from manyhands.interop.own_loop.readings import Draws, LoaderPart, Readings
 class Worker:
     """A reader that meets nobody: its random numbers are the same as the others' because they share a process.
 
-    Worker 0 leaves its draws of every reading in `told`, where the others find them.
+    Worker 0 leaves its draws of every reading in `report`, where the others find them.
     """
 
-    def __init__(self, rank: int, world: int, told: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, rank: int, world: int, report: list[torch.Tensor] | None = None) -> None:
         self.rank = rank
         self.world = world
-        self._told = told
+        self._report = report
         self._readings = 0
         self.shares: list[float] = []
         self.readings = Readings(world, self.shares.append)
@@ -53,12 +53,12 @@ class Worker:
         return mine
 
     def worker_0s_draws(self) -> Draws:
-        if self._told is None:
+        if self._report is None:
             return Draws()
         if self.rank == 0:
-            self._told.append(Draws().content())
+            self._report.append(Draws().content())
         self._readings += 1
-        return Draws.from_content(self._told[self._readings - 1])
+        return Draws.from_content(self._report[self._readings - 1])
 
     def require_one_batch(self, mark: int) -> None:
         self.first_mark = mark
@@ -249,11 +249,11 @@ def test_shares_of_a_stream_make_up_its_batches(kind: str) -> None:
     seeded()
     wanted = [[samples_of(batch) for batch in loader] for loader in [STREAMS[kind]()] for _ in range(2)]
     together: list[list[list[Any]]] = [[[] for _ in epoch] for epoch in wanted]
-    marks, told = [], list[torch.Tensor]()
+    marks, report = [], list[torch.Tensor]()
     for rank in range(world):
         if rank == 0:
             seeded()
-        worker = Worker(rank, world, told)
+        worker = Worker(rank, world, report)
         loader = prepare_loader(STREAMS[kind](), worker, as_it_is)
         assert isinstance(loader, SharedStreamLoader)
         seen = []
@@ -295,10 +295,10 @@ def test_what_can_not_be_split_is_read_whole_with_one_warning_that_says_what_to_
     batches = [{"text": "a", "x": torch.ones(3)}, {"text": "b", "x": torch.ones(3)}]
     worker = Worker(0, 2)
     loader = prepare_loader(batches, worker, as_it_is)
-    with pytest.warns(UserWarning, match=r"prepare\(stream, split=False\)") as told:
+    with pytest.warns(UserWarning, match=r"prepare\(stream, split=False\)") as report:
         seen = [batch["text"] for batch in loader]
     assert seen == ["a", "b"]
-    assert len(told) == 1
+    assert len(report) == 1
     assert [worker.readings.part.share for _ in loader] == [0.5, 0.5], (
         "and no second warning, which is an error"
     )

@@ -32,7 +32,7 @@ def test_torchrun_says_rank_and_world() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "report"),
     [
         ({LAUNCHER_VARIABLE: "0.0.7"}, f"started by manyhands 0.0.7 and imports manyhands {mh.__version__}"),
         ({LAUNCHER_VARIABLE: mh.__version__}, "started by a worker of `manyhands launch`"),
@@ -42,10 +42,10 @@ def test_torchrun_says_rank_and_world() -> None:
         ({**TORCHRUN, "RANK": "first"}, "RANK=first"),
     ],
 )
-def test_where_joining_makes_no_sense_one_sentence_says_why(environment: dict[str, str], told: str) -> None:
+def test_where_joining_makes_no_sense_one_sentence_says_why(environment: dict[str, str], report: str) -> None:
     with pytest.raises(UserError) as raised:
         joining_place(environment)
-    assert told in str(raised.value)
+    assert report in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -78,17 +78,19 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
 
 
 @pytest.mark.parametrize(
-    ("asked", "hosts", "told"),
+    ("asked", "hosts", "report"),
     [
         ("single", [[0, 1]], "strategy=single is one process, but there are 2 workers"),
         ("sharded", [[0, 1]], "strategy=sharded is not for a loop of your own"),
         ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),
     ],
 )
-def test_a_strategy_that_hosts_can_not_have_is_refused(asked: str, hosts: list[list[int]], told: str) -> None:
+def test_a_strategy_that_hosts_can_not_have_is_refused(
+    asked: str, hosts: list[list[int]], report: str
+) -> None:
     with pytest.raises(UserError) as raised:
         choose(Strategy.parse(asked), hosts)
-    assert told in str(raised.value)
+    assert report in str(raised.value)
 
 
 def test_two_open_groups_of_one_name_are_refused_and_both_are_named() -> None:
@@ -103,7 +105,7 @@ def test_two_open_groups_of_one_name_are_refused_and_both_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "report"),
     [
         ({"buffers": "brodcast"}, "did you mean 'broadcast'?"),
         ({"strategy": "mirored"}, "did you mean 'mirrored'?"),
@@ -112,10 +114,10 @@ def test_two_open_groups_of_one_name_are_refused_and_both_are_named() -> None:
         ({"name": ""}, "name=''"),
     ],
 )
-def test_bad_arguments_are_named(arguments: dict[str, object], told: str) -> None:
+def test_bad_arguments_are_named(arguments: dict[str, object], report: str) -> None:
     with pytest.raises(UserError) as raised:
         mh.join(**arguments)
-    assert told in str(raised.value)
+    assert report in str(raised.value)
 
 
 def test_alone_the_order_of_samples_and_the_random_numbers_are_those_of_the_plain_loop() -> None:
@@ -147,7 +149,7 @@ def test_after_the_group_the_model_is_an_ordinary_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "told"),
+    ("script", "arguments", "report"),
     [
         ("nowhere.py", {"workers": 2}, "there is no script nowhere.py"),
         (__file__, {"workers": 0}, "workers=0 must be at least 1"),
@@ -156,8 +158,8 @@ def test_after_the_group_the_model_is_an_ordinary_one() -> None:
     ],
 )
 def test_a_launch_that_makes_no_sense_starts_nothing(
-    script: str, arguments: dict[str, Any], told: str
+    script: str, arguments: dict[str, Any], report: str
 ) -> None:
     with pytest.raises(UserError) as raised:
         launch(script, **arguments)
-    assert told in str(raised.value)
+    assert report in str(raised.value)

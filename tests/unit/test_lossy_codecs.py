@@ -395,7 +395,7 @@ def test_what_was_sent_and_what_is_owed_is_all_that_was_given(text: str) -> None
     assert float(owed.norm()) < float(given.norm()) * 3
 
 
-def test_what_telescopes_in_whole_numbers_does_so_to_the_bit() -> None:
+def test_what_telescopes_in_integers_does_so_to_the_bit() -> None:
     codec, parcel = made("topk:0.02", feedback=True), Parcel.whole(0, 500, torch.float32)
     given, got = torch.zeros(500), torch.zeros(500)
     for step in range(60):

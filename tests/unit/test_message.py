@@ -69,7 +69,7 @@ def test_one_changed_byte_is_refused_or_understood(offset: int, value: int) -> N
         (6, "<H", 2, "frame"),  # a goodbye with a payload
         (32, "<Q", LIMIT + 4, "payload_bytes"),
         (32, "<Q", 2**64 - 1, "payload_bytes"),
-        (32, "<Q", 4097, "payload_bytes"),  # no whole number of float32
+        (32, "<Q", 4097, "payload_bytes"),  # not a multiple of float32
         (40, "<H", 99, "dtype"),
         (40, "<H", 0, "payload_bytes"),  # bytes of no dtype
         (42, "<H", 1, "reserved"),

@@ -328,20 +328,20 @@ def test_a_number_that_no_worker_foresaw_is_told_and_kills_none() -> None:
     assert said[0]["error"].startswith("the model failed: OverflowError")
 
 
-def test_answers_that_are_not_finite_are_told_as_such_and_are_no_broken_json() -> None:
+def test_answers_that_are_not_finite_are_reported_as_such_and_are_no_broken_json() -> None:
     said = answer_batch(Doubler(), [{"inputs": [1e308]}, {"inputs": [4]}])
-    told = answers_frame(said)
+    reported = answers_frame(said)
 
     def refuse(word: str) -> Any:
         raise AssertionError(f"{word} is no JSON")
 
-    first, second = json.loads(told[LENGTH.size :], parse_constant=refuse)
+    first, second = json.loads(reported[LENGTH.size :], parse_constant=refuse)
     assert first["status"] == 500
     assert "no finite number" in first["error"]
     assert second == {"status": 200, "answers": [8.0]}
 
 
-def test_who_waits_when_the_server_ends_is_told() -> None:
+def test_who_waits_when_the_server_ends_is_reported() -> None:
     async def ask_and_close() -> list[tuple[int, bytes]]:
         switchboard = Switchboard(BatchLimits(), ServingTally(0.0), lambda worker: None)
         asking = asyncio.create_task(switchboard.ask(b'{"inputs": [1]}', 1))

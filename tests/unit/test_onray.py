@@ -144,14 +144,14 @@ def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
 
 def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -> None:
     store = HashStore()
-    told = {
+    report = {
         "name": "chief 0 on hostA",
         "host": "another",
         "version": mh.__version__,
         "unix": "unix:x",
         "token": "aa",
     }
-    store.set("manyhands/run/leader", json.dumps(told))
+    store.set("manyhands/run/leader", json.dumps(report))
     place = ProcessPlace(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
     with pytest.raises(
         UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
@@ -333,9 +333,9 @@ def test_a_ray_that_cannot_start_is_one_sentence_and_leaves_nothing(
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with pytest.raises(UserError) as told, connected(address, cpus=2):
+    with pytest.raises(UserError) as report, connected(address, cpus=2):
         raise AssertionError("nothing is trained")
-    said = str(told.value)
+    said = str(report.value)
     assert said.startswith(f"cluster={address}: {sentence} (")
     assert "\n" not in said
     assert str(error).splitlines()[0].rstrip(".") in said

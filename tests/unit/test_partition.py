@@ -57,7 +57,7 @@ def test_the_skew_is_the_one_that_was_asked_for() -> None:
     [
         ("shard:2", "shards"),
         ("iid:3", "takes no number"),
-        ("shards:1.5", "whole number"),
+        ("shards:1.5", "integer"),
         ("dirichlet:0", "above 0"),
         ("dirichlet:x", "above 0"),
     ],

@@ -19,7 +19,7 @@ def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
     return {row["step"]: row["metrics"]["pass_loss"] for row in rows if "metrics" in row}
 
 
-def test_a_pass_is_told_after_its_last_row_and_once() -> None:
+def test_a_pass_is_reported_after_its_last_row_and_once() -> None:
     passes = PassLosses(Passes(steps=3))
     rows = rows_of(7)
     found = passes.add(rows[:4]) + passes.add(rows[4:])

@@ -40,7 +40,9 @@ def test_no_cut_has_a_cheaper_slowest_part(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("recompute", [False, True])
-def test_within_a_memory_the_best_of_what_fits_or_the_least_need_is_told(seed: int, recompute: bool) -> None:
+def test_within_a_memory_the_best_of_what_fits_or_the_least_need_is_reported(
+    seed: int, recompute: bool
+) -> None:
     draw = random.Random(seed)
     layers = [
         LayerCost(

@@ -117,7 +117,7 @@ def test_fit_refuses_before_a_worker_is_started() -> None:
         mh.fit(task, "pipeline", workers=2, steps=1, options=mh.Options(compile=True))
 
 
-def test_stages_of_layers_are_told() -> None:
+def test_stages_of_layers_are_reported() -> None:
     strategy = Strategy.parse("pipeline stages=2 schedule=interleaved")
     assert isinstance(strategy, Pipeline)
     assert strategy.assignment((1, 3, 4), 6) == (0, 1, 1, 0, 1, 1)

@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is_trained(bad: tuple[l
     [
         (["--models", "digits, nothing"], "there is no model 'nothing' to measure"),
         (["--models", ","], "',' lists no value"),
-        (["--batches", "1, many"], "'1, many' must be whole numbers"),
+        (["--batches", "1, many"], "'1, many' must be integers"),
     ],
 )
 def test_lists_of_the_command_may_have_room_between_their_values(words: list[str], sentence: str) -> None:

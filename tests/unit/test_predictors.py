@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cli.predict_command import generate_command, predict_command
+from manyhands.cli.use_commands import generate_command, predict_command
 from manyhands.data.image_files import ImageShape, read_images
 from manyhands.data.store.exported import write_exported
 from manyhands.errors import DataError, UserError

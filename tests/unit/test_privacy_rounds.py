@@ -118,15 +118,15 @@ def test_worker_0_draws_the_noise_for_all() -> None:
     """Two workers in lock step: each gives its part to a sum, and both have the same noisy total."""
     strategy, one = rounds_of("clip=1.0 noise=1.0 delta=1e-4")
     _, other = rounds_of("clip=1.0 noise=1.0 delta=1e-4")
-    told: list[Tensor] = []
+    report: list[Tensor] = []
 
     def first(values: Tensor) -> Tensor:
-        told.append(values.clone())
+        report.append(values.clone())
         return values
 
     def second(values: Tensor) -> Tensor:
         assert not values.any(), "it has played nobody, and draws nothing"
-        return told.pop(0)
+        return report.pop(0)
 
     sums = []
     for rank, rounds, total in ((0, one, first), (1, other, second)):

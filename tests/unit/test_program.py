@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cli.export_command import export_command
+from manyhands.cli.use_commands import export_command
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.serving import exported_program
 from manyhands.serving.exported_program import export_program

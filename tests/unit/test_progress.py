@@ -244,16 +244,16 @@ def test_place_is_found_without_importing_ipython(monkeypatch: pytest.MonkeyPatc
 
 def test_lines_say_what_is_new_and_how_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
     steps = iter((120, 120, 240))
-    told = threading.Event()
+    report = threading.Event()
 
     def ask() -> TotalsSnapshot:
         step = next(steps, 500)
         if step == 240:
-            told.set()
+            report.set()
         return snapshot(step=step)
 
     with Showing(ask, Lines(500), after_s=0.0, every_s=0.01):
-        assert told.wait(10)
+        assert report.wait(10)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "manyhands: step 120/500  loss 0.2134  12,345 samples/s  0:32 left"
     assert lines[1].startswith("manyhands: step 240/500"), "the second look found nothing new"

@@ -70,7 +70,7 @@ def test_a_rank_that_falls_silent_is_named_with_its_host_within_five_seconds_and
     assert world.run(60.0, 1, 3) is None, "it is told once"
 
 
-def test_who_was_never_heard_is_never_judged_and_told_once() -> None:
+def test_who_was_never_heard_is_never_judged_and_reported_once() -> None:
     world = World()
     assert world.run(20.0, 1, 2) is None
     assert world.pulse.unheard(world.now) == ()
@@ -104,23 +104,23 @@ def test_one_that_says_goodbye_is_not_missed() -> None:
 def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     world = World()
     world.beat(1, 2, 3)
-    told = world.pulse.handle(world.others[1].frame(0, HeartbeatKind.GIVEN_UP, blamed=0), world.now)
-    assert told is not None
-    assert told.rank == 1
-    assert f"rank 1 on {B} hears nothing of rank 0 any more, though it is heard here" in told.sentence
-    told = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
-    assert told is not None
-    assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in told.sentence
+    report = world.pulse.handle(world.others[1].frame(0, HeartbeatKind.GIVEN_UP, blamed=0), world.now)
+    assert report is not None
+    assert report.rank == 1
+    assert f"rank 1 on {B} hears nothing of rank 0 any more, though it is heard here" in report.sentence
+    report = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
+    assert report is not None
+    assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in report.sentence
 
 
 def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_first() -> None:
     world = World()
     world.beat(1, 2, 3)
     assert world.run(3.0, 1, 2) is None
-    told = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
-    assert told is not None
-    assert told.rank == 3
-    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in told.sentence
+    report = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
+    assert report is not None
+    assert report.rank == 3
+    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in report.sentence
 
 
 def test_one_who_is_known_to_live_is_not_given_up_until_it_is_not() -> None:

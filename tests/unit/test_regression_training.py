@@ -231,11 +231,11 @@ def test_an_interrupted_training_goes_on_to_the_bits_of_an_uninterrupted_one(
 def test_kernels_are_compiled_before_the_first_step(
     strategy: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, step = [], LogregTask.step
-    monkeypatch.setattr(LogregTask, "warm", lambda task: told.append("compiled"))
-    monkeypatch.setattr(LogregTask, "step", lambda *given: told.append("step") or step(*given))
+    report, step = [], LogregTask.step
+    monkeypatch.setattr(LogregTask, "warm", lambda task: report.append("compiled"))
+    monkeypatch.setattr(LogregTask, "step", lambda *given: report.append("step") or step(*given))
     train(small_file(tmp_path), strategy, workers, passes=1)
-    assert told == ["compiled", *["step"] * workers]
+    assert report == ["compiled", *["step"] * workers]
 
 
 def test_without_a_directory_an_interruption_is_raised(tmp_path: Path) -> None:

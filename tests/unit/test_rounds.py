@@ -42,7 +42,7 @@ TERMS = RoundTerms(
 )
 
 
-def told(
+def reported(
     *events: RoundEvent, terms: RoundTerms = TERMS, state: RoundState | None = None
 ) -> tuple[RoundState, list[RoundDecision]]:
     state = state or RoundState()
@@ -62,7 +62,7 @@ def report(client: int, attempt: int = 1, digest: str = "a", at_s: float = 1.0) 
 
 
 def begun(*clients: int) -> RoundState:
-    state, [decision] = told(*seen(*clients))
+    state, [decision] = reported(*seen(*clients))
     assert isinstance(decision, BeginRound)
     return state
 
@@ -75,13 +75,13 @@ def test_more_are_asked_than_needed_and_never_more_than_there_are() -> None:
 
 
 def test_a_round_begins_when_all_it_would_ask_are_there_and_with_fewer_after_a_while() -> None:
-    state, decisions = told(*seen(0, 1, 2))
+    state, decisions = reported(*seen(0, 1, 2))
     assert decisions == []
-    _, [decision] = told(*seen(5), state=state)
+    _, [decision] = reported(*seen(5), state=state)
     assert decision == BeginRound(attempt=1, number=0, asked=(0, 1, 2, 5))
-    _, [decision] = told(TimePassed(at_s=5.0), state=state)
+    _, [decision] = reported(TimePassed(at_s=5.0), state=state)
     assert decision == BeginRound(attempt=1, number=0, asked=(0, 1, 2))
-    alone, decisions = told(*seen(3), TimePassed(at_s=50.0))
+    alone, decisions = reported(*seen(3), TimePassed(at_s=50.0))
     assert decisions == []
     assert alone.phase is RoundPhase.SELECTING
 
@@ -89,17 +89,17 @@ def test_a_round_begins_when_all_it_would_ask_are_there_and_with_fewer_after_a_w
 def test_who_is_asked_is_drawn_as_the_simulation_draws() -> None:
     terms = replace(TERMS, over=1.0, clients=6, seed=7)
     state = RoundState(present=dict.fromkeys(range(6), 0.0))
-    _, decisions = told(*seen(0), terms=terms, state=state)
+    _, decisions = reported(*seen(0), terms=terms, state=state)
     assert decisions == [BeginRound(attempt=1, number=0, asked=tuple(selected(7, 0, 6, 3)))]
 
 
 def test_who_was_not_heard_of_for_long_is_not_asked() -> None:
-    _, decisions = told(*seen(0), *seen(1, 2, 3, at_s=30.0), TimePassed(at_s=35.0))
+    _, decisions = reported(*seen(0), *seen(1, 2, 3, at_s=30.0), TimePassed(at_s=35.0))
     assert [decision.asked for decision in decisions if isinstance(decision, BeginRound)] == [(1, 2, 3)]
 
 
 def test_the_first_reports_close_the_round_and_later_ones_are_refused() -> None:
-    state, decisions = told(report(0), report(1), report(2), report(3), state=begun(0, 1, 2, 3))
+    state, decisions = reported(report(0), report(1), report(2), report(3), state=begun(0, 1, 2, 3))
     assert decisions[:3] == [TakeReport(client=client, attempt=1) for client in (0, 1, 2)]
     assert decisions[3] == CloseRound(attempt=1, number=0, counted=(0, 1, 2))
     assert isinstance(decisions[4], RefuseReport)
@@ -119,8 +119,8 @@ def test_the_first_reports_close_the_round_and_later_ones_are_refused() -> None:
     ],
 )
 def test_reports_that_do_not_count(event: ReportCame, why: str, repeated: bool) -> None:
-    state, _ = told(report(0), state=begun(0, 1, 2, 3))
-    after, decisions = told(event, state=state)
+    state, _ = reported(report(0), state=begun(0, 1, 2, 3))
+    after, decisions = reported(event, state=state)
     refused = decisions[0]
     assert isinstance(refused, RefuseReport)
     assert why in refused.why
@@ -131,43 +131,43 @@ def test_reports_that_do_not_count(event: ReportCame, why: str, repeated: bool) 
 
 def test_at_the_deadline_enough_reports_close_the_round_and_too_few_abandon_it() -> None:
     late = TimePassed(at_s=10.0)
-    _, decisions = told(report(0), report(2), late, state=begun(0, 1, 2, 3))
+    _, decisions = reported(report(0), report(2), late, state=begun(0, 1, 2, 3))
     assert decisions[2:] == [CloseRound(attempt=1, number=0, counted=(0, 2))]
-    state, decisions = told(report(0), late, state=begun(0, 1, 2, 3))
+    state, decisions = reported(report(0), late, state=begun(0, 1, 2, 3))
     assert isinstance(decisions[1], AbandonRound)
     assert (state.done, state.abandoned, state.phase) == (0, 1, RoundPhase.SELECTING)
     assert state.present.keys() == {0}, "who was silent must come by first"
-    _, decisions = told(TimePassed(at_s=10.1), *seen(0, 1, 2, 3, at_s=11.0), state=state)
+    _, decisions = reported(TimePassed(at_s=10.1), *seen(0, 1, 2, 3, at_s=11.0), state=state)
     assert decisions[0] == BeginRound(attempt=2, number=0, asked=(0, 1, 2, 3))  # the same round again
 
 
 def test_a_round_ends_as_soon_as_nobody_is_left_to_wait_for() -> None:
     gone = [ClientGone(client=client, at_s=2.0) for client in (2, 3)]
-    _, decisions = told(report(0), report(1), *gone, state=begun(0, 1, 2, 3))
+    _, decisions = reported(report(0), report(1), *gone, state=begun(0, 1, 2, 3))
     assert decisions[-1] == CloseRound(attempt=1, number=0, counted=(0, 1))
-    state, decisions = told(*gone, report(3), state=begun(0, 1, 2, 3))
+    state, decisions = reported(*gone, report(3), state=begun(0, 1, 2, 3))
     assert isinstance(decisions[0], RefuseReport)
     assert "not asked" in decisions[0].why
     assert state.waits_for == (0, 1)
 
 
 def test_the_server_that_is_started_again_tries_the_open_round_anew() -> None:
-    state, _ = told(report(0), report(1), state=begun(0, 1, 2, 3))
-    state, decisions = told(ServerResumed(at_s=0.5), state=state)
+    state, _ = reported(report(0), report(1), state=begun(0, 1, 2, 3))
+    state, decisions = reported(ServerResumed(at_s=0.5), state=state)
     assert isinstance(decisions[0], AbandonRound)
     assert (state.done, state.attempt, state.present, state.now_s) == (0, 1, {}, 0.5)
-    _, decisions = told(report(2), state=state)
+    _, decisions = reported(report(2), state=state)
     assert isinstance(decisions[0], RefuseReport)
 
 
 def test_a_sum_counts_as_a_whole_or_not_at_all() -> None:
     state = begun(0, 1, 2, 3)
-    _, decisions = told(SumCame(attempt=1, clients=(0, 1, 2, 3), at_s=1), state=state)
+    _, decisions = reported(SumCame(attempt=1, clients=(0, 1, 2, 3), at_s=1), state=state)
     assert decisions == [CloseRound(attempt=1, number=0, counted=(0, 1, 2, 3))]
-    _, decisions = told(SumCame(attempt=1, clients=(0,), at_s=1), state=state)
+    _, decisions = reported(SumCame(attempt=1, clients=(0,), at_s=1), state=state)
     assert isinstance(decisions[0], AbandonRound)
-    assert told(SumCame(attempt=2, clients=(0, 1, 2), at_s=1), state=state)[1] == []
-    _, decisions = told(RoundFailed(attempt=1, why="too few are left", at_s=1), state=state)
+    assert reported(SumCame(attempt=2, clients=(0, 1, 2), at_s=1), state=state)[1] == []
+    _, decisions = reported(RoundFailed(attempt=1, why="too few are left", at_s=1), state=state)
     assert decisions == [AbandonRound(attempt=1, number=0, why="too few are left")]
 
 
@@ -175,16 +175,16 @@ def test_the_run_ends_with_its_last_round_or_when_nobody_comes() -> None:
     state, decisions = RoundState(), []
     for attempt in (1, 2):
         events = [*seen(0, 1, 2, 3), *(report(client, attempt) for client in (0, 1, 2, 3))]
-        state, more = told(*events, state=state)
+        state, more = reported(*events, state=state)
         decisions += more
     assert [one.number for one in decisions if isinstance(one, CloseRound)] == [0, 1]
     assert decisions[-2] == EndRounds(complete=True, why="2 rounds have counted")
     assert isinstance(decisions[-1], RefuseReport)
-    state, decisions = told(TimePassed(at_s=100.0))
+    state, decisions = reported(TimePassed(at_s=100.0))
     assert isinstance(decisions[0], EndRounds)
     assert not decisions[0].complete
-    assert told(*seen(0, 1, 2, 3, at_s=101.0), state=state)[1] == []
-    state, decisions = told(ServerResumed(at_s=0.0), *seen(0, 1, 2, 3), state=state)
+    assert reported(*seen(0, 1, 2, 3, at_s=101.0), state=state)[1] == []
+    state, decisions = reported(ServerResumed(at_s=0.0), *seen(0, 1, 2, 3), state=state)
     assert isinstance(decisions[0], BeginRound)  # somebody has started it again
 
 

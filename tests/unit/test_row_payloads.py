@@ -155,7 +155,7 @@ def test_a_set_that_was_sent_once_costs_its_name() -> None:
     assert len(request()) == len(first)
 
 
-def test_a_server_that_forgot_asks_and_is_told() -> None:
+def test_a_server_that_forgot_asks_and_is_reported() -> None:
     model, layout = made()
     tables = WorkerTables(model, layout, SPARSE)
     tables.begin()
@@ -166,8 +166,8 @@ def test_a_server_that_forgot_asks_and_is_told() -> None:
         server.asked(0, joined(tables.request(SERVER, 0)), False)
     assert unknown.value.names == (given(2).name.hex(), given(1).name.hex())
     tables.forgotten(unknown.value.names)
-    told = server.asked(0, joined(tables.request(SERVER, 0)), False)
-    assert [one.tolist() for one in told if one is not None] == [[2], [1]]
+    report = server.asked(0, joined(tables.request(SERVER, 0)), False)
+    assert [one.tolist() for one in report if one is not None] == [[2], [1]]
     tables.begin()
     tables.choose({"a": torch.tensor([2]), "b": torch.tensor([1])})
     server.asked(0, joined(tables.request(SERVER, 0)), False)  # and by name from then on

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.strategies.allreduce.elastic.epoch_collective import ElasticCollective
+from manyhands.strategies.allreduce.elastic.exchange import ElasticCollective
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 pytestmark = pytest.mark.timeout(60)

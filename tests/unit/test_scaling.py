@@ -84,13 +84,13 @@ def test_a_curve_has_medians_and_their_range() -> None:
     assert (second.low, second.samples_per_s, second.high) == (150, 170, 190)
     assert second.efficiency == 0.85
     assert scaling_cells(curve)[1] == ["2", "170", "150", "190", "1.70", "85 %", "1.70", "2.00", "25 %"]
-    told = " ".join(scaling_sentences(curve))
-    assert "There is no knee up to 2 workers" in told
-    assert "18 % of a step does not get shorter" in told  # 2 / 1.7 - 1
-    assert "would be at most 5.7 times as fast" in told
-    assert "forecasts more for 2 workers: 2.00 times" in told
-    assert "take turns" not in told
-    page = scaling_page("<t>", curve, [told], "manyhands scaling", {"cores": "2"})
+    report = " ".join(scaling_sentences(curve))
+    assert "There is no knee up to 2 workers" in report
+    assert "18 % of a step does not get shorter" in report  # 2 / 1.7 - 1
+    assert "would be at most 5.7 times as fast" in report
+    assert "forecasts more for 2 workers: 2.00 times" in report
+    assert "take turns" not in report
+    page = scaling_page("<t>", curve, [report], "manyhands scaling", {"cores": "2"})
     assert "&lt;t&gt;" in page
     assert page.count("<polyline") + page.count('class="curve') >= 4
 
@@ -101,10 +101,10 @@ def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
     assert curve.serial_share == pytest.approx(0.25)
     assert curve.limit == pytest.approx(4)
     assert curve.points[-1].amdahl == pytest.approx(amdahl_speedup(0.25, 8))
-    told = " ".join(scaling_sentences(curve))
-    assert "The knee is at 2 workers" in told
-    assert "going on to 4 brings less than half" in told
-    assert "This machine has 2 cores; more workers than that take turns on them." in told
+    report = " ".join(scaling_sentences(curve))
+    assert "The knee is at 2 workers" in report
+    assert "4 bring less than half" in report
+    assert "This machine has 2 cores; more workers than that take turns on them." in report
 
 
 def test_on_one_core_amdahls_law_is_not_fitted() -> None:
@@ -112,24 +112,25 @@ def test_on_one_core_amdahls_law_is_not_fitted() -> None:
     assert curve.serial_share is None
     assert curve.to_dict()["limit"] is None
     assert scaling_cells(curve)[1][6] == ""
-    told = " ".join(scaling_sentences(curve))
-    assert "1 worker is the fastest." in told
+    report = " ".join(scaling_sentences(curve))
+    assert "1 worker is the fastest." in report
     assert (
-        "Amdahl's law is not fitted: only one of these numbers of workers has a core each on 1 core." in told
+        "Amdahl's law is not fitted: only one of these numbers of workers has a core each on 1 core."
+        in report
     )
     assert "Amdahl's fit" not in scaling_page("t", curve, [], "c", {}).split("How this was made")[0]
 
 
 def test_where_only_one_number_of_workers_has_a_core_each_it_is_said_on_how_many_cores() -> None:
     curve = scaling_curve({1: [100.0], 8: [150.0]}, {1: 1.0, 8: 2.0}, {}, cores=2)
-    told = " ".join(scaling_sentences(curve))
-    assert "not fitted: only one of these numbers of workers has a core each on 2 cores." in told
+    report = " ".join(scaling_sentences(curve))
+    assert "not fitted: only one of these numbers of workers has a core each on 2 cores." in report
 
 
 def test_a_fit_without_a_serial_part_has_no_limit() -> None:
     curve = scaling_curve({1: [100.0], 2: [210.0]}, {1: 1.0, 2: 2.0}, {}, cores=2)
-    told = " ".join(scaling_sentences(curve))
-    assert "all of a step gets shorter with more workers, so there is no limit" in told
+    report = " ".join(scaling_sentences(curve))
+    assert "all of a step gets shorter with more workers, so there is no limit" in report
 
 
 def test_where_every_run_is_slower_nothing_gets_shorter() -> None:
@@ -179,8 +180,8 @@ def test_a_run_that_fails_ends_it_with_what_it_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--workers", "1,x"], "--workers 'x' is no whole number"),
-        (["--steps", "0"], "steps=0 must be a whole number of at least 1"),
+        (["--workers", "1,x"], "--workers 'x' is not an integer"),
+        (["--steps", "0"], "steps=0 must be an integer of at least 1"),
         (["--latency", "5"], "--latency '5' is no time"),
     ],
 )

@@ -226,7 +226,7 @@ def test_each_bad_file_is_named_with_what_to_do(folder: Path, spoiled: str) -> N
     assert "\n" not in str(error.value)
 
 
-def test_certificates_of_another_time_are_told_with_the_clock(tmp_path: Path) -> None:
+def test_certificates_of_another_time_are_reported_with_the_clock(tmp_path: Path) -> None:
     old = make_certificates(tmp_path / "old", ["a"], now=now() - timedelta(days=9), days=7).folders[0]
     with pytest.raises(
         UserError, match=r"ca\.pem: expired on .*UTC, 2 days ago by this host's clock; make new ones"
@@ -352,7 +352,7 @@ def test_options_say_how_connections_are_protected() -> None:
         Options(insecure=True).security({TLS_VARIABLE: str(folder)})
 
 
-def test_a_bad_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_bad_folder_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--tls .*: there is no such folder"):
         fit(digits(), steps=1, options=Options(tls=tmp_path / "none"))
 

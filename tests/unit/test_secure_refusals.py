@@ -187,10 +187,10 @@ def test_a_server_that_tells_clients_different_survivors_gets_no_signatures_it_c
         SurvivorList(survivors=everybody, dropped=()),
         SurvivorList(survivors=tuple(k for k in everybody if k != 9), dropped=(9,)),
     ]
-    told = {client: lists[turn % 2] for turn, client in enumerate(k for k in everybody if k != 9)}
-    signed = {client: party.clients[client].confirm(one.encode()) for client, one in told.items()}
-    for client, one in told.items():
-        for given in (signed, {k: s for k, s in signed.items() if told[k] is one}):
+    report = {client: lists[turn % 2] for turn, client in enumerate(k for k in everybody if k != 9)}
+    signed = {client: party.clients[client].confirm(one.encode()) for client, one in report.items()}
+    for client, one in report.items():
+        for given in (signed, {k: s for k, s in signed.items() if report[k] is one}):
             number = party.clients[client]
             number.stage = SecureStage.UNMASK
             with pytest.raises(ProtocolRefused, match=r"did not sign|clients signed the survivors"):

@@ -1,4 +1,4 @@
-"""A simulated round's sum by the protocol: exactly that of whole numbers, and the mean to half a step."""
+"""A simulated round's sum by the protocol: exactly that of integers, and the mean to half a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def updates(clients: list[int]) -> list[ClientUpdate]:
     ]
 
 
-def test_a_tally_is_the_sum_of_whole_numbers_exactly() -> None:
+def test_a_tally_is_the_sum_of_integers_exactly() -> None:
     clients = [2, 3, 5, 8, 13]
     tally = SecureTally(FIXED, clients, WEIGHTS)
     whole, weighed, exact = [0] * 10, 0, torch.zeros(10, dtype=torch.float64)
@@ -59,10 +59,10 @@ def test_too_few_inputs_abandon_the_round() -> None:
         tally.total()
 
 
-def test_weights_that_are_no_whole_numbers_are_refused() -> None:
+def test_weights_that_are_not_integers_are_refused() -> None:
     [one] = updates([1])
     for weight in (0.5, 0.0):
-        with pytest.raises(UserError, match=f"client 1 weighs {weight:g}; only whole numbers"):
+        with pytest.raises(UserError, match=f"client 1 weighs {weight:g}; only integers"):
             SecureTally(FIXED, [0, 1, 2], WEIGHTS).add(one, weight)
 
 

@@ -431,12 +431,12 @@ def test_a_configuration_of_another_size_is_refused_by_name(run: Path, name: str
         ({"seed": 1}, "seed=1, and config.json says seed=0"),
     ],
 )
-def test_a_record_of_another_run_than_the_configuration_is_told(
+def test_a_record_of_another_run_than_the_configuration_is_reported(
     run: Path, fields: dict[str, Any], says: str
 ) -> None:
     write_record(run, replace(read_record(run), **fields))
-    told = [one.sentence for one in audit_run(run).found.violations if "run.json" in one.sentence]
-    assert told == ([f"updates/run.json says {says}"] if says else [])
+    report = [one.sentence for one in audit_run(run).found.violations if "run.json" in one.sentence]
+    assert report == ([f"updates/run.json says {says}"] if says else [])
 
 
 def test_a_record_from_before_a_run_was_to_be_longer_is_incomplete(run: Path) -> None:
@@ -503,8 +503,8 @@ ODD: tuple[object, ...] = (
 def test_of_a_summary_of_another_kind_an_audit_uses_what_is_of_the_right_one(run: Path, odd: object) -> None:
     def found(summary: object) -> tuple[set[str], Audit]:
         (run / "summary.json").write_text(json.dumps(summary))
-        told = audit_run(run).found
-        return {*told.missing, *(one.sentence for one in told.violations)}, told
+        report = audit_run(run).found
+        return {*report.missing, *(one.sentence for one in report.violations)}, report
 
     known, nothing = found({})
     is_whole = type(odd) is int
@@ -516,15 +516,15 @@ def test_of_a_summary_of_another_kind_an_audit_uses_what_is_of_the_right_one(run
         ),
         ({"servers": [{"shard": odd, "version": odd}, {"shard": 0, "version": odd}]}, set()),
     ):
-        said, told = found(summary)
+        said, report = found(summary)
         added = said - known
         assert known <= said
         assert more <= added
         # an integer is a number of rows, or a version; the log has neither
         expected = is_whole and summary["servers"] != odd
         assert any(str(odd) in one for one in added - more) == bool(added - more) == expected
-        assert told.shards == nothing.shards, "what the log tells stays"
-        assert told.verdict in (Verdict.INCOMPLETE, Verdict.BROKEN)
+        assert report.shards == nothing.shards, "what the log tells stays"
+        assert report.verdict in (Verdict.INCOMPLETE, Verdict.BROKEN)
 
 
 def test_rows_survive_json() -> None:

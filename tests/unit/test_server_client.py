@@ -174,8 +174,8 @@ def test_a_late_worker_goes_ahead_and_reads_the_other_shards_where_the_lead_is()
     pushed = sent(core.computed(weight=0.5))
     core.handle(parameters(1, 5, version=5), 2)
     ahead = Hello(shard=1, slot=SLOT, member=MEMBER, settled=8)
-    told = sent(core.handle(parameters(0, 5, version=8, work=train(8)), 1))
-    assert told == [(2, ahead), (2, read(1, 8))], "nobody will send 5 to 7"
+    report = sent(core.handle(parameters(0, 5, version=8, work=train(8)), 1))
+    assert report == [(2, ahead), (2, read(1, 8))], "nobody will send 5 to 7"
     assert core.handle(welcome(1, 8), 2) == []
     assert core.handle(parameters(1, 5, version=5), 2) == [], "the answer to a question of the past"
     assert core.handle(parameters(1, 8, version=8), 2) == [Compute(work=train(8), versions=(8, 8))]
@@ -209,8 +209,8 @@ def test_a_worker_that_is_sent_ahead_to_the_end_lets_every_shard_know_what_nobod
     core = computing(clock=4)
     core.computed(weight=1.0)
     core.handle(parameters(1, 5, 22), 2)
-    told = sent(core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=9)), 1))
-    assert told == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=9)), (2, read(1, 9))]
+    report = sent(core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=9)), 1))
+    assert report == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=9)), (2, read(1, 9))]
     (leave,) = core.handle(parameters(1, 9, 22), 2)
     assert isinstance(leave, Leave)
 
@@ -246,9 +246,9 @@ def test_what_the_lead_alone_lacks_when_all_is_done_is_lost_there() -> None:
     core.handle(welcome(0, 3), 1)
     core.handle(welcome(1, 5), 2)
     core.handle(parameters(1, 3, 22), 2)
-    told = sent(core.handle(parameters(0, 3, 12, Work(kind=WorkKind.FINISHED, clock=3)), 1))
+    report = sent(core.handle(parameters(0, 3, 12, Work(kind=WorkKind.FINISHED, clock=3)), 1))
     lost = [Hello(shard=shard, slot=SLOT, member=MEMBER, settled=5) for shard in (0, 1)]
-    assert told == [(1, lost[0]), (1, read(0, 5)), (2, lost[1]), (2, read(1, 5))]
+    assert report == [(1, lost[0]), (1, read(0, 5)), (2, lost[1]), (2, read(1, 5))]
     core.handle(parameters(1, 5, 22), 2)
     (leave,) = core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=5)), 1)
     assert isinstance(leave, Leave)
@@ -259,10 +259,10 @@ def test_sent_ahead_before_the_lead_can_say_more_it_reads_everywhere_again() -> 
     core.view(view(1, 1, 2))
     core.handle(welcome(0, 4), 1)
     core.handle(welcome(1, 0), 2)
-    told = sent(core.handle(parameters(0, 0, 12, Work(kind=WorkKind.AHEAD, clock=4)), 1))
-    assert told == [(1, Hello(shard=0, slot=SLOT, member=MEMBER, settled=4)), (1, read(0, 4))]
-    told = sent(core.handle(parameters(1, 0, 2), 2))
-    assert told == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4)), (2, read(1, 4))]
+    report = sent(core.handle(parameters(0, 0, 12, Work(kind=WorkKind.AHEAD, clock=4)), 1))
+    assert report == [(1, Hello(shard=0, slot=SLOT, member=MEMBER, settled=4)), (1, read(0, 4))]
+    report = sent(core.handle(parameters(1, 0, 2), 2))
+    assert report == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4)), (2, read(1, 4))]
     core.handle(parameters(1, 4, 2), 2)
     assert core.handle(parameters(0, 4, 13, train(4)), 1) == [Compute(work=train(4), versions=(13, 2))]
 

@@ -210,8 +210,8 @@ def test_a_follower_that_lost_choices_goes_on_by_a_greeting_alone_and_is_given_t
     shard = core("softsync:1", shard=1, shards=2)
     for slot in (0, 1, 2):
         shard.commit(push(slot, 0, shard=1))
-    told = chosen(3, (0, 1), (1, 1), (2, 1), kept=2)
-    assert steps_of(shard.commit(told)) == []
+    report = chosen(3, (0, 1), (1, 1), (2, 1), kept=2)
+    assert steps_of(shard.commit(report)) == []
     assert shard.kept_answer().number == 0, "that was for an earlier life of this shard"
     greeting = replace(chosen(2, (0, 0), (2, 0), kept=2), freely=True)
     assert steps_of(shard.commit(greeting)) == [[(0, 0)], [(2, 0)]]
@@ -236,10 +236,10 @@ def test_where_each_gradient_is_a_step_a_read_includes_its_own_at_every_shard() 
 def test_a_follower_that_lost_decisions_goes_on_from_where_the_lead_believes_it() -> None:
     shard = core("sync:1", shard=1, shards=2)
     shard.commit(push(0, 0, shard=1, parts=3))
-    told = chosen(8, (0, 7), (1, 7), step=7, kept=7)
-    assert shard.commit(told).actions == [], "of what lies between, a greeting tells"
+    report = chosen(8, (0, 7), (1, 7), step=7, kept=7)
+    assert shard.commit(report).actions == [], "of what lies between, a greeting tells"
     change = shard.commit(chosen(7, step=7, kept=7))
-    shard.commit(told)
+    shard.commit(report)
     assert shard.steps.step == 7
     assert Drop(shard=1, slot=0, clock=0) in change.actions
     assert all(isinstance(row, LostRow) for row in rows_of(change))
@@ -289,9 +289,9 @@ def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
     shard.commit(push(1, 1))
     assert shard.answer(1, 2) == Work(kind=WorkKind.RETIRED, clock=2)
     assert shard.answer(0, 2) is Hold.SHARDS, "another shard might not know yet"
-    told = shard.messages_to(1, change.decisions)[0]
+    report = shard.messages_to(1, change.decisions)[0]
     shard.commit(
-        ChosenKept(shard=1, term=0, number=1, generations=told.generations, top_clock=2, top_batch=4)
+        ChosenKept(shard=1, term=0, number=1, generations=report.generations, top_clock=2, top_batch=4)
     )
     assert shard.answer(0, 2) == train(2, 4)
     assert shard.answer(2, 2) == train(2, 5)
@@ -303,10 +303,10 @@ def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
 def test_a_follower_learns_the_slots_from_the_lead() -> None:
     shard = core("sync", shard=1, shards=2, slots=2)
     table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=2, base=2, slots=(0,)))
-    told = Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0)
-    assert not shard.is_old(told)
-    shard.commit(told)
-    assert shard.is_old(told)
+    report = Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0)
+    assert not shard.is_old(report)
+    shard.commit(report)
+    assert shard.is_old(report)
     for clock in (0, 1):
         shard.commit(push(0, clock, shard=1, parts=2))
         assert steps_of(shard.commit(push(1, clock, shard=1, parts=2))) == [[(0, clock), (1, clock)]]
@@ -340,7 +340,7 @@ def test_every_table_of_slots_is_kept_before_it_counts() -> None:
     assert shard.answer(0, 2) is Hold.SHARDS
 
 
-def test_the_end_of_a_run_is_told_at_every_consistency() -> None:
+def test_the_end_of_a_run_is_reported_at_every_consistency() -> None:
     finished = Work(kind=WorkKind.FINISHED, clock=1)
     bounded = core("bounded:1", slots=2, steps=3)
     bounded.commit(push(0, 0))
@@ -444,6 +444,17 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     assert [type(row) for row in rows_of(change)] == [LateRow]
     assert shard.answer(1, 5) == Work(kind=WorkKind.RETIRED, clock=5)
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
+
+
+def test_an_update_whose_batch_the_slots_of_this_run_have_taken_counts_for_nothing() -> None:
+    """It was begun before a restore; this time a slot came earlier, and the batches end before its clock."""
+    shard = core("bounded:1", slots=1, steps=3)
+    shard.commit(SlotsChanged(slots=(0, 1)))
+    shard.commit(push(0, 0))
+    shard.commit(UpdatesLost(slot=0, until=2))
+    change = shard.commit(push(0, 2))
+    assert (change.outcome, steps_of(change)) == (Outcome.LATE, [])
+    assert [type(row) for row in rows_of(change)] == [LateRow]
 
 
 @pytest.mark.parametrize("consistency", ["sync", "bounded:1", "async"])

@@ -129,7 +129,7 @@ def test_memory_of_another_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "role", "told"),
+    ("message", "role", "report"),
     [
         (Welcome(shard=0, slot=0, next_clock=0, version=0), "server", "Welcome"),
         (Install(shard=0, epoch=1, sequence=0, state="{}"), "worker", "Install of a worker"),
@@ -138,8 +138,8 @@ def test_memory_of_another_size_is_refused() -> None:
         (Hello(shard=-1, slot=0, member=3, settled=0), "worker", "-1 is none of 2"),
     ],
 )
-def test_what_makes_no_sense_is_its_senders_mistake(message: object, role: str, told: str) -> None:
-    with pytest.raises(ProtocolError, match=told):
+def test_what_makes_no_sense_is_its_senders_mistake(message: object, role: str, report: str) -> None:
+    with pytest.raises(ProtocolError, match=report):
         require_sense(message, role, 2)
 
 

@@ -229,8 +229,8 @@ class Course:
     def next_push(self, shard: int, slot: int) -> Push:
         core = self.twins.apart.replicas[shard].core
         clock = core.next_clock(slot) or 0
-        told = self.works.get((shard, slot))
-        lead = self.works.get((0, slot), told)
+        report = self.works.get((shard, slot))
+        lead = self.works.get((0, slot), report)
         work = lead.work if lead is not None else None
         fits = work is not None and work.clock == clock
         return Push(
@@ -238,12 +238,12 @@ class Course:
             slot=slot,
             member=self.members[slot],
             clock=clock,
-            read_version=told.version if told is not None else 0,
+            read_version=report.version if report is not None else 0,
             batch=work.batch if work is not None and fits else clock,
             part=work.part if work is not None and fits else 0,
             parts=work.parts if work is not None and fits else 1,
             weight=1.0 / (work.parts if work is not None and fits else 1),
-            read_term=told.term if told is not None else 0,
+            read_term=report.term if report is not None else 0,
             rows_version=-1,
             pulls=True,
         )

@@ -115,7 +115,7 @@ def test_who_lost_its_slot_is_heard_until_its_successor_has_spoken() -> None:
 # ── a shard ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nothing_of_a_push_is_logged_applied_or_told_before_the_read_behind_it() -> None:
+def test_nothing_of_a_push_is_logged_applied_or_reported_before_the_read_behind_it() -> None:
     shard = shard_of()
     shard.handle(read(0), OLD)
     assert kinds(shard.handle(push(0), OLD)) == [Keep]

@@ -100,7 +100,7 @@ def test_an_exit_of_the_program_is_no_signal(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == ""
 
 
-def test_the_first_of_several_signals_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_of_several_signals_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def impatient() -> None:
         with ended_by_signal(lambda: "nothing is kept") as end:
             end.note(signal.SIGTERM)

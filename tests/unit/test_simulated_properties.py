@@ -9,7 +9,9 @@ broken servers are put before it.
 from __future__ import annotations
 
 import re
+import runpy
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ from manyhands.strategies.ps.actions import Action, Keep
 from manyhands.strategies.ps.ps_messages import Forward, Message, Push
 from manyhands.strategies.ps.server_core import ServerCore
 from simulated import PROMISES, complaints, drawn, ending, severed, stormy
-from simulated_mutants import GUARDS, MUTANTS, config_of, runs_until_caught
+from simulated_mutants import GUARDS, MUTANTS, UNSEEN, config_of, patched, runs_until_caught
 
 SEEDS_PER_CASE = 12
 
@@ -174,3 +176,15 @@ def test_without_a_guard_of_the_one_path_a_run_breaks_a_promise(name: str, patte
     """Those that few runs catch; the soak has them all."""
     count, found = runs_until_caught(GUARDS[name], first_seed=0, limit=200)
     assert re.search(pattern, "\n".join(found)), f"not within {count} runs: {GUARDS[name].what}"
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_guard_whose_loss_no_run_shows_is_shown_by_its_unit_test(name: str) -> None:
+    mutant = UNSEEN[name]
+    assert mutant.patch is not None
+    assert mutant.unit_test is not None
+    file, test = mutant.unit_test
+    proof = runpy.run_path(str(Path(__file__).with_name(file)))[test]
+    proof()
+    with patched(*mutant.patch), pytest.raises(AssertionError):
+        proof()

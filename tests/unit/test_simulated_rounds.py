@@ -65,10 +65,10 @@ def test_of_more_who_are_asked_the_first_to_report_count() -> None:
         times = {client: duration_s(3, client, course.attempt * CLIENTS + client) for client in course.asked}
         assert course.counted == tuple(sorted(sorted(times, key=times.__getitem__)[:5]))
         took_s += sorted(times.values())[4]
-    told = rounds.summary()
-    assert (told["attempts"], told["abandoned"], told["asked"]) == (8, 0, 96)
-    assert (told["dropped"], told["late"]) == (0, 56)
-    assert told["simulated_s"] == pytest.approx(took_s)
+    report = rounds.summary()
+    assert (report["attempts"], report["abandoned"], report["asked"]) == (8, 0, 96)
+    assert (report["dropped"], report["late"]) == (0, 56)
+    assert report["simulated_s"] == pytest.approx(took_s)
 
 
 @pytest.mark.parametrize("secure", ["", " secure=yes"])
@@ -88,9 +88,9 @@ def test_clients_drop_out_as_often_as_was_said_and_the_same_ones_again() -> None
     words = "dropout=0.3 min_reports=1"
     rounds = rounds_of(words, clients=50)
     found = courses(rounds, 60)
-    told, expected = rounds.summary(), 60 * 50 * 0.3
-    assert abs(told["dropped"] - expected) < 4 * math.sqrt(expected * 0.7)
-    assert sum(len(one.counted) for one in found) == told["asked"] - told["dropped"]
+    report, expected = rounds.summary(), 60 * 50 * 0.3
+    assert abs(report["dropped"] - expected) < 4 * math.sqrt(expected * 0.7)
+    assert sum(len(one.counted) for one in found) == report["asked"] - report["dropped"]
     assert courses(rounds_of(words, clients=50), 60) == found
     assert courses(rounds_of(words, clients=50, seed=4), 5) != found[:5]
 
@@ -268,9 +268,9 @@ def test_a_run_with_trouble_averages_those_who_count_and_goes_on_from_every_roun
         for mine, theirs in zip(held(run.model), expected, strict=True):
             assert torch.equal(mine, theirs)
     assert any(len(row["clients"]) < len(row["asked"]) for row in facts)
-    told, again = (run.exchange.summary()["participation"] for run in (whole, parts))
-    assert told == pytest.approx(again)
-    assert told["attempts"] == facts[-1]["attempt"] == 6 + told["abandoned"]
+    report, again = (run.exchange.summary()["participation"] for run in (whole, parts))
+    assert report == pytest.approx(again)
+    assert report["attempts"] == facts[-1]["attempt"] == 6 + report["abandoned"]
 
 
 def test_secure_sums_are_of_those_who_stay() -> None:

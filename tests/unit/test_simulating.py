@@ -151,7 +151,7 @@ def test_a_simulated_run_cannot_be_resumed_as_a_live_one(tmp_path: Path) -> None
         mh.fit(task(), "ps", workers=3, steps=24, out=tmp_path / "run", resume=True)
 
 
-def test_a_rate_too_large_for_stale_gradients_is_told() -> None:
+def test_a_rate_too_large_for_stale_gradients_is_reported() -> None:
     with pytest.raises(NonFinite, match=r"worker \d, step \d+: .*not finite"):
         fit_simulated(
             mh.Task(

@@ -14,7 +14,7 @@ Compute = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Reports:
     """The events of a run, each as of the moment it is known: when what it tells of has ended."""
 
     records: Records
@@ -28,7 +28,7 @@ class Told:
         return float(self.records["start_ns"][chosen].min()) / S
 
 
-def told(rows: list[tuple[EventKind, int, float, float, int, int]]) -> Told:
+def report(rows: list[tuple[EventKind, int, float, float, int, int]]) -> Reports:
     """From (kind, role, start in s, duration in s, step, peer)."""
     records = np.zeros(len(rows), RECORD)
     columns = list(zip(*rows, strict=True))
@@ -39,10 +39,10 @@ def told(rows: list[tuple[EventKind, int, float, float, int, int]]) -> Told:
     records["step"], records["peer"], records["count"] = columns[4], columns[5], 8
     known = records["start_ns"] + records["duration_ns"]
     order = np.argsort(known, kind="stable")
-    return Told(records=records[order], known_ns=known[order])
+    return Reports(records=records[order], known_ns=known[order])
 
 
-def barrier_run(workers: int, seconds: float, compute: Compute) -> Told:
+def barrier_run(workers: int, seconds: float, compute: Compute) -> Reports:
     """All steps end together, and take equally long: only COMPUTE and WAIT tell the workers apart."""
     rows, now, step = [], 0.0, 0
     while now < seconds:
@@ -55,10 +55,10 @@ def barrier_run(workers: int, seconds: float, compute: Compute) -> Told:
             rows.append((EventKind.STEP, worker, now, whole, step, NOBODY))
         now += whole
         step += 1
-    return told(rows)
+    return report(rows)
 
 
-def free_run(workers: int, seconds: float, compute: Compute) -> Told:
+def free_run(workers: int, seconds: float, compute: Compute) -> Reports:
     """Nobody waits: whoever is free takes the next batch."""
     rows, free, step = [], [0.0] * workers, 0
     while min(free) < seconds:
@@ -68,7 +68,7 @@ def free_run(workers: int, seconds: float, compute: Compute) -> Told:
         rows.append((EventKind.STEP, worker, free[worker], took, step, NOBODY))
         free[worker] += took
         step += 1
-    return told(rows)
+    return report(rows)
 
 
 def jittery(seed: int, step_s: float, spread: float = 0.15) -> Compute:
@@ -86,7 +86,7 @@ def slowed(usual: Compute, *, worker: int, since: int, factor: float = 3.0) -> C
     return lambda who, step: usual(who, step) * (factor if who == worker and step >= since else 1.0)
 
 
-def named(run: Told, at_s: float) -> tuple[Straggler, ...]:
+def named(run: Reports, at_s: float) -> tuple[Straggler, ...]:
     slowness = Slowness()
     slowness.add(run.until(at_s))
     return slowness.now()
@@ -96,7 +96,7 @@ def named(run: Told, at_s: float) -> tuple[Straggler, ...]:
 @pytest.mark.parametrize("step_ms", [5, 50, 300])
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_a_worker_slowed_three_times_is_named_within_five_seconds(
-    workers: int, step_ms: int, make: Callable[[int, float, Compute], Told]
+    workers: int, step_ms: int, make: Callable[[int, float, Compute], Reports]
 ) -> None:
     step_s, slow = step_ms / 1000, workers // 2
     # Everybody takes a batch in a round: those of the free run are as many rounds, and more batches.

@@ -75,14 +75,14 @@ def test_the_sentence_names_the_best() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "report"),
     [
-        ({"patience": 0}, "patience is 0; it must be a whole number from 1 on"),
+        ({"patience": 0}, "patience is 0; it must be an integer from 1 on"),
         ({"min_delta": -1.0}, "min_delta is -1.0; it must be a number from 0 on"),
         ({"min_delta": math.nan}, "min_delta is nan"),
         ({"mode": "maximum"}, "mode is 'maximum'; allowed: min, max; did you mean 'max'"),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, Any], report: str) -> None:
+    with pytest.raises(UserError, match=report):
         EarlyStopping(**rule)

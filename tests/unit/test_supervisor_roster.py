@@ -52,7 +52,7 @@ class Play:
 
     def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Event | KillProcess]]:
         """Look every tick; what was told, with the time since the start of this call, a kill only when it is new."""
-        told: list[tuple[float, Event | KillProcess]] = []
+        printed: list[tuple[float, Event | KillProcess]] = []
         start_s = self.now_s
         while self.now_s < start_s + seconds:
             self.now_s += tick_s
@@ -60,9 +60,9 @@ class Play:
                 if line.pid and number not in self.still:
                     self.lines[number] = replace(line, heartbeat_ns=self.now_ns)
             items = self.roster.look(self.lines, self.now_ns)
-            told += [(self.now_s - start_s, item) for item in items if item not in self.kills]
+            printed += [(self.now_s - start_s, item) for item in items if item not in self.kills]
             self.kills |= {item for item in items if isinstance(item, KillProcess)}
-        return told
+        return printed
 
 
 def test_a_failure_is_blamed_on_the_member_by_the_name_that_reports_have_for_it() -> None:
@@ -87,7 +87,7 @@ def test_members_come_and_go_and_each_end_is_its_own() -> None:
     assert play.let_pass(60.0) == []
 
 
-def test_a_death_is_told_with_place_and_last_words_and_nobody_else_is_touched() -> None:
+def test_a_death_is_reported_with_place_and_last_words_and_nobody_else_is_touched() -> None:
     play = Play().at_work(1, 2)
     play.let_pass(1.0)
     ended = play.exit(2, -signal.SIGKILL, "it hurts\n")
@@ -115,7 +115,7 @@ def test_a_reported_error_keeps_its_type_and_tells_what_the_other_was_doing() ->
     assert type(failure.error()) is DataError
 
 
-def test_silence_is_told_in_time_once_until_the_heart_beats_again_and_kills_nobody() -> None:
+def test_silence_is_reported_in_time_once_until_the_heart_beats_again_and_kills_nobody() -> None:
     play = Play().at_work(1, 2)
     play.let_pass(1.0)
     play.still = {2}
@@ -168,7 +168,7 @@ def test_one_who_does_not_leave_after_its_result_is_killed() -> None:
     assert play.let_pass(EXIT_S + 1) == [(EXIT_S + 0.25, KillProcess(1))]
 
 
-def test_one_who_never_starts_is_killed_and_told() -> None:
+def test_one_who_never_starts_is_killed_and_reported() -> None:
     play = Play()
     play.add(3)
     assert play.let_pass(121.0) == [(120.25, KillProcess(3))]

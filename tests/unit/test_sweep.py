@@ -128,11 +128,11 @@ def test_what_the_data_show_is_the_best_run_and_the_mean_by_setting() -> None:
         row(n, {"rate": rate, "width": width}, accuracy=value)
         for n, ((rate, width), value) in enumerate(values.items(), 1)
     ]
-    told = " ".join(sentences(found, rows))
-    assert "Best of 4 runs: rate=0.2, width=4, with accuracy 0.8" in told
-    assert "The others end between 0.7 and 0.5." in told
-    assert "By rate, on average: 0.6 with 0.1, 0.7 with 0.2." in told
-    assert "By width, on average: 0.65 with 4, 0.65 with 8." in told
+    report = " ".join(sentences(found, rows))
+    assert "Best of 4 runs: rate=0.2, width=4, with accuracy 0.8" in report
+    assert "The others end between 0.7 and 0.5." in report
+    assert "By rate, on average: 0.6 with 0.1, 0.7 with 0.2." in report
+    assert "By width, on average: 0.65 with 4, 0.65 with 8." in report
 
 
 def test_a_run_that_ended_without_the_metric_is_not_said_to_go_on() -> None:
@@ -142,9 +142,9 @@ def test_a_run_that_ended_without_the_metric_is_not_said_to_go_on() -> None:
         row(3, {"rate": "0.3"}, loss=1.0),
         SweepRow(trial=SweepTrial(number=4, values={"rate": "0.4"}), final={}),
     ]
-    told = " ".join(sentences(plan(rate=("0.1", "0.2", "0.3", "0.4")), rows))
-    assert "2 of 4 runs ended without a finite accuracy." in told
-    assert "1 of 4 runs have not ended." in told
+    report = " ".join(sentences(plan(rate=("0.1", "0.2", "0.3", "0.4")), rows))
+    assert "2 of 4 runs ended without a finite accuracy." in report
+    assert "1 of 4 runs have not ended." in report
 
 
 def test_means_are_over_the_same_combinations_of_the_other_settings() -> None:
@@ -154,10 +154,10 @@ def test_means_are_over_the_same_combinations_of_the_other_settings() -> None:
         row(n, {"rate": rate, "width": width}, accuracy=value)
         for n, ((rate, width), value) in enumerate(values.items(), 1)
     ]
-    told = " ".join(sentences(found, rows))
+    report = " ".join(sentences(found, rows))
     over = "over the 1 of 2 combinations that ended with each"
-    assert f"By rate, on average {over}: 0.7 with 0.1, 0.6 with 0.2." in told
-    assert f"By width, on average {over}: 0.5 with 4, 0.7 with 8." in told
+    assert f"By rate, on average {over}: 0.7 with 0.1, 0.6 with 0.2." in report
+    assert f"By width, on average {over}: 0.5 with 4, 0.7 with 8." in report
     assert "on average" not in " ".join(sentences(found, [rows[0], rows[2]])), "they share no combination"
 
 
@@ -238,7 +238,7 @@ def test_runs_go_on_at_once_on_cores_of_their_own_and_never_more_than_there_are(
     found = plan(rate=("0.1", "0.2", "0.3", "0.4"), nap=("0.2",))
     open_sweep(tmp_path / "s", found, resume=False)
     seen: list[SweepProgress] = []
-    rows = run_sweep(found, tmp_path / "s", launch, cores=[3, 5], tell=seen.append)
+    rows = run_sweep(found, tmp_path / "s", launch, cores=[3, 5], on_progress=seen.append)
     assert [one.final["accuracy"] for one in rows] == [0.1, 0.2, 0.3, 0.4]
     assert max(one.running for one in seen) == 2
     assert seen[-1].done == seen[-1].trials == 4
@@ -253,7 +253,7 @@ def test_one_job_at_a_time_where_that_is_asked_for(tmp_path: Path) -> None:
     found = plan(rate=("0.1", "0.2"))
     open_sweep(tmp_path / "s", found, resume=False)
     seen: list[SweepProgress] = []
-    run_sweep(found, tmp_path / "s", launch, cores=[0, 1, 2], jobs=1, tell=seen.append)
+    run_sweep(found, tmp_path / "s", launch, cores=[0, 1, 2], jobs=1, on_progress=seen.append)
     assert max(one.running for one in seen) == 1
 
 
@@ -273,7 +273,7 @@ def test_a_cut_sweep_leaves_no_process_and_goes_on_with_what_is_missing(tmp_path
 
     before = set(_children())
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(found, out, launch, cores=[0], tell=cut)
+        run_sweep(found, out, launch, cores=[0], on_progress=cut)
     assert set(_children()) <= before
     kept = (out / "runs" / "0001" / "note.json").read_bytes()
     assert [one.done for one in sweep_rows(found, out)] == [True, False, False]
@@ -369,7 +369,7 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     [
         (["--learning-rate", "0.1,x"], "learning_rate is 'x'; it must be a number above 0"),
         (["--metric", "acuracy"], "did you mean 'accuracy'?"),
-        (["--workers", "0"], "--workers 0 must be a whole number of at least 1"),
+        (["--workers", "0"], "--workers 0 must be an integer of at least 1"),
         (["--strategy", "singel"], "did you mean 'single'?"),
         (["--resume"], "--resume needs --out"),
         (["--jobs", "0"], "--jobs 0 must be at least 1"),

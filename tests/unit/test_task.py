@@ -70,7 +70,7 @@ def test_fields_are_given_by_name_and_stay() -> None:
         ({"optimizer": "adam"}, "optimizer is 'adam'; it must be"),
         ({"scheduler": 0.9}, "scheduler is 0.9; it must be a function"),
         ({"collate": "stack"}, "collate is 'stack'; it must be a function"),
-        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
         ({"batch_size": True}, "batch_size is True"),
         ({"name": ""}, "name is ''"),

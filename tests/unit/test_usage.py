@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "report"),
     [
         (
             "timeline run --svg",
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.timeout(120)
 )
 def test_one_sentence_with_what_to_write_instead(
     words: str,
-    told: str,
+    report: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -71,8 +71,8 @@ def test_one_sentence_with_what_to_write_instead(
     assert run_command(monkeypatch, *words.split()) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1, error
-    assert error.startswith(f"manyhands: {told}")
-    assert re.fullmatch(r"( \(see .* --help\))?\n", error.removeprefix(f"manyhands: {told}")), error
+    assert error.startswith(f"manyhands: {report}")
+    assert re.fullmatch(r"( \(see .* --help\))?\n", error.removeprefix(f"manyhands: {report}")), error
 
 
 def test_a_group_without_a_command_shows_its_help(
@@ -87,9 +87,9 @@ def test_a_sweep_of_nothing_says_what_it_varies_instead(
 ) -> None:
     (tmp_path / "letter.txt").touch()  # so that nothing is trained
     words = ("sweep", "line", "--out", tmp_path)
-    told = "no option has several values, so the learning rate takes some: --learning-rate 0.025,0.1,0.4; every option"
+    said = "no option has several values, so the learning rate takes some: --learning-rate 0.025,0.1,0.4; every option"
     assert run_command(monkeypatch, *words) == 2
-    assert told in capfd.readouterr().err
+    assert said in capfd.readouterr().err
     assert run_command(monkeypatch, *words, "--learning-rate", "0.1,0.2") == 2
     assert run_command(monkeypatch, *words, "--seed", "1,2") == 2
     assert "no option has" not in capfd.readouterr().err

@@ -123,7 +123,7 @@ def test_plain_counts_are_how_often_words_stand_together(
             memory_bytes=memory,
         )
         assert_same(out, expected)
-    assert np.array_equal(open_records(out)["count"] % 1, np.zeros(len(expected))), "whole numbers"
+    assert np.array_equal(open_records(out)["count"] % 1, np.zeros(len(expected))), "integers"
 
 
 def test_spilling_happens_and_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

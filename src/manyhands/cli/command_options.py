@@ -1,76 +1,120 @@
-"""What several commands need: a command made from an options dataclass, where files go, and how to type it again."""
+"""A command is an options dataclass and a function that takes it; what the function writes, and what to type next.
+
+Heavy imports are inside the functions of all commands, so that help texts do not wait for torch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from manyhands.cli.program import spare_the_compiler
+from manyhands.errors import UserError
+from manyhands.workloads.registry import offered
+
 if TYPE_CHECKING:
     from manyhands.workloads.task_options import Option
-    from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
     "AllowOverload",
-    "add_command",
-    "add_task_command",
+    "Seed",
     "add_workload_command",
+    "argument",
     "check_writable",
     "command_elsewhere",
     "command_to_resume",
     "fresh_directory",
-    "half",
+    "from_options",
+    "half_length",
+    "json_option",
+    "option",
     "own_command",
     "print_next",
+    "task_commands",
     "write_json",
 ]
 
-Asked = TypeVar("Asked")
 
+def option(default: Any, help_text: str, *flags: str, writes: bool = False, **about: Any) -> Any:
+    """A field of an options dataclass; `default` is `...` where it is required, `about` as for `typer.Option`.
+
+    `writes` says that the option names a file to write: without a folder for it, the command does not begin.
+    """
+    return _field(default, typer.Option(*flags, help=help_text, **about), writes)
+
+
+def argument(default: Any, help_text: str | None = None, **about: Any) -> Any:
+    """The same for what is given without a name."""
+    return _field(default, typer.Argument(help=help_text, **about), False)
+
+
+def json_option(help_text: str = "Write the figures to this file.") -> Any:
+    return option(None, help_text, "--json", writes=True)
+
+
+def _field(default: Any, about: Any, writes: bool) -> Any:
+    metadata = {"about": about, "writes": writes}
+    return dataclasses.field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+Seed = Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")]
 AllowOverload = Annotated[
-    bool,
-    typer.Option("--allow-overload", help="Start workers even if they do not seem to fit on this host."),
+    bool, typer.Option("--allow-overload", help="Start workers even if they do not seem to fit on this host.")
 ]
 
 
-def add_command(app: typer.Typer, name: str, options: type[Asked], run: Callable[[Asked], None]) -> None:
-    """Offer `name`, with one option for each field of the dataclass `options`; the help text is that of `run`."""
+def from_options(run: Callable[[Any], None]) -> Callable[..., None]:
+    """The command that `run` is, with an option for each field of the dataclass that it takes, and its help text."""
+    (options,) = (kind for name, kind in get_type_hints(run).items() if name != "return")
 
-    def command(**values: Any) -> None:
-        run(options(**values))
+    def command(*places: Any, **values: Any) -> None:
+        asked = options(*places, **values)
+        _check(asked)
+        run(asked)
 
-    _offer(app, name, command, option_parameters(options), run.__doc__)
+    return _signed(command, _parameters(options), run.__doc__)
 
 
-def add_task_command(
-    app: typer.Typer,
-    entry: BuiltinTask[Any],
-    common: type[Asked],
-    run: Callable[[BuiltinTask[Any], dict[str, Any], Asked], None],
+def task_commands(
+    run: Callable[[Any, dict[str, Any], Any], None],
     help_text: str,
     parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
-) -> None:
-    """Offer the task's name as a command: `run` gets its own options that were given, as `parse` reads them."""
+    **about: Any,
+) -> typer.Typer:
+    """A command for each built-in task, whose `name` and `help` may stand in `help_text`.
 
-    def command(given: dict[str, Any], shared: Asked) -> None:
-        run(entry, given, shared)
+    `run` gets the task, its own options that were given, as `parse` reads them, and those that every task has: of the
+    dataclass that the last parameter is annotated with.
+    """
 
-    add_workload_command(app, entry.name, entry.options_type, common, command, help_text, parse)
+    def begin(entry: Any, given: dict[str, Any], common: Any) -> None:
+        spare_the_compiler()
+        run(entry, given, common)
+
+    app = typer.Typer(no_args_is_help=True, **about)
+    *_, common = (kind for name, kind in get_type_hints(run).items() if name != "return")
+    for entry in offered("task"):
+        said = help_text.format(name=entry.name, help=entry.help)
+        add_workload_command(app, entry.name, entry.options_type, common, partial(begin, entry), said, parse)
+    return app
 
 
 def add_workload_command(
     app: typer.Typer,
     name: str,
     own_type: type,
-    common: type[Asked],
-    run: Callable[[dict[str, Any], Asked], None],
+    common: type,
+    run: Callable[[dict[str, Any], Any], None],
     help_text: str,
     parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
 ) -> None:
@@ -83,17 +127,24 @@ def add_workload_command(
 
     own = {one.name: one for one in options_of(own_type) if not one.hidden}
     shared = [
-        one.replace(default=own[one.name].default) if one.name in own else one
-        for one in option_parameters(common)
+        one.replace(default=own[one.name].default) if one.name in own else one for one in _parameters(common)
     ]
     both = {one.name for one in shared}
 
     def command(**values: Any) -> None:
         asked = common(**{name: values[name] for name in both})
+        _check(asked)
         given = {name: values[name] for name in both if name in own}
         for name, option in own.items():
-            if name not in both and values[name] not in (None, False):
-                given[name] = _given(option, values[name], parse)
+            value = values[name]
+            if name in both or value in (None, False):
+                continue
+            if value is True:  # a flag
+                given[name] = not option.default
+            elif option.many:
+                given[name] = tuple(parse(option, one) for one in value)
+            else:
+                given[name] = parse(option, value)
         run(given, asked)
 
     # What has to be given comes first in the help, then what is read.
@@ -101,41 +152,48 @@ def add_workload_command(
         (one for one in own.values() if one.name not in both),
         key=lambda one: (not one.required, one.metavar != "FILE"),
     )
-    _offer(app, name, command, [*map(_own_parameter, first), *shared], help_text)
+    app.command(name)(_signed(command, [*map(_own_parameter, first), *shared], help_text))
 
 
-def _given(option: Option, value: Any, parse: Callable[[Option, str], Any]) -> Any:
-    if value is True:  # a flag
-        return not option.default
-    return tuple(parse(option, one) for one in value) if option.many else parse(option, value)
+def _check(asked: Any) -> None:
+    """UserError before any work: for a file that could not be written, and for a run to continue that is not named."""
+    for one in dataclasses.fields(asked):
+        path = getattr(asked, one.name)
+        if one.metadata.get("writes") and path is not None:
+            about = one.metadata["about"]
+            check_writable(path, about.default if isinstance(about.default, str) else f"--{one.name}")
+    if getattr(asked, "resume", False) and asked.out is None:
+        raise UserError("--resume needs --out, the directory of the run to continue")
 
 
-def option_parameters(options: type) -> list[inspect.Parameter]:
-    """The fields of an options dataclass as parameters of a command."""
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Refuse a file that could not be written now rather than after the work."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
+def _parameters(options: type) -> list[inspect.Parameter]:
+    """The fields of an options dataclass as parameters of a command; a field is made by `option` or annotated."""
     kinds = get_type_hints(options, include_extras=True)
     return [
         inspect.Parameter(
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=kinds[one.name],
+            annotation=Annotated[kinds[one.name], one.metadata["about"]] if one.metadata else kinds[one.name],
             default=inspect.Parameter.empty if one.default is MISSING else one.default,
         )
-        for one in fields(options)
+        for one in dataclasses.fields(options)
     ]
 
 
-def _offer(
-    app: typer.Typer,
-    name: str,
-    command: Callable[..., None],
-    parameters: Sequence[inspect.Parameter],
-    help_text: str | None,
-) -> None:
-    """Add a command whose signature, which Typer reads, is made of these parameters."""
+def _signed(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter], help_text: str | None
+) -> Callable[..., None]:
+    """With the signature that Typer reads."""
     command.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = help_text
-    app.command(name)(command)
+    return command
 
 
 def _own_parameter(option: Option) -> inspect.Parameter:
@@ -143,6 +201,7 @@ def _own_parameter(option: Option) -> inspect.Parameter:
     flag = option.flag or f"--{option.name.replace('_', '-')}"
     help_text = f"{option.help[0].upper()}{option.help[1:]}."
     kind: Any
+    default: bool | None = None
     if option.kind is bool and option.flag:
         kind, default = Annotated[bool, typer.Option(flag, help=help_text)], False
     else:
@@ -153,19 +212,8 @@ def _own_parameter(option: Option) -> inspect.Parameter:
             metavar=option.metavar or option.kind.__name__.upper(),
             show_default=option.shown or shown,
         )
-        kind, default = (
-            (Annotated[list[str] | None, about] if option.many else Annotated[str | None, about]),
-            None,
-        )
+        kind = Annotated[list[str] | None, about] if option.many else Annotated[str | None, about]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-
-
-def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuse a file that could not be written now rather than after the work."""
-    from manyhands.errors import UserError
-
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
 
 def write_json(json_file: Path | None, value: Mapping[str, Any]) -> None:
@@ -191,9 +239,12 @@ def fresh_directory(name: str) -> Path:
     return path
 
 
-def half(usual: int | None) -> int | None:
-    """Half of a usual length, for commands that make several runs, or slow ones; None stays None."""
-    return None if usual is None else max(1, usual // 2)
+def half_length(entry: Any, asked: Any) -> dict[str, int | None]:
+    """Steps and epochs as asked for, or half of what the task usually has: for many runs, and for slow ones."""
+    if asked.steps is not None or asked.epochs is not None:
+        return {"steps": asked.steps, "epochs": asked.epochs}
+    usual = {"steps": entry.steps, "epochs": entry.epochs}
+    return {name: None if value is None else max(1, value // 2) for name, value in usual.items()}
 
 
 def print_next(**commands: Sequence[object]) -> None:
@@ -227,6 +278,6 @@ def command_elsewhere(arguments: Sequence[str]) -> str:
 
 
 def command_to_resume(arguments: Sequence[str], out: Path) -> str:
-    """The same for a run that is kept in `out`, to go on with."""
+    """The same for a run that is kept in `out`, to continue."""
     has_out = any(word == "--out" or word.startswith("--out=") for word in arguments)
     return own_command(arguments, *([] if has_out else ["--out", str(out)]), "--resume")

@@ -5,30 +5,30 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from manyhands.cli.command_options import (
     AllowOverload,
-    add_command,
-    add_task_command,
+    Seed,
     add_workload_command,
-    check_writable,
     command_elsewhere,
     fresh_directory,
-    half,
+    from_options,
+    half_length,
+    json_option,
+    option,
     print_next,
-    write_json,
+    task_commands,
 )
-from manyhands.cli.leaving import Findings, leave_findings, status_line, table_console, time_left
+from manyhands.cli.leaving import leave_findings, progress_line
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import start_own_workers
 from manyhands.errors import UserError
@@ -42,98 +42,88 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.lab.compare.findings import Conditions
-    from manyhands.lab.compare.run_comparison import Comparison, Progress, Score, Tell
+    from manyhands.lab.compare.run_comparison import Comparison, Progress, Score
     from manyhands.lab.compare.update_density import DensityRow
     from manyhands.workloads.logreg.synthetic import SparseProblem
 
-__all__ = ["Compared", "compare_app", "run_comparison", "show_progress"]
-
-compare_app = typer.Typer(
-    help="Train a built-in task under several strategies, side by side.",
-    no_args_is_help=True,
-    callback=start_own_workers,
-)
-
-_REPORT = "report.html"
-_WIDTH = 100  # of the tables in a file or a pipe
+__all__ = ["compare_app"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class _CompareOptions:
     """The options that every comparison has."""
 
-    strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
-        DEFAULT_STRATEGIES
+    strategies: str = option(DEFAULT_STRATEGIES, "What to compare, separated by semicolons.")
+    workers: int = option(2, "Processes on this host.")
+    repeats: int = option(2, "Runs of each strategy, interleaved.")
+    target: str | None = option(
+        None,
+        "What to measure the time to, as in accuracy=0.95.",
+        show_default="what the better half of the strategies ends with",
     )
-    workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2
-    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved.")] = 2
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="What to measure the time to, as in accuracy=0.95.",
-            show_default="what the better half of the strategies ends with",
-        ),
-    ] = None
-    slow: Annotated[
-        str | None,
-        typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
-    ] = None
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."),
-    ] = None
-    price: Annotated[
-        str | None,
-        typer.Option(help="What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."),
-    ] = None
-    device: Annotated[
-        str,
-        typer.Option(help="cpu, cuda, or both: every strategy on each, as in cpu,cuda; only what is there."),
-    ] = "cpu"
-    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    slow: str | None = option(
+        None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
+    )
+    bandwidth: str | None = option(
+        None, "Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."
+    )
+    price: str | None = option(
+        None, "What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."
+    )
+    device: str = option(
+        "cpu", "cpu, cuda, or both: every strategy on each, as in cpu,cuda; only what is there."
+    )
+    seed: Seed = 0
     allow_overload: AllowOverload = False
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-TASK-TIME")
-    ] = None
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+    out: Path | None = option(None, "Directory of all runs.", show_default="runs/compare-TASK-TIME")
+    json: Path | None = json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common(Compared):
+class _TaskOptions(_CompareOptions):
     """Those that every built-in task has besides."""
 
-    steps: Annotated[int | None, typer.Option(help="Global batches of each run.")] = None
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
-    ] = None
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each run that is counted in them.")] = None
+    steps: int | None = option(None, "Global batches of each run.")
+    epochs: int | None = option(
+        None, "Passes over the data, instead of --steps.", show_default="half of train's"
+    )
+    rounds: int | None = option(None, "Rounds of each run that is counted in them.")
 
 
-def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
-    steps, epochs = common.steps, common.epochs
-    if steps is None and epochs is None:
-        steps, epochs = half(entry.steps), half(entry.epochs)
-
+def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TaskOptions) -> None:
     @contextmanager
     def build(_out: Path) -> Iterator[tuple[AnyTask, None]]:
         yield entry.build(**task_options), None
 
-    run_comparison(entry.name, build, common, {"steps": steps, "epochs": epochs, "rounds": common.rounds})
+    _run(entry.name, build, common, {**half_length(entry, common), "rounds": common.rounds})
 
 
-def run_comparison(
+def _compare_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _CompareOptions) -> None:
+    spare_the_compiler()
+    options: Any = chosen(workload.name, workload.compared_type, given)
+
+    @contextmanager
+    def build(out: Path) -> Iterator[tuple[AnyTask, Score | None]]:
+        from manyhands.lab.compare.run_comparison import Score
+
+        with workload.compared(options, out) as made:
+            score = Score(names=made.scores, of=made.score) if made.score is not None else None
+            yield made.task, score
+
+    _run(workload.name, build, asked, {})
+
+
+def _run(
     name: str,
     build: Callable[[Path], AbstractContextManager[tuple[AnyTask, Score | None]]],
-    common: Compared,
-    length: Mapping[str, int | None] | None = None,
+    common: _CompareOptions,
+    length: Mapping[str, int | None],
 ) -> None:
     """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
 
     The score that comes with it is measured of each trained model. `length` is in steps or epochs, and in rounds;
     nothing: as the task says.
     """
-    # Imported here so that help texts do not wait for torch.
     from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
     from manyhands.lab.compare.figures import Prices
@@ -141,13 +131,11 @@ def run_comparison(
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.places.local.signals import ending
 
-    spare_the_compiler()
-    check_writable(common.json)
     parse_strategies(common.strategies)
     rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None
     settings = CompareSettings(
         workers=common.workers,
-        **(length or {}),
+        **length,
         seed=common.seed,
         repeats=common.repeats,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
@@ -159,8 +147,8 @@ def run_comparison(
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as (task, score), show_progress() as tell:
-        found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
+    with ending() as end, build(out) as (task, score), progress_line(_progress_words) as report:
+        found = compare(task, common.strategies, out=out, settings=settings, on_progress=report, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     for note in found.left_out:
         print(f"manyhands: {note}", file=sys.stderr)
@@ -172,52 +160,30 @@ def run_comparison(
             file=sys.stderr,
         )
         raise typer.Exit(end.status)
+    _print_next(found, name, out)
     if found.failed:
         raise typer.Exit(1)
 
 
+def _progress_words(progress: Progress) -> str:
+    return f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
+
+
 def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:
-    """Write report and JSON, print the tables, the paragraph and the report's path."""
-    from manyhands.data.store.atomic import write_atomically
-    from manyhands.lab.compare.compare_report import (
-        Made,
-        machine,
-        measures_table,
-        promises_table,
-        report,
-        scores_table,
-    )
+    from manyhands.lab.compare.compare_report import measures_table, promises_table, report, scores_table
     from manyhands.lab.compare.findings import paragraph
 
-    sentences = paragraph(found.figures, conditions)
-    made = Made(
-        title=f"{task} under {len(found.figures.rows)} strategies",
-        command=shlex.join(["manyhands", *sys.argv[1:]]),
-        facts=machine(),
-        notes=found.notes,
+    figures, sentences = found.figures, paragraph(found.figures, conditions)
+    title = f"{task} under {len(figures.rows)} strategies"
+    scores = [scores_table(figures)] if figures.scores else []
+    leave_findings(
+        out,
+        json_file,
+        [measures_table(figures), *scores, promises_table(figures)],
+        sentences,
+        {"task": task, **figures.to_dict(), "paragraph": sentences, "notes": found.notes},
+        lambda command, facts: report(figures, sentences, title, command, facts, found.notes),
     )
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / _REPORT
-    write_atomically(path, [report(found.figures, sentences, made).encode()])
-    figures = {
-        "task": task,
-        "command": made.command,
-        "machine": made.facts,
-        **found.figures.to_dict(),
-        "paragraph": sentences,
-        "notes": found.notes,
-    }
-    write_json(out / "figures.json", figures)
-    write_json(json_file, figures)
-    console = table_console(_WIDTH)
-    console.print(measures_table(found.figures), highlight=False)
-    if found.figures.scores:
-        console.print(scores_table(found.figures), highlight=False)
-    console.print(promises_table(found.figures), highlight=False)
-    console.print(" ".join(sentences), highlight=False, markup=False)
-    console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)
-    if not found.interrupted:
-        _print_next(found, task, out)
 
 
 def _print_next(found: Comparison, task: str, out: Path) -> None:
@@ -236,71 +202,39 @@ def _print_next(found: Comparison, task: str, out: Path) -> None:
     print_next(**commands)
 
 
-@contextmanager
-def show_progress(before: str = "") -> Iterator[Tell]:
-    """Shows which run is on; `before` begins the line."""
-    with status_line() as say:
-
-        def tell(progress: Progress) -> None:
-            run = f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
-            say(f"{before}{run}{time_left(progress.seconds_left)}")
-
-        yield tell
-
-
-def _compare_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: Compared) -> None:
-    options: Any = chosen(workload.name, workload.compared_type, given)
-
-    @contextmanager
-    def build(out: Path) -> Iterator[tuple[AnyTask, Score | None]]:
-        from manyhands.lab.compare.run_comparison import Score
-
-        with workload.compared(options, out) as made:
-            score = Score(names=made.scores, of=made.score) if made.score is not None else None
-            yield made.task, score
-
-    run_comparison(workload.name, build, asked)
-
-
 _MOST_EXAMPLES = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CompareSparse:
+class _SparseOptions:
     """The options of `compare sparse`."""
 
-    density: Annotated[
-        str, typer.Option(help="Shares of the features that an example has, separated by commas.")
-    ] = "0.002,0.02,0.2"
-    features: Annotated[int, typer.Option(help="Features in all.")] = 1000
-    nonzeros: Annotated[int, typer.Option(help="Features of all examples together: the work of a pass.")] = (
-        2_000_000
+    density: str = option(
+        "0.002,0.02,0.2", "Shares of the features that an example has, separated by commas."
     )
-    strategies: Annotated[
-        str, typer.Option(help="What to compare with the first, separated by semicolons.")
-    ] = "single; hogwild; hogwild order=locked"
-    workers: Annotated[int, typer.Option(help="Workers of those that have several.")] = 2
-    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved.")] = 1
-    passes: Annotated[int, typer.Option(help="Passes over the examples.")] = 5
-    learner: Annotated[str, typer.Option(help="sgd, adagrad or ftrl.")] = "adagrad"
-    seed: Annotated[int, typer.Option(help="Fixes the examples and everything random.")] = 0
+    features: int = option(1000, "Features in all.")
+    nonzeros: int = option(2_000_000, "Features of all examples together: the work of a pass.")
+    strategies: str = option(
+        "single; hogwild; hogwild order=locked", "What to compare with the first, separated by semicolons."
+    )
+    workers: int = option(2, "Workers of those that have several.")
+    repeats: int = option(1, "Runs of each strategy, interleaved.")
+    passes: int = option(5, "Passes over the examples.")
+    learner: str = option("adagrad", "sgd, adagrad or ftrl.")
+    seed: int = option(0, "Fixes the examples and everything random.")
     allow_overload: AllowOverload = False
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-sparse-TIME")
-    ] = None
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+    out: Path | None = option(None, "Directory of all runs.", show_default="runs/compare-sparse-TIME")
+    json: Path | None = json_option()
 
 
-def _compare_sparse(asked: _CompareSparse) -> None:
+def _compare_sparse(asked: _SparseOptions) -> None:
     """Compare strategies on sparse problems of several densities: HOGWILD! against update density."""
-    # Imported here so that help texts do not wait for torch.
     from manyhands.data.store.atomic import make_output, require_empty
     from manyhands.lab.compare.update_density import density_rows
     from manyhands.native.warming import prepare
     from manyhands.places.local.signals import ending
     from manyhands.workloads.logreg.synthetic import shared_chance
 
-    check_writable(asked.json)
     parse_strategies(asked.strategies)
     problems = _problems(asked)
     out = asked.out or fresh_directory("compare-sparse")
@@ -326,7 +260,7 @@ def _compare_sparse(asked: _CompareSparse) -> None:
         raise typer.Exit(1)
 
 
-def _problems(asked: _CompareSparse) -> list[SparseProblem]:
+def _problems(asked: _SparseOptions) -> list[SparseProblem]:
     from manyhands.workloads.logreg.synthetic import SparseProblem
 
     problems: dict[str, SparseProblem] = {}
@@ -344,7 +278,7 @@ def _problems(asked: _CompareSparse) -> list[SparseProblem]:
     return list(problems.values())
 
 
-def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison:
+def _one(asked: _SparseOptions, problem: SparseProblem, out: Path) -> Comparison:
     from manyhands.data.row_files import Reading, RowFile
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
@@ -361,64 +295,52 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
         allow_overload=asked.allow_overload,
     )
     settings = CompareSettings(
-        workers=asked.workers,
-        seed=asked.seed,
-        repeats=asked.repeats,
-        allow_overload=asked.allow_overload,
+        workers=asked.workers, seed=asked.seed, repeats=asked.repeats, allow_overload=asked.allow_overload
     )
-    with Spool() as spool, show_progress(f"density {problem.density:g} · ") as tell:
+    before = f"density {problem.density:g} · "
+    with Spool() as spool, progress_line(lambda one: before + _progress_words(one)) as report:
         write_examples(problem, path)
         parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
         task = LogregTask.of(parsed, options)
-        return compare(task, asked.strategies, out=out / path.stem, settings=settings, tell=tell)
+        return compare(task, asked.strategies, out=out / path.stem, settings=settings, on_progress=report)
 
 
-def _leave_sparse(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
+def _leave_sparse(asked: _SparseOptions, rows: list[DensityRow], out: Path) -> None:
     from manyhands.lab.compare.update_density import (
         DENSITY_HEAD,
         density_cells,
         density_page,
         density_sentences,
     )
+    from manyhands.observe.draw.time_table import words_table
 
-    told = density_sentences(rows)
-    title = (
-        f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
-    )
+    found, workers = density_sentences(rows), f"{asked.workers} worker{'s' * (asked.workers != 1)}"
+    title = f"Update density · {asked.features:,} features · {workers}"
     about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
-    found = Findings(
-        title=title,
-        head=DENSITY_HEAD,
-        cells=density_cells(rows),
-        told=told,
-        figures={**about, "rows": [row.to_dict() for row in rows]},
-        page=lambda command, facts: density_page(title, rows, told, command, facts),
+    leave_findings(
+        out,
+        asked.json,
+        [words_table(title, DENSITY_HEAD, density_cells(rows))],
+        found,
+        {**about, "rows": [asdict(row) for row in rows], "told": found},
+        lambda command, facts: density_page(title, rows, found, command, facts),
     )
-    leave_findings(found, out, asked.json)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
+    hogwild = ("--strategy", "hogwild", "--no-bias")
     print_next(
-        one_of_the_problems_alone=(
-            "train",
-            "logreg",
-            "--strategy",
-            "hogwild",
-            "--no-bias",
-            "--train",
-            largest,
-        ),
+        one_of_the_problems_alone=("train", "logreg", *hogwild, "--train", largest),
         other_densities=("compare", "sparse", "--density", "0.001,0.01,0.1,1"),
     )
 
 
-for _entry in offered("task"):
-    add_task_command(compare_app, _entry, _Common, _compare, f"Compare strategies on {_entry.help}.")
+compare_app = task_commands(_compare, "Compare strategies on {help}.", callback=start_own_workers)
 for _workload in offered("training"):
     add_workload_command(
         compare_app,
         _workload.name,
         _workload.compared_type,
-        Compared,
+        _CompareOptions,
         partial(_compare_workload, _workload),
         _workload.compare_help,
     )
-add_command(compare_app, "sparse", _CompareSparse, _compare_sparse)
+compare_app.command("sparse")(from_options(_compare_sparse))

@@ -2,89 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from manyhands.cli.command_options import add_task_command, fresh_directory
+from manyhands.cli.command_options import argument, fresh_directory, from_options, option, task_commands
 from manyhands.cli.program import spare_the_compiler
-from manyhands.workloads.registry import offered
+from manyhands.cli.runs import Resume
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["federated_app"]
 
-federated_app = typer.Typer(
-    help="Federated rounds with real devices, over HTTPS.", no_args_is_help=True, rich_markup_mode=None
-)
-serve_app = typer.Typer(
-    help="Be the server: devices come, train, report, and get the model.", no_args_is_help=True
-)
-federated_app.add_typer(serve_app, name="serve")
+_say = partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Served:
+class _ServeOptions:
     """The options of `serve` that every task has."""
 
-    rounds: Annotated[int, typer.Option(help="Rounds that must count.")]
-    strategy: Annotated[
-        str,
-        typer.Option(help="How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."),
-    ] = "federated"
-    data_schema: Annotated[
-        str | None,
-        typer.Option(
-            help="What a device's file holds, as in images=uint8:1x8x8,labels=int64.",
-            show_default="0=…,1=…",
-        ),
-    ] = None
-    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Listen on this port; 0: a free one.")] = 0
-    tls: Annotated[
-        Path | None,
-        typer.Option(
-            help="This host's folder of `manyhands certificates`.",
-            show_default="made in the run directory",
-        ),
-    ] = None
-    over: Annotated[float, typer.Option(help="Ask so many times as many devices as are needed.")] = 1.3
-    min_reports: Annotated[
-        int | None,
-        typer.Option(help="Reports without which a round is abandoned.", show_default="half of those needed"),
-    ] = None
-    deadline: Annotated[float, typer.Option(help="Seconds that a round waits for reports.")] = 600.0
-    select: Annotated[float, typer.Option(help="Seconds to wait for more devices than the least.")] = 30.0
-    present: Annotated[float, typer.Option(help="Seconds for which a silent device counts as there.")] = 60.0
-    patience: Annotated[
-        float | None,
-        typer.Option(help="Give up after so many seconds without a round.", show_default="never"),
-    ] = None
-    stage: Annotated[
-        float, typer.Option(help="With secure=yes, seconds for each message after the first.")
-    ] = 30.0
-    hold: Annotated[float, typer.Option(help="Seconds for which a question for work is held back.")] = 20.0
-    linger: Annotated[
-        float, typer.Option(help="Seconds to wait at the end for devices to fetch the model.")
-    ] = 30.0
-    seed: Annotated[int, typer.Option(help="Fixes weights, selection and everything random.")] = 0
-    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False
+    rounds: int = option(..., "Rounds that must count.")
+    strategy: str = option(
+        "federated", "How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."
+    )
+    data_schema: str | None = option(
+        None, "What a device's file holds, as in images=uint8:1x8x8,labels=int64.", show_default="0=…,1=…"
+    )
+    host: str = option("127.0.0.1", "Listen on this address.")
+    port: int = option(0, "Listen on this port; 0: a free one.")
+    tls: Path | None = option(
+        None, "This host's folder of `manyhands certificates`.", show_default="made in the run directory"
+    )
+    over: float = option(1.3, "Ask so many times as many devices as are needed.")
+    min_reports: int | None = option(
+        None, "Reports without which a round is abandoned.", show_default="half of those needed"
+    )
+    deadline: float = option(600.0, "Seconds that a round waits for reports.")
+    select: float = option(30.0, "Seconds to wait for more devices than the least.")
+    present: float = option(60.0, "Seconds for which a silent device counts as there.")
+    patience: float | None = option(
+        None, "Give up after so many seconds without a round.", show_default="never"
+    )
+    stage: float = option(30.0, "With secure=yes, seconds for each message after the first.")
+    hold: float = option(20.0, "Seconds for which a question for work is held back.")
+    linger: float = option(30.0, "Seconds to wait at the end for devices to fetch the model.")
+    seed: int = option(0, "Fixes weights, selection and everything random.")
+    out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
+    resume: Resume = False
 
 
-def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _Served) -> None:
-    # Imported here so that help texts do not wait for torch.
-    import math
-
-    from manyhands.errors import UserError
+def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeOptions) -> None:
     from manyhands.places.local.signals import ending
     from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
     from manyhands.strategies.federated.deployed.device_server import ServingPlace, serve_devices
 
-    if asked.resume and asked.out is None:
-        raise UserError("--resume needs --out, the directory of the run to go on with")
-    spare_the_compiler()
     settings = RoundSettings(
         rounds=asked.rounds,
         over=asked.over,
@@ -110,52 +84,46 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _Served
         serve_devices(job, place, _say)
 
 
-@federated_app.command("join")
-def join_command(
-    address: Annotated[str, typer.Argument(help="The server, as https://HOST:PORT.")],
-    data: Annotated[
-        Path, typer.Option(help="This device's own data: a .safetensors file, or what the task reads.")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="The device's folder: its key, its number, and the current model.")
-    ] = Path("device"),
-    enrol: Annotated[
-        str | None, typer.Option(help="The token to enrol with, the first time.", envvar="MANYHANDS_ENROL")
-    ] = None,
-    ca: Annotated[
-        Path | None,
-        typer.Option(
-            help="The server's ca.pem, by which it is known.", show_default="this host's authorities"
-        ),
-    ] = None,
-    patience: Annotated[
-        float, typer.Option(help="Give up after so many seconds in which the server was not reached.")
-    ] = 86400.0,
-    max_pause: Annotated[float, typer.Option(help="The longest pause between two tries, in seconds.")] = 30.0,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _JoinOptions:
+    """The options of `join`."""
+
+    address: str = argument(..., "The server, as https://HOST:PORT.")
+    data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
+    out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")
+    enrol: str | None = option(None, "The token to enrol with, the first time.", envvar="MANYHANDS_ENROL")
+    ca: Path | None = option(
+        None, "The server's ca.pem, by which it is known.", show_default="this host's authorities"
+    )
+    patience: float = option(86400.0, "Give up after so many seconds in which the server was not reached.")
+    max_pause: float = option(30.0, "The longest pause between two tries, in seconds.")
+
+
+def _join(asked: _JoinOptions) -> None:
     """Be a device: train on your own data whenever the server asks, and keep the current model."""
-    # Imported here so that help texts do not wait for torch.
     from manyhands.places.local.signals import ending
     from manyhands.strategies.federated.deployed.device_client import JoiningDevice, join_rounds
 
     spare_the_compiler()
-    asked = JoiningDevice(
-        address=address,
-        data=data,
-        out=out,
-        token=enrol,
-        authority=ca,
-        patience_s=patience,
-        most_pause_s=max_pause,
+    device = JoiningDevice(
+        address=asked.address,
+        data=asked.data,
+        out=asked.out,
+        token=asked.enrol,
+        authority=asked.ca,
+        patience_s=asked.patience,
+        most_pause_s=asked.max_pause,
     )
     with ending():
-        rounds = join_rounds(asked, _say)
-    print(f"the run is done: {out} has the model after {rounds} rounds")
+        rounds = join_rounds(device, _say)
+    print(f"the run is done: {asked.out} has the model after {rounds} rounds")
 
 
-def _say(sentence: str) -> None:
-    print(sentence, flush=True)
-
-
-for _entry in offered("task"):
-    add_task_command(serve_app, _entry, _Served, _serve, f"Serve {_entry.help}.")
+federated_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+federated_app.command("join")(from_options(_join))
+federated_app.add_typer(
+    task_commands(
+        _serve, "Serve {help}.", help="Be the server: devices come, train, report, and get the model."
+    ),
+    name="serve",
+)

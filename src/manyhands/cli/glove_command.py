@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.command_options import check_writable, write_json
+from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
 from manyhands.cli.workload_command import print_rows
+from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.glove.command import neighbours_table
 
 __all__ = ["glove_app"]
 
-glove_app = typer.Typer(help="Ask trained word vectors.", no_args_is_help=True)
+glove_app = typer.Typer(no_args_is_help=True)
 
-_VectorsFile = Annotated[
-    Path, typer.Argument(metavar="VECTORS", help="Stanford's text, or word2vec's text or binary form.")
-]
-_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file, too.")]
+_FORMS = "Stanford's text, or word2vec's text or binary form."
+_VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
+
+
+@dataclass(frozen=True)
+class _EvaluateOptions:
+    """The options of `eval`."""
+
+    vectors: Path = argument(..., _FORMS, metavar="VECTORS")
+    analogies: Path | None = option(
+        None, "Questions of four words, ': name' begins a section.", metavar="FILE"
+    )
+    similarity: Path | None = option(None, "Two words and a score, with tabs between.", metavar="FILE")
+    json_file: Path | None = json_option("Write the result to this file, too.")
 
 
 @glove_app.command("eval")
-def evaluate_command(
-    vectors: _VectorsFile,
-    analogies: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Questions of four words, ': name' begins a section.")
-    ] = None,
-    similarity: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Two words and a score, with tabs between.")
-    ] = None,
-    json_file: _JsonFile = None,
-) -> None:
+@from_options
+def _evaluate(asked: _EvaluateOptions) -> None:
     """How well the vectors answer analogies, and order pairs of words as people do."""
-    from manyhands.errors import UserError
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.glove.analogies import (
         ask_analogies,
@@ -44,12 +47,12 @@ def evaluate_command(
     )
     from manyhands.workloads.glove.vector_files import Vectors
 
+    analogies, similarity = asked.analogies, asked.similarity
     if analogies is None and similarity is None:
         raise UserError("glove eval needs --analogies FILE, --similarity FILE or both")
-    check_writable(json_file)
     questions = read_questions(analogies) if analogies is not None else None
     pairs = read_pairs(similarity) if similarity is not None else None
-    loaded = Vectors.load(vectors)
+    loaded = Vectors.load(asked.vectors)
     found: dict[str, Any] = {"words": len(loaded), "dim": loaded.dim}
     if questions is not None:
         with Bars() as bars:
@@ -59,15 +62,12 @@ def evaluate_command(
             row.name: {"asked": row.asked, "known": row.known, "right": row.right, "accuracy": row.accuracy}
             for row in rows
         }
-        print_rows(
-            TableRows(
-                head=("analogies", "right", "known", "asked", "accuracy"),
-                rows=[
-                    (row.name, str(row.right), str(row.known), str(row.asked), f"{100 * row.accuracy:.2f} %")
-                    for row in rows
-                ],
-            )
-        )
+        head = ("analogies", "right", "known", "asked", "accuracy")
+        cells = [
+            (row.name, str(row.right), str(row.known), str(row.asked), f"{100 * row.accuracy:.2f} %")
+            for row in rows
+        ]
+        print_rows(TableRows(head=head, rows=cells))
     if pairs is not None:
         agreement = compare_similarity(loaded, pairs)
         found["similarity"] = {
@@ -78,11 +78,11 @@ def evaluate_command(
         print(
             f"similarity  Spearman {agreement.correlation:.4f}  {agreement.known} of {agreement.asked} pairs known"
         )
-    write_json(json_file, found)
+    write_json(asked.json_file, found)
 
 
 @glove_app.command("neighbours")
-def neighbours_command(
+def _neighbours(
     vectors: _VectorsFile,
     words: Annotated[list[str], typer.Argument(metavar="WORD...")],
     top: Annotated[int, typer.Option(help="How many for each word.")] = 10,
@@ -95,7 +95,7 @@ def neighbours_command(
 
 
 @glove_app.command("analogy")
-def analogy_command(
+def _analogy(
     vectors: _VectorsFile,
     expression: Annotated[str, typer.Argument(help="As in 'king - man + woman'.")],
     top: Annotated[int, typer.Option(help="How many words.")] = 10,

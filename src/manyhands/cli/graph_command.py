@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from manyhands.cli.command_options import add_task_command, check_writable
+from manyhands.cli.command_options import option, task_commands
 from manyhands.cli.lazy_commands import usual_workers
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
-from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -25,47 +23,37 @@ if TYPE_CHECKING:
 
 __all__ = ["graph_app"]
 
-graph_app = typer.Typer(
-    help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
-    no_args_is_help=True,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _GraphOptions:
     """The options of every graph."""
 
-    strategy: Annotated[str, typer.Option(help="How it is to be trained, as for `train`.")] = "mirrored"
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Processes that share the work.", show_default="2, or what the strategy takes"),
-    ] = None
-    place: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Instead of --strategy: modules on a device, as 'blocks.*=cuda:0'; may be given several times, "
-            "and nothing has to be there.",
-            metavar="PATTERN=DEVICE",
-            show_default=False,
-        ),
-    ] = None
-    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file, too.")] = None
+    strategy: str = option("mirrored", "How it is to be trained, as for `train`.")
+    workers: int | None = option(
+        None, "Processes that share the work.", show_default="2, or what the strategy takes"
+    )
+    place: list[str] | None = option(
+        None,
+        "Instead of --strategy: modules on a device, as 'blocks.*=cuda:0'; may be given several times, "
+        "and nothing has to be there.",
+        metavar="PATTERN=DEVICE",
+        show_default=False,
+    )
+    svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
 
 
-def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
-    # Imported here so that help texts do not wait for it.
+def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _GraphOptions) -> None:
     from manyhands.data.store.atomic import write_atomically
     from manyhands.foresight.graph_drawing import graph_svg, graph_text
     from manyhands.strategy import Strategy
 
-    check_writable(common.svg, "--svg")
     strategy = Strategy.parse(common.strategy)
     workers = usual_workers(strategy) if common.workers is None else common.workers
     check_count("workers", workers)
     strategy.check(workers, "cpu")
-    where = _patterns(common.place)
+    where = _patterns(common.place or ())
     task = entry.build(**task_options)
-    if where is not None:
+    if where:
         graph, model = _traced(task, task.batch_size)
         places, about = _placed(graph, model, where), "placed by name"
     else:
@@ -82,9 +70,7 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
         print(f"picture in {common.svg}")
 
 
-def _patterns(given: list[str] | None) -> dict[str, str] | None:
-    if not given:
-        return None
+def _patterns(given: Sequence[str]) -> dict[str, str]:
     found = {}
     for text in given:
         pattern, sign, device = text.rpartition("=")
@@ -131,5 +117,4 @@ def _split(graph: Graph, strategy: Strategy, workers: int) -> tuple[str, ...]:
     return ("the only worker" if workers == 1 else f"each of {workers} workers",) * len(graph.nodes)
 
 
-for _entry in offered("task"):
-    add_task_command(graph_app, _entry, _Common, _graph, f"Draw the model of {_entry.name}: {_entry.help}.")
+graph_app = task_commands(_graph, "Draw the model of {name}: {help}.")

@@ -1,13 +1,13 @@
 """Commands that are imported when they are run: most need torch, and nobody waits for it to read a list of commands.
 
-What the words of a command tell before it is parsed, so that a mistake is not paid for with an import of torch.
+What the words of a command show before it is parsed, so that a mistake is not paid for with an import of torch.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -20,16 +20,7 @@ from manyhands.places.place import may_be_started_externally
 from manyhands.strategy import Strategy, check_count
 from manyhands.workloads.registry import find, names
 
-__all__ = [
-    "LazyCommand",
-    "add_lazily",
-    "check_counts",
-    "check_training",
-    "forks_workers",
-    "given_options",
-    "group_of",
-    "usual_workers",
-]
+__all__ = ["LazyCommand", "forks_workers", "lazy_app", "usual_workers"]
 
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -38,32 +29,42 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """One command of the list: where it is, and what the list says of it, which is its own first line of help."""
+    """One command of the list: where it is, and the first sentence of its help."""
 
-    home: str
-    """`module:name` of a function, or of a `typer.Typer` with commands of its own."""
-
+    target: str
+    """`module:name`, below `manyhands.cli`, of a function, or of a `typer.Typer` with commands of its own."""
     help: str
+    _: KW_ONLY
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How the arguments of a function are taken, for `typer`."""
-
     counts: tuple[str, ...] = ()
     """Its options that are integers of at least 1: looked at before anything is imported."""
-
     trains: bool = False
     """Whether it may start workers: what they are forked from then starts before anything is imported."""
 
+    def load(self) -> Callable[..., None] | typer.Typer:
+        module, _, name = self.target.partition(":")
+        found: Callable[..., None] | typer.Typer = getattr(import_module(f"manyhands.cli.{module}"), name)
+        return found
 
-def add_lazily(app: typer.Typer, commands: Mapping[str, LazyCommand]) -> None:
-    """List `commands`; `app` is made with `cls=group_of(commands)`."""
-    for name, command in commands.items():
-        app.command(name, help=command.help)(_listed)
+    def made(self, name: str) -> Any:
+        """As click runs it."""
+        found = self.load()
+        if isinstance(found, typer.Typer):
+            group = get_group(found)
+            group.help = self.help
+            return _with_flags(group)
+        alone = typer.Typer(**_PLAIN)
+        more = inspect.getdoc(found) or ""
+        said = f"{self.help}\n\n{more}".rstrip()
+        alone.command(name, help=said, context_settings=dict(self.settings))(found)
+        return _with_flags(get_command(alone))
 
 
-def group_of(commands: Mapping[str, LazyCommand]) -> type[TyperGroup]:
-    """The class of a group that puts a command in its place in the list as soon as it is asked for."""
+def lazy_app(commands: Mapping[str, LazyCommand], **about: Any) -> typer.Typer:
+    """List `commands`; each is put in its place in the list as soon as it is asked for."""
 
     class LazyCommands(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -75,7 +76,7 @@ def group_of(commands: Mapping[str, LazyCommand]) -> type[TyperGroup]:
                         check_training(args[1:])
                     if command.trains:
                         _prepare(args[1:])
-                self.add_command(_made(args[0], command), args[0])
+                self.add_command(command.made(args[0]), args[0])
             return super().resolve_command(ctx, args)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -84,7 +85,10 @@ def group_of(commands: Mapping[str, LazyCommand]) -> type[TyperGroup]:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
 
-    return LazyCommands
+    app = typer.Typer(cls=LazyCommands, **about)
+    for name, command in commands.items():
+        app.command(name, help=command.help)(lambda: None)
+    return app
 
 
 def forks_workers(words: Sequence[str]) -> bool:
@@ -102,10 +106,6 @@ def forks_workers(words: Sequence[str]) -> bool:
     return workload is None or workload.forks_workers
 
 
-def _listed() -> None:
-    """In the place of a command until it is asked for."""
-
-
 def _prepare(words: Sequence[str]) -> None:
     """Before anything else is imported: kernels, if any are missing, and then what workers are forked from."""
     forks = forks_workers(words)
@@ -116,29 +116,12 @@ def _prepare(words: Sequence[str]) -> None:
         import_module("manyhands.places.local.template").warm()
 
 
-def _made(name: str, command: LazyCommand) -> Any:
-    found = _found(command.home)
-    if isinstance(found, typer.Typer):
-        return _with_flags(get_group(found))
-    alone = typer.Typer(**_PLAIN)
-    alone.command(name, context_settings=dict(command.settings))(found)
-    return _with_flags(get_command(alone))
-
-
 def _with_flags(command: Any) -> Any:
     """The help shows flags as flags: nobody may write `--resume true`."""
     for option in command.params:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
-    _helped(command)
-    for inner in getattr(command, "commands", {}).values():
-        _with_flags(inner)
-    return command
-
-
-def _helped(command: Any) -> None:
-    """The same for `--help` itself, which is made when it is first asked for."""
-    made = command.get_help_option
+    made = command.get_help_option  # `--help` itself is made when it is first asked for
 
     def without_value(ctx: Any) -> Any:
         option = made(ctx)
@@ -147,13 +130,9 @@ def _helped(command: Any) -> None:
         return option
 
     command.get_help_option = without_value
-
-
-@cache
-def _found(home: str) -> Callable[..., None] | typer.Typer:
-    module, _, name = home.partition(":")
-    found: Callable[..., None] | typer.Typer = getattr(import_module(module), name)
-    return found
+    for inner in getattr(command, "commands", {}).values():
+        _with_flags(inner)
+    return command
 
 
 _WORKERS = 2

@@ -6,15 +6,17 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from manyhands.cli.command_options import write_json
 
-__all__ = ["Findings", "leave_findings", "status_line", "table_console", "time_left"]
+__all__ = ["leave_findings", "progress_line", "status_line"]
+
+_WIDTH = 110  # of a table in a file or a pipe
 
 
 @contextmanager
@@ -33,49 +35,43 @@ def status_line() -> Iterator[Callable[[str], None]]:
         yield say
 
 
-def time_left(seconds: float | None) -> str:
-    """What a line ends with; nothing where it is not known."""
-    return "" if seconds is None else f" · about {seconds:.0f} s left"
+@contextmanager
+def progress_line(words: Callable[[Any], str]) -> Iterator[Callable[[Any], None]]:
+    """The same of progress, which has `seconds_left`: its words, and the time left where it is known."""
+    with status_line() as say:
+
+        def report(progress: Any) -> None:
+            left = progress.seconds_left
+            say(words(progress) + ("" if left is None else f" · about {left:.0f} s left"))
+
+        yield report
 
 
-def table_console(width: int) -> Console:
-    """As wide as the terminal, or `width` in a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+def leave_findings(
+    out: Path,
+    json_file: Path | None,
+    tables: Sequence[Table],
+    sentences: Sequence[str],
+    figures: Mapping[str, Any],
+    page: Callable[[str, Mapping[str, str]], str],
+) -> None:
+    """Write report and figures into `out`, the figures also where asked for; print the tables and what they show.
 
-
-_REPORT = "report.html"
-_WIDTH = 110  # of the table in a file or a pipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What came out of all runs."""
-
-    title: str
-    head: Sequence[str]
-    cells: Sequence[Sequence[str]]
-    """The rows of the table."""
-    told: Sequence[str]
-    """What the data show, in sentences."""
-    figures: Mapping[str, Any]
-    """The numbers, as JSON has them."""
-    page: Callable[[str, Mapping[str, str]], str]
-    """The report, made of the command and the facts of the machine."""
-
-
-def leave_findings(found: Findings, out: Path, json_file: Path | None) -> None:
-    """Write report and figures into `out`, the figures also where asked for, and print the table and what it shows."""
+    `page` makes the report of the command and the facts of the machine, which are among the figures, too.
+    """
     from manyhands.data.store.atomic import write_atomically
     from manyhands.lab.compare.compare_report import machine
-    from manyhands.observe.draw.time_table import words_table
 
     command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
-    write_atomically(out / _REPORT, [found.page(command, facts).encode()])
-    figures = {**found.figures, "command": command, "machine": facts, "told": list(found.told)}
-    write_json(out / "figures.json", figures)
-    write_json(json_file, figures)
-    console = table_console(_WIDTH)
-    console.print(words_table(found.title, found.head, found.cells), highlight=False)
-    console.print(" ".join(found.told), highlight=False, markup=False)
-    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "report.html"
+    write_atomically(path, [page(command, facts).encode()])
+    for file in (out / "figures.json", json_file):
+        write_json(file, {**figures, "command": command, "machine": facts})
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    for table in tables:
+        console.print(table, highlight=False)
+    console.print(" ".join(sentences), highlight=False, markup=False)
+    console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)

@@ -2,9 +2,7 @@
 
 0 done · 1 something failed while running · 2 what was asked for makes no sense · 128 + n ended by signal n
 
-A command line that cannot be understood, as one sentence: the option, what was given, and what to write instead.
-
-What reads the command line says it over four lines, and of values in the words of a library underneath.
+A command line that cannot be understood gets one sentence: the option, what was given, and what to write instead.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.lazy_commands import LazyCommand, add_lazily, group_of
+from manyhands.cli.lazy_commands import LazyCommand, lazy_app
 from manyhands.errors import ManyhandsError, UserError, first_line, limits_named, printable
 from manyhands.native.version import __version__
 
-__all__ = ["COMMANDS", "UsageError", "app", "is_help", "main", "usage_sentence"]
+__all__ = ["COMMANDS", "UsageError", "app", "main", "usage_sentence"]
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The base of all that is wrong with a command line, which typer does not export."""
@@ -28,33 +26,21 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
-def is_help(error: Exception) -> bool:
-    """Whether it is no error, but the help that a group of commands shows where none is named."""
-    return type(error).__name__ == "NoArgsIsHelpError"
-
-
 def usage_sentence(error: Any) -> str:
     """What is wrong, what to write instead, and where all options are listed."""
     ctx = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoSuchOption":
-        said = _unknown_option(error.option_name, ctx)
-    else:
-        said = _bad_value(error) or _said(error)
+    is_unknown = type(error).__name__ == "NoSuchOption"
+    said = _unknown_option(error.option_name, ctx) if is_unknown else _bad_value(error)
     return said if ctx is None else f"{said} (see {ctx.command_path} --help)"
 
 
-def _said(error: Any) -> str:
-    """What typer says of it, beginning small, as the rest of our sentences do."""
-    text = first_line(ValueError(error.format_message()))
-    return printable(text[:1].lower() + text[1:])
-
-
-def _bad_value(error: Any) -> str | None:
-    """Of a value of the wrong kind: the option, the kind and the value; None for any other error."""
+def _bad_value(error: Any) -> str:
+    """Of a value of the wrong kind: the option, the kind and the value; else what typer says, beginning small."""
     found = getattr(error.__cause__, "errors", None)
     option = getattr(error, "param", None)
     if found is None or option is None:
-        return None
+        text = first_line(ValueError(error.format_message()))
+        return printable(text[:1].lower() + text[1:])
     first = found()[0]
     name = option.opts[0] if option.param_type_name == "option" else option.human_readable_name
     kind = _KINDS.get(str(first["type"]).partition("_")[0])
@@ -84,131 +70,119 @@ def _unknown_option(word: str, ctx: Any) -> str:
 _LENGTHS = ("workers", "steps", "epochs", "rounds")
 
 COMMANDS = {
-    "train": LazyCommand(
-        home="manyhands.cli.train_command:train_app",
-        help="Train a built-in task.",
-        counts=_LENGTHS,
-        trains=True,
-    ),
-    "glove": LazyCommand(home="manyhands.cli.glove_command:glove_app", help="Ask trained word vectors."),
-    "bench": LazyCommand(
-        home="manyhands.cli.bench_command:bench_app", help="Measure, side by side with peers."
-    ),
+    "train": LazyCommand("train_command:train_app", "Train a built-in task.", counts=_LENGTHS, trains=True),
+    "glove": LazyCommand("glove_command:glove_app", "Ask trained word vectors."),
+    "bench": LazyCommand("bench_command:bench_app", "Measure, side by side with peers."),
     "compare": LazyCommand(
-        home="manyhands.cli.compare_command:compare_app",
-        help="Train a built-in task under several strategies, side by side.",
+        "compare_command:compare_app",
+        "Train a built-in task under several strategies, side by side.",
         counts=_LENGTHS,
         trains=True,
     ),
     "sweep": LazyCommand(
-        home="manyhands.cli.sweep_command:sweep_app",
-        help="Train a built-in task with every combination of some settings, over the cores there are.",
+        "sweep_command:sweep_app",
+        "Train a built-in task with every combination of some settings, over the cores there are.",
     ),
     "scaling": LazyCommand(
-        home="manyhands.cli.scaling_command:scaling_app",
-        help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+        "scaling_command:scaling_app",
+        "Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
         counts=("steps", "epochs"),
     ),
     "simulate": LazyCommand(
-        home="manyhands.cli.simulate_command:simulate_app",
-        help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+        "simulate_command:simulate_app",
+        "Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
         counts=_LENGTHS,
     ),
     "memory": LazyCommand(
-        home="manyhands.cli.memory_command:memory_app",
-        help="Say what training needs in memory on each worker, before anything is trained.",
+        "memory_command:memory_app",
+        "Say what training needs in memory on each worker, before anything is trained.",
         counts=("workers",),
     ),
     "schedule": LazyCommand(
-        home="manyhands.cli.schedule_command:schedule_command",
-        help="Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
+        "schedule_command:schedule_command",
+        "Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
     ),
     "audit": LazyCommand(
-        home="manyhands.cli.audit_command:audit_command",
-        help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",
+        "trust_commands:audit_command",
+        "Check from a run's records that every batch was applied once and that no read was staler than allowed.",
     ),
     "replay": LazyCommand(
-        home="manyhands.cli.replay_command:replay_command",
-        help="Execute the recorded order of a run again: the same weights, or the first update that differs.",
+        "trust_commands:replay_command",
+        "Execute the recorded order of a run again: the same weights, or the first update that differs.",
     ),
     "timeline": LazyCommand(
-        home="manyhands.cli.timeline_command:timeline_command",
-        help="Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG.",
+        "look_commands:timeline_command",
+        "Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG.",
     ),
     "explain": LazyCommand(
-        home="manyhands.cli.explain_command:explain_command",
-        help="Say why a run is as fast as it is, from its events.",
+        "look_commands:explain_command", "Say why a run is as fast as it is, from its events."
     ),
     "watch": LazyCommand(
-        home="manyhands.cli.watch_command:watch_command",
-        help="Show a run as a page in the browser, live while it goes on or as it was when it ended.",
+        "look_commands:watch_command",
+        "Show a run as a page in the browser, live while it goes on or as it was when it ended.",
     ),
     "report": LazyCommand(
-        home="manyhands.cli.watch_command:report_command",
-        help="Write what the live page shows of a run into one file that needs nothing else.",
+        "look_commands:report_command",
+        "Write what the live page shows of a run into one file that needs nothing else.",
     ),
     "tensorboard": LazyCommand(
-        home="manyhands.cli.tensorboard_command:tensorboard_command",
-        help="Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
+        "look_commands:tensorboard_command",
+        "Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
     ),
     "graph": LazyCommand(
-        home="manyhands.cli.graph_command:graph_app",
-        help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
+        "graph_command:graph_app",
+        "Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
         counts=("workers",),
     ),
     "export": LazyCommand(
-        home="manyhands.cli.export_command:export_command",
-        help="Write a run's newest weights as one file, and say what its precision costs.",
+        "use_commands:export_command",
+        "Write a run's newest weights as one file, and say what its precision costs.",
     ),
     "predict": LazyCommand(
-        home="manyhands.cli.predict_command:predict_command",
-        help="Print what a trained model answers for every input, one a line.",
+        "use_commands:predict_command", "Print what a trained model answers for every input, one a line."
     ),
     "generate": LazyCommand(
-        home="manyhands.cli.predict_command:generate_command",
-        help="Let a trained language model write on after a prompt.",
+        "use_commands:generate_command", "Let a trained language model write on after a prompt."
     ),
     "serve": LazyCommand(
-        home="manyhands.cli.serve_command:serve_command",
-        help="Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
+        "use_commands:serve_command",
+        "Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
         trains=True,
     ),
     "launch": LazyCommand(
-        home="manyhands.cli.launch_command:launch_command",
-        help="Run your own training script on several workers; see `mh.join()`.",
+        "machine_commands:launch_command",
+        "Run your own training script on several workers; see `mh.join()`.",
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
     "federated": LazyCommand(
-        home="manyhands.cli.federated_command:federated_app",
-        help="Federated rounds with real devices, over HTTPS.",
+        "federated_command:federated_app", "Federated rounds with real devices, over HTTPS."
     ),
     "role": LazyCommand(
-        home="manyhands.cli.role_command:role_command",
-        help="Be one role of a cluster specification: a worker, a server, or the chief that leads.",
+        "machine_commands:role_command",
+        "Be one role of a cluster specification: a worker, a server, or the chief that leads.",
     ),
     "certificates": LazyCommand(
-        home="manyhands.cli.certificates_command:certificates_command",
-        help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
+        "machine_commands:certificates_command",
+        "Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
     ),
     "tour": LazyCommand(
-        home="manyhands.cli.tour_command:tour_command",
-        help="Nine short lessons, from one process to federated parties: list them, or run one step by step.",
+        "tour_command:tour_command",
+        "Nine short lessons, from one process to federated parties: list them, or run one step by step.",
     ),
     "doctor": LazyCommand(
-        home="manyhands.cli.doctor_command:doctor_command",
-        help="What this machine has for training, what is missing, and how to get it.",
+        "machine_commands:doctor_command",
+        "What this machine has for training, what is missing, and how to get it.",
     ),
 }
 
-app = typer.Typer(
+app = lazy_app(
+    COMMANDS,
     name="manyhands",
-    cls=group_of(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # a plain list: half of the time to show it would go into importing what draws boxes
 )
-add_lazily(app, COMMANDS)
 
 
 @app.command()
@@ -223,15 +197,13 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option(
+    "--version", help="Print the version.", callback=_print_version, is_eager=True, metavar=""
+)
+
+
 @app.callback()
-def options(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True, metavar=""
-        ),
-    ] = False,
-) -> None:
+def options(_version: Annotated[bool, _VERSION] = False) -> None:
     """Many machines train one model."""
 
 
@@ -243,7 +215,7 @@ def main() -> None:
         if isinstance(status, int):  # what a command left with, instead of returning
             sys.exit(status)
     except UsageError as error:
-        if is_help(error):
+        if type(error).__name__ == "NoArgsIsHelpError":  # what a group shows where no command is named
             error.show()  # type: ignore[attr-defined]
         else:
             print(f"manyhands: {usage_sentence(error)}", file=sys.stderr)
@@ -251,16 +223,9 @@ def main() -> None:
     except typer.Abort:
         print("manyhands: aborted", file=sys.stderr)
         sys.exit(1)
-    except UserError as error:
-        _complain(error)
-        sys.exit(2)
     except ManyhandsError as error:
-        _complain(error)
-        sys.exit(1)
+        print(f"manyhands: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         print("manyhands: interrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def _complain(error: ManyhandsError) -> None:
-    print(f"manyhands: {error}", file=sys.stderr)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.command_options import add_task_command, check_writable, write_json
+from manyhands.cli.command_options import json_option, option, task_commands, write_json
 from manyhands.cli.leaving import status_line
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
-from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -25,61 +23,56 @@ if TYPE_CHECKING:
 
 __all__ = ["memory_app"]
 
-memory_app = typer.Typer(
-    help="Say what training needs in memory on each worker, before anything is trained.",
-    no_args_is_help=True,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _MemoryOptions:
     """The options of every estimate."""
 
-    strategy: Annotated[
-        str | None, typer.Option(help="How, as for train; several, with ';' between.", show_default="all")
-    ] = None
-    workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write it to this file.")] = None
+    strategy: str | None = option(None, "How, as for train; several, with ';' between.", show_default="all")
+    workers: int = option(2, "Processes on this host.")
+    json_file: Path | None = json_option("Write it to this file.")
 
 
-def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
-    # Imported here so that help texts do not wait for torch.
+def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _MemoryOptions) -> None:
     from manyhands.foresight.estimate import estimate
+    from manyhands.strategies.registry import STRATEGIES
+    from manyhands.strategy import Strategy
 
-    check_writable(common.json_file)
     workers = common.workers
     check_count("workers", workers)
-    asked = _asked(common.strategy, workers)
+    named = common.strategy is not None
+    texts = common.strategy.split(";") if common.strategy is not None else list(STRATEGIES)
+    strategies = [Strategy.parse(text) for text in texts]
+    for strategy in strategies if named else ():  # before the task is built, which may take long
+        strategy.check(_of(strategy, workers), "cpu")
     with status_line() as say:
         say("reading the data")
         task = entry.build(**task_options)
         found = estimate(task, say)
         say("dividing it as each strategy does")
         rows = []
-        for text, strategy in asked or _all():
+        for text, strategy in zip(texts, strategies, strict=True):
             try:
                 needs = _needs(task, strategy, workers, found)
             except UserError:
-                if asked:
+                if named:
                     raise
                 continue  # not for this network, or not with so many workers
-            rows += [(text, one) for one in needs]
+            rows += [(str(strategy) if named else text, one) for one in needs]
     model = found.footprint
-    out = Console()
+    out = Console(highlight=False)
     if not out.is_terminal:
         out.width = 120
     out.print(
         f"{entry.name}: parameters {format_bytes(model.parameters)}, gradients {format_bytes(model.gradients)}, "
-        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {workers} workers",
-        highlight=False,
+        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {workers} workers"
     )
-    out.print(_table(rows))
+    out.print(_table(rows), highlight=True)
     for text, one in rows:
         if one.what:
-            out.print(f"{text}, besides: {one.what}", highlight=False)
+            out.print(f"{text}, besides: {one.what}")
     out.print(
-        f"Activations were {found.how}. What torch, the data and the processes themselves take is not counted.",
-        highlight=False,
+        f"Activations were {found.how}. What torch, the data and the processes themselves take is not counted."
     )
     write_json(
         common.json_file,
@@ -91,23 +84,6 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common
             "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
         },
     )
-
-
-def _asked(text: str | None, workers: int) -> list[tuple[str, Strategy]]:
-    """By their texts; none where none was named. What no task could be trained by is refused before one is built."""
-    from manyhands.strategy import Strategy
-
-    asked = [Strategy.parse(one) for one in text.split(";")] if text is not None else []
-    for strategy in asked:
-        strategy.check(_of(strategy, workers), "cpu")
-    return [(str(strategy), strategy) for strategy in asked]
-
-
-def _all() -> list[tuple[str, Strategy]]:
-    from manyhands.strategies.registry import STRATEGIES
-    from manyhands.strategy import Strategy
-
-    return [(word, Strategy.parse(word)) for word in STRATEGIES]
 
 
 def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
@@ -144,5 +120,4 @@ def _table(rows: list[tuple[str, Any]]) -> Table:
     return table
 
 
-for _entry in offered("task"):
-    add_task_command(memory_app, _entry, _Common, _tell, f"What training {_entry.help} needs.")
+memory_app = task_commands(_estimate, "What training {help} needs.")

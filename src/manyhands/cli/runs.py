@@ -1,4 +1,4 @@
-"""What every command that makes a run offers besides: to go on with it, to look at it, and its report.
+"""What every command that makes a run offers besides: to continue it, to look at it, and its report.
 
 What other launchers say in the environment, and that the commands which start workers themselves do not read it.
 """
@@ -9,13 +9,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.cli.command_options import option
 from manyhands.data.store.atomic import write_atomically
-from manyhands.observe.draw.charts import Series, data_table, document, line_chart, section
+from manyhands.errors import ManyhandsError
+from manyhands.observe.draw.charts import Series, line_chart
+from manyhands.observe.draw.paper import data_table, document, section
 from manyhands.places.external.specification import EVALUATOR, ClusterSpec
 from manyhands.places.place import TF_CONFIG, stand_alone
 from manyhands.workloads.tasks.builtin import TaskTable
@@ -24,14 +28,8 @@ if TYPE_CHECKING:
     from manyhands.places.local.signals import SignalEnding
 
 __all__ = [
-    "CheckpointEvery",
-    "Dashboard",
-    "DashboardPort",
-    "Insecure",
     "Resume",
-    "Tensorboard",
-    "Tls",
-    "Watchdog",
+    "RunOptions",
     "ended_by_signal",
     "ignored_variables",
     "leave_if_evaluator",
@@ -39,66 +37,55 @@ __all__ = [
     "live_page",
     "live_tensorboard",
     "start_own_workers",
-    "write_picture",
 ]
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
-CheckpointEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints.")]
-Watchdog = Annotated[
-    float,
-    typer.Option(
-        help="Seconds without progress after which the worker that holds up the run is named; 0: never."
-    ),
-]
-Tls = Annotated[
-    Path | None,
-    typer.Option(
-        help="Between hosts: folder of this host's certificate (`manyhands certificates`); or MANYHANDS_TLS.",
-        metavar="DIR",
-    ),
-]
-Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="Between hosts: send everything in the clear, on a network you trust."),
-]
-Dashboard = Annotated[bool, typer.Option("--dashboard", help="Show the run as a live page while it goes on.")]
-DashboardPort = Annotated[int, typer.Option(help="Port of the live page on 127.0.0.1; 0 takes a free one.")]
-Tensorboard = Annotated[
-    Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")
-]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of every command that trains."""
+
+    out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
+    resume: Resume = False
+    checkpoint_every: int | None = option(None, "Steps between checkpoints.")
+    watchdog: float = option(
+        60.0, "Seconds without progress after which the worker that holds up the run is named; 0: never."
+    )
+    dashboard: bool = option(False, "Show the run as a live page while it goes on.", "--dashboard")
+    dashboard_port: int = option(0, "Port of the live page on 127.0.0.1; 0 takes a free one.")
+    tensorboard: Path | None = option(None, "Write event files for TensorBoard to this directory.")
 
 
 def live_page(
-    shown: bool, out: Path, task: str, strategy: str, port: int, workers: int = 1
+    asked: RunOptions, out: Path, task: str, strategy: str, workers: int = 1
 ) -> AbstractContextManager[object]:
     """The run's page while it goes on, where one is asked for; it has room for so many workers from the beginning."""
-    if not shown:
+    if not asked.dashboard:
         return nullcontext()
-    from manyhands.cli.watch_command import serving
+    from manyhands.cli.look_commands import serving
     from manyhands.observe.analyse.follow import ComingRun
     from manyhands.serving.hosting import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
-    return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, port, farewell)
+    return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, asked.dashboard_port, farewell)
 
 
-def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManager[object]:
+def live_tensorboard(asked: RunOptions, out: Path) -> AbstractContextManager[object]:
     """The event files for TensorBoard, where they are asked for."""
     from manyhands.observe.draw.tensorboard import LiveTensorboard
 
-    return LiveTensorboard(out, directory) if directory is not None else nullcontext()
+    return LiveTensorboard(out, asked.tensorboard) if asked.tensorboard is not None else nullcontext()
 
 
 def leave_report(out: Path, table: TaskTable | None = None) -> None:
     """The run's report, and the picture of a task's table; a disk that takes neither fails no run that ended well."""
-    from manyhands.cli.runs import write_picture
-    from manyhands.errors import ManyhandsError
     from manyhands.observe.draw.page import write_report
 
     try:
         print(f"report  {write_report(out)}")
         if table is not None and table.curves:
-            print(f"picture  {write_picture(out, table)}")
+            print(f"picture  {_write_picture(out, table)}")
     except ManyhandsError as error:
         print(f"manyhands: there is no report: {error}", file=sys.stderr)
 
@@ -107,7 +94,7 @@ def leave_report(out: Path, table: TaskTable | None = None) -> None:
 def ended_by_signal(kept: Callable[[], str] | None = None) -> Iterator[SignalEnding]:
     """While this lasts, Ctrl-C, SIGTERM and SIGHUP end the command.
 
-    `kept` is called then and says what is left and how to go on; None: somebody has said so already.
+    `kept` is called then and says what is left and how to continue; None: somebody has said so already.
     """
     from manyhands.places.local.signals import ending, signal_of
 
@@ -129,20 +116,20 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each launcher whose variables are set, with what to do instead."""
-    told = []
+    sentences = []
     if environment.get(TF_CONFIG):
-        told.append(
+        sentences.append(
             "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
             "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
         )
     found = [name for name in _TORCHRUN if environment.get(name)]
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
-        told.append(
+        sentences.append(
             f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
             "not read: this command starts workers of its own; to train on the processes of torchrun, have it start "
             "`manyhands train` with a task such as digits, or a script that calls mh.fit() or mh.join()"
         )
-    return told
+    return sentences
 
 
 def leave_if_evaluator() -> None:
@@ -160,7 +147,7 @@ def start_own_workers() -> None:
     stand_alone()
 
 
-def write_picture(run: Path, table: TaskTable) -> Path:
+def _write_picture(run: Path, table: TaskTable) -> Path:
     """Write `picture.html` into the run's directory: a task's table, and its curves with their points."""
     path = run / "picture.html"
     series = [Series(name=one.name, xs=one.xs, ys=one.ys, dots=one.dots) for one in table.curves]

@@ -4,99 +4,98 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.command_options import (
     AllowOverload,
-    add_task_command,
-    check_writable,
+    Seed,
     command_elsewhere,
     fresh_directory,
+    json_option,
+    option,
     print_next,
+    task_commands,
 )
 from manyhands.cli.command_process import child_command
-from manyhands.cli.leaving import Findings, leave_findings, status_line, time_left
-from manyhands.cli.program import spare_the_compiler
+from manyhands.cli.leaving import leave_findings, progress_line
 from manyhands.cli.runs import ended_by_signal, start_own_workers
-from manyhands.cli.simulate_command import parse_seconds
+from manyhands.cli.simulate_command import network_model
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
-from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.scaling.run_scaling import ScalingProgress, ScalingSettings
+    from manyhands.lab.scaling.run_scaling import ScalingProgress
     from manyhands.lab.scaling.scaling_report import ScalingCurve
 
 __all__ = ["scaling_app"]
 
-scaling_app = typer.Typer(
-    help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
-    no_args_is_help=True,
-    callback=start_own_workers,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _ScalingOptions:
     """The options of every scaling curve."""
 
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            help="How many, separated by commas.", show_default="powers of two up to twice the cores"
-        ),
-    ] = None
-    strategy: Annotated[str, typer.Option(help="How the work is spread.")] = "mirrored"
-    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 40
-    repeats: Annotated[int, typer.Option(help="Runs with each number, interleaved.")] = 2
-    latency: Annotated[str, typer.Option(help="Of every message, in the forecast.")] = "100us"
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="Of every process's wire, in the forecast, as in 1Gbit.", show_default="without limit"
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    workers: str | None = option(
+        None, "How many, separated by commas.", show_default="powers of two up to twice the cores"
+    )
+    strategy: str = option("mirrored", "How the work is spread.")
+    steps: int = option(40, "Global batches of each run.")
+    repeats: int = option(2, "Runs with each number, interleaved.")
+    latency: str = option("100us", "Of every message, in the forecast.")
+    bandwidth: str | None = option(
+        None, "Of every process's wire, in the forecast, as in 1Gbit.", show_default="without limit"
+    )
+    seed: Seed = 0
     allow_overload: AllowOverload = False
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/scaling-TASK-TIME")
-    ] = None
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+    out: Path | None = option(None, "Directory of all runs.", show_default="runs/scaling-TASK-TIME")
+    json: Path | None = json_option()
 
 
-def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
-    # Imported here so that help texts do not wait for torch.
+def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _ScalingOptions) -> None:
     from manyhands.data.store.atomic import require_empty
-    from manyhands.lab.scaling.run_scaling import forecast_speedups, measure_scaling, require_counts
+    from manyhands.lab.scaling.run_scaling import (
+        ScalingSettings,
+        forecast_speedups,
+        measure_scaling,
+        require_counts,
+    )
     from manyhands.lab.scaling.scaling_report import scaling_curve
     from manyhands.lab.sweep.run_sweep import usable_cores
     from manyhands.strategy import Strategy
 
-    spare_the_compiler()
-    check_writable(common.json)
     for name, value in (("steps", common.steps), ("repeats", common.repeats)):
         if value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
     cores = usable_cores()
     strategy = Strategy.parse(common.strategy)
     counts = require_counts(_counts(common.workers, len(cores)), strategy)
-    task, settings = entry.build(**task_options), _settings(common, cores)
+    task = entry.build(**task_options)
+    settings = ScalingSettings(
+        steps=common.steps,
+        repeats=common.repeats,
+        seed=common.seed,
+        cores=cores,
+        network=network_model(common.latency, common.bandwidth),
+        allow_overload=common.allow_overload,
+    )
     words = ["train", entry.name, *(f"{flag(name)}={value}" for name, value in task_options.items())]
     out = common.out or fresh_directory(f"scaling-{entry.name}")
     require_empty(out)
-    with ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"), _told() as tell:
-        rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
+    with (
+        ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"),
+        progress_line(_progress_words) as report,
+    ):
+        rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, report)
     step_s = task.batch_size / statistics.median(rates[1])
     forecast = forecast_speedups(task, strategy, counts, step_s, settings)
-    curve = scaling_curve(rates, forecast, waiting, len(cores))
-    _leave(entry.name, curve, common, out)
+    _leave(entry.name, str(strategy), scaling_curve(rates, forecast, waiting, len(cores)), common, out)
+
+
+def _progress_words(progress: ScalingProgress) -> str:
+    workers = f"{progress.workers} worker{'s' * (progress.workers > 1)}"
+    return f"run {progress.done + 1} of {progress.runs} · {workers}"
 
 
 def _counts(text: str | None, cores: int) -> list[int]:
@@ -105,49 +104,30 @@ def _counts(text: str | None, cores: int) -> list[int]:
     values = parse_values(text, ",")
     for value in values:
         if not value.isdecimal():
-            raise UserError(f"--workers {value!r} is no whole number; list several as in 1,2,4")
+            raise UserError(f"--workers {value!r} is not an integer; list several as in 1,2,4")
     return [int(value) for value in values]
 
 
-def _settings(common: _Common, cores: list[int]) -> ScalingSettings:
-    from manyhands.foresight.simulate import NetworkModel
-    from manyhands.lab.compare.bandwidth import Rate
-    from manyhands.lab.scaling.run_scaling import ScalingSettings
-
-    rate = Rate.parse(common.bandwidth).bits_per_s / 8 if common.bandwidth is not None else float("inf")
-    network = NetworkModel(latency_s=parse_seconds("--latency", common.latency), bandwidth_bytes_per_s=rate)
-    return ScalingSettings(
-        steps=common.steps,
-        repeats=common.repeats,
-        seed=common.seed,
-        cores=cores,
-        network=network,
-        allow_overload=common.allow_overload,
-    )
-
-
-def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
+def _leave(task: str, strategy: str, curve: ScalingCurve, common: _ScalingOptions, out: Path) -> None:
     from manyhands.lab.scaling.scaling_report import (
         SCALING_HEAD,
         scaling_cells,
         scaling_page,
         scaling_sentences,
     )
-    from manyhands.strategy import Strategy
+    from manyhands.observe.draw.time_table import words_table
 
-    told, strategy = scaling_sentences(curve), str(Strategy.parse(common.strategy))
-    title = f"{task} · {strategy} · {curve.points[0].workers} to {curve.points[-1].workers} workers"
+    sentences, most = scaling_sentences(curve), curve.points[-1].workers
+    title = f"{task} · {strategy} · {curve.points[0].workers} to {most} workers"
     about = {"task": task, "strategy": strategy, "steps": common.steps, "repeats": common.repeats}
-    found = Findings(
-        title=title,
-        head=SCALING_HEAD,
-        cells=scaling_cells(curve),
-        told=told,
-        figures=about | curve.to_dict(),
-        page=lambda command, facts: scaling_page(title, curve, told, command, facts),
+    leave_findings(
+        out,
+        common.json,
+        [words_table(title, SCALING_HEAD, scaling_cells(curve))],
+        sentences,
+        {**about, **curve.to_dict(), "told": sentences},
+        lambda command, facts: scaling_page(title, curve, sentences, command, facts),
     )
-    leave_findings(found, out, common.json)
-    most = curve.points[-1].workers
     print_next(
         where_the_time_goes_there=("explain", out / f"{most:03d}-workers-1"),
         with_more_workers_than_cores=("simulate", task, "--strategy", "ps", "--workers", 4 * most),
@@ -155,16 +135,4 @@ def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
     )
 
 
-@contextmanager
-def _told() -> Iterator[Callable[[ScalingProgress], None]]:
-    with status_line() as say:
-
-        def tell(progress: ScalingProgress) -> None:
-            workers = f"{progress.workers} worker{'s' * (progress.workers > 1)}"
-            say(f"run {progress.done + 1} of {progress.runs} · {workers}{time_left(progress.seconds_left)}")
-
-        yield tell
-
-
-for _entry in offered("task"):
-    add_task_command(scaling_app, _entry, _Common, _scaling, f"Scaling of {_entry.help}.")
+scaling_app = task_commands(_scaling, "Scaling of {help}.", callback=start_own_workers)

@@ -6,15 +6,14 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from manyhands.cli.command_options import check_writable
+from manyhands.cli.command_options import argument, from_options, option
 from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.strategy import parse_size
 
 if TYPE_CHECKING:
+    from manyhands.strategies.common.collectives.schedule import Algorithm
     from manyhands.strategies.pipeline.schedules import Schedule
 
 __all__ = ["schedule_command"]
@@ -25,96 +24,74 @@ RATES = (20e-6, 1 / 2e9, 1 / 10e9)
 """Alpha, beta and gamma: seconds for a message, for a byte sent, for a byte added."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The options, each None where it was not given."""
+@dataclass(frozen=True)
+class _ScheduleOptions:
+    """The options of `schedule`, each None where it was not given."""
 
-    stages: int | None
-    microbatches: int | None
-    chunks: int | None
-    workers: str | None
-    size: str | None
-    svg: Path | None
+    name: str | None = argument(None, "Which schedule; without a name they are listed.", show_default=False)
+    stages: int | None = option(None, "Stages of a pipeline.", show_default="4")
+    microbatches: int | None = option(None, "Micro-batches, or slices of time, in a step.", show_default="8")
+    chunks: int | None = option(None, "Parts that each stage of `interleaved` has.", show_default="2")
+    workers: str | None = option(
+        None, "Workers of an all-reduce; several, as in 2,4,8, for a table.", show_default="4"
+    )
+    size: str | None = option(
+        None, "Bytes of a message between stages, or of what is all-reduced.", show_default="1MiB"
+    )
+    svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
 
-    def refuse(self, name: str, kind: str, *others: str) -> None:
+    def refuse(self, kind: str, *others: str) -> None:
         """UserError for an option that this kind of schedule does not have."""
         for other in others:
             if getattr(self, other) is not None:
-                raise UserError(f"--{other} does not go with {name}, which is {kind}")
+                raise UserError(f"--{other} does not go with {self.name}, which is {kind}")
+
+    def within(self, name: str, default: int, most: int) -> int:
+        number = getattr(self, name)
+        if number is not None and not 1 <= number <= most:
+            raise UserError(f"--{name} {number} is not allowed; 1 to {most} can be drawn")
+        return default if number is None else int(number)
+
+    @property
+    def num_bytes(self) -> int:
+        return parse_size("1MiB" if self.size is None else self.size)
 
 
-def schedule_command(
-    name: Annotated[
-        str | None, typer.Argument(help="Which schedule; without a name they are listed.", show_default=False)
-    ] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline.", show_default="4")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="Micro-batches, or slices of time, in a step.", show_default="8")
-    ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="Parts that each stage of `interleaved` has.", show_default="2")
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(help="Workers of an all-reduce; several, as in 2,4,8, for a table.", show_default="4"),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help="Bytes of a message between stages, or of what is all-reduced.", show_default="1MiB"
-        ),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file, too.")] = None,
-) -> None:
-    """Draw a schedule of a pipeline or an all-reduce, and say what it costs."""
-    # Imported here so that help texts do not wait for it.
+@from_options
+def schedule_command(asked: _ScheduleOptions) -> None:
     from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
     from manyhands.strategies.pipeline.schedules import SCHEDULES
 
-    asked = _Asked(stages, microbatches, chunks, workers, size, svg)
+    name = asked.name
     if name is None:
-        if asked != _Asked(None, None, None, None, None, None):
+        if asked != _ScheduleOptions():
             raise UserError("options need the name of a schedule, as in `manyhands schedule 1f1b --stages 4`")
-        _list()
+        wide = max(map(len, [*SCHEDULES, *ALGORITHMS]))
+        print("Of a pipeline, as in `manyhands schedule 1f1b --stages 4 --microbatches 8`:")
+        for each, maker in SCHEDULES.items():
+            print(f"  {each:<{wide}}  {(maker.__doc__ or '').partition(chr(10))[0]}")
+        print("\nOf an all-reduce, as in `manyhands schedule ring --workers 4`:")
+        for each, algorithm in ALGORITHMS.items():
+            print(f"  {each:<{wide}}  {algorithm.description[0].upper()}{algorithm.description[1:]}.")
     elif name in SCHEDULES:
         _pipeline(name, asked)
     elif name in ALGORITHMS:
-        _allreduce(name, asked)
+        _allreduce(ALGORITHMS[name], asked)
     else:
         raise UserError(f"there is no schedule {name!r}; {nearest(name, [*SCHEDULES, *ALGORITHMS])}")
 
 
-def _list() -> None:
-    from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-    from manyhands.strategies.pipeline.schedules import SCHEDULES
-
-    wide = max(map(len, [*SCHEDULES, *ALGORITHMS]))
-    print("Of a pipeline, as in `manyhands schedule 1f1b --stages 4 --microbatches 8`:")
-    for name, maker in SCHEDULES.items():
-        print(f"  {name:<{wide}}  {(maker.__doc__ or '').partition(chr(10))[0]}")
-    print("\nOf an all-reduce, as in `manyhands schedule ring --workers 4`:")
-    for name, algorithm in ALGORITHMS.items():
-        print(f"  {name:<{wide}}  {algorithm.description[0].upper()}{algorithm.description[1:]}.")
-
-
-def _pipeline(name: str, asked: _Asked) -> None:
+def _pipeline(name: str, asked: _ScheduleOptions) -> None:
     from manyhands.strategies.pipeline.schedule_cost import check, cost, equal_times
     from manyhands.strategies.pipeline.schedule_drawing import as_svg, costs_text, heading
     from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 
-    asked.refuse(name, "a schedule of a pipeline: say --stages and --microbatches", "workers")
+    asked.refuse("a schedule of a pipeline: say --stages and --microbatches", "workers")
     if name != "interleaved":
-        asked.refuse(name, "a schedule with one part on every stage; `interleaved` has several", "chunks")
-    stages = _within("stages", asked.stages, 4, MAX_STAGES)
-    microbatches = _within("microbatches", asked.microbatches, 8, MAX_MICROBATCHES)
-    chunks = _within("chunks", asked.chunks, 2, MAX_CHUNKS)
-    num_bytes = _size(asked)
-    check_writable(asked.svg, "--svg")
-    table = (
-        interleaved(stages, microbatches, chunks)
-        if name == "interleaved"
-        else SCHEDULES[name](stages, microbatches)
-    )
+        asked.refuse("a schedule with one part on every stage; `interleaved` has several", "chunks")
+    counts = asked.within("stages", 4, MAX_STAGES), asked.within("microbatches", 8, MAX_MICROBATCHES)
+    chunks, num_bytes = asked.within("chunks", 2, MAX_CHUNKS), asked.num_bytes
+    table = interleaved(*counts, chunks) if name == "interleaved" else SCHEDULES[name](*counts)
     check(table)
     found = cost(table, equal_times(table), [num_bytes] * (table.parts - 1))
     print(f"{heading(table)}\n")
@@ -150,8 +127,7 @@ def _print_drawing(table: Schedule) -> None:
     Console().print(text, soft_wrap=True)
 
 
-def _allreduce(name: str, asked: _Asked) -> None:
-    from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+def _allreduce(algorithm: Algorithm, asked: _ScheduleOptions) -> None:
     from manyhands.strategies.common.collectives.collective_drawing import (
         as_svg,
         as_text,
@@ -160,10 +136,9 @@ def _allreduce(name: str, asked: _Asked) -> None:
         watch,
     )
 
-    asked.refuse(name, "a schedule of an all-reduce: say --workers", "stages", "microbatches", "chunks")
+    asked.refuse("a schedule of an all-reduce: say --workers", "stages", "microbatches", "chunks")
     worlds = _numbers("4" if asked.workers is None else asked.workers)
-    num_bytes = _size(asked)
-    check_writable(asked.svg, "--svg")
+    num_bytes = asked.num_bytes
     if len(worlds) > 1 and asked.svg is not None:
         raise UserError(f"--svg draws one number of workers, not {asked.workers}")
     if worlds[0] > MAX_DRAWN_WORKERS and len(worlds) == 1:
@@ -171,8 +146,7 @@ def _allreduce(name: str, asked: _Asked) -> None:
             f"--workers {worlds[0]} is too many for a drawing, which has {MAX_DRAWN_WORKERS} at most; several numbers, "
             "as in 8,16,32, make a table"
         )
-    algorithm = ALGORITHMS[name]
-    print(f"{name} · {algorithm.description}\nFrom: {algorithm.source}\n")
+    print(f"{asked.name} · {algorithm.description}\nFrom: {algorithm.source}\n")
     if len(worlds) == 1:
         print(
             "`5` is a worker's own number, `(26)` a partial sum, `[37]` the sum of all; `0→1:b` sends b to worker 1."
@@ -187,14 +161,6 @@ def _allreduce(name: str, asked: _Asked) -> None:
         _write_svg(asked.svg, as_svg(watch(algorithm, example(worlds[0]))))
 
 
-def _within(option: str, number: int | None, default: int, most: int) -> int:
-    if number is None:
-        return default
-    if not 1 <= number <= most:
-        raise UserError(f"--{option} {number} is not allowed; 1 to {most} can be drawn")
-    return number
-
-
 def _numbers(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -206,14 +172,9 @@ def _numbers(text: str) -> list[int]:
     return list(map(int, words))
 
 
-def _size(asked: _Asked) -> int:
-    return parse_size("1MiB" if asked.size is None else asked.size)
-
-
 def _write_svg(path: Path, drawing: str) -> None:
-    from manyhands.data.store.atomic import (
-        write_atomically,
-    )  # it brings torch: what is only printed does not wait for that
+    # It brings torch: what is only printed does not wait for that.
+    from manyhands.data.store.atomic import write_atomically
 
     write_atomically(path, [drawing.encode()])
     print(f"picture in {path}")

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from manyhands.cli.command_options import (
     AllowOverload,
-    add_task_command,
+    Seed,
     check_writable,
     command_to_resume,
     fresh_directory,
+    option,
     print_next,
+    task_commands,
     write_json,
 )
 from manyhands.cli.lazy_commands import usual_workers
-from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Insecure,
-    Resume,
-    Tensorboard,
-    Tls,
-    Watchdog,
+    RunOptions,
     ended_by_signal,
     leave_if_evaluator,
     leave_report,
@@ -39,144 +32,71 @@ from manyhands.cli.runs import (
     live_tensorboard,
 )
 from manyhands.cli.workload_command import add_trainings
-from manyhands.errors import format_bytes
+from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
+    from manyhands.engine.options import Options
     from manyhands.engine.run import Run
     from manyhands.task import Task
 
 __all__ = ["end_run", "task_table", "train_app"]
 
-train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _TrainOptions(RunOptions):
     """The options that every task has."""
 
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help=f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
-        ),
-    ] = "mirrored"
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes on this host; under torchrun, the processes it started.",
-            show_default="2, or what the strategy takes",
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
-        ),
-    ] = None
-    min_workers: Annotated[
-        int | None,
-        typer.Option(help="Go on with so few, or end: 'allreduce elastic=yes'; ps with --cluster."),
-    ] = None
-    max_workers: Annotated[
-        int | None, typer.Option(help="With --cluster and ps: up to so many as it grows.")
-    ] = None
-    steps: Annotated[int | None, typer.Option(help="Global batches to train.")] = None
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")] = None
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train, of a strategy that counts them.")] = (
-        None
+    strategy: str = option(
+        "mirrored", f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
     )
-    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
-    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")] = None
-    resume: Resume = False
-    device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU per worker in turn.")] = "cpu"
-    autocast: Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where safe.")] = False
-    compile_model: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None
-    checkpoint_every: CheckpointEvery = None
+    workers: int | None = option(
+        None,
+        "Processes on this host; under torchrun, the processes it started.",
+        show_default="2, or what the strategy takes",
+    )
+    cluster: str | None = option(
+        None, "Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
+    )
+    min_workers: int | None = option(
+        None, "Continue with so few, or end: 'allreduce elastic=yes'; ps with --cluster."
+    )
+    max_workers: int | None = option(None, "With --cluster and ps: up to so many as it grows.")
+    steps: int | None = option(None, "Global batches to train.")
+    epochs: int | None = option(None, "Passes over the data, instead of --steps.")
+    rounds: int | None = option(None, "Rounds to train, of a strategy that counts them.")
+    seed: Seed = 0
+    device: str = option("cpu", "cpu, or cuda: one GPU per worker in turn.")
+    autocast: bool = option(False, "Compute in bfloat16 where safe.", "--autocast")
+    compile_model: bool = option(False, "Use torch.compile.", "--compile")
+    evaluate_every: int | None = option(None, "Steps between evaluations.")
     allow_overload: AllowOverload = False
-    watchdog: Watchdog = 60.0
-    slow: Annotated[
-        str | None,
-        typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
-    ] = None
-    progress: Annotated[
-        str,
-        typer.Option(
-            help="bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
-        ),
-    ] = "auto"
-    tls: Tls = None
-    insecure: Insecure = False
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
-    tensorboard: Tensorboard = None
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write steps and evaluations to this file.")
-    ] = None
+    slow: str | None = option(
+        None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
+    )
+    progress: str = option(
+        "auto", "bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
+    )
+    tls: Path | None = option(
+        None,
+        "Between hosts: folder of this host's certificate (`manyhands certificates`); or MANYHANDS_TLS.",
+        metavar="DIR",
+    )
+    insecure: bool = option(
+        False, "Between hosts: send everything in the clear, on a network you trust.", "--insecure"
+    )
+    json_file: Path | None = option(None, "Write the summary to this file.", "--json")
+    csv_file: Path | None = option(None, "Write steps and evaluations to this file.", "--csv")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a command asks for, where it stands."""
-
-    task: Task
-    fit: Callable[[], Run]
-    out: Path
-    leads: bool
-    """Whether the run directory, the page and what is printed at the end are this process's."""
-
-    count: int
-    """How many processes there are, as the page shows them before the run has said so."""
-
-
-def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
-    # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import ManyhandsError, UserError
-
-    if common.resume and common.out is None:
-        raise UserError("--resume needs --out, the directory of the run to go on with")
-    spare_the_compiler()
-    asked = _asked(entry, task_options, common)
-    try:
-        if not asked.leads:
-            with ended_by_signal():
-                asked.fit()
-            return
-        shown = (asked.out, entry.name, common.strategy, common.dashboard_port, asked.count)
-        page = live_page(common.dashboard, *shown)
-        # without a word of its own, for fit has said what is kept, and how to go on
-        with ended_by_signal(), page, live_tensorboard(asked.out, common.tensorboard):
-            run = asked.fit()
-    except UserError:
-        raise
-    except ManyhandsError:
-        if asked.leads:
-            leave_report(asked.out)  # it shows what went wrong, and to whom
-        raise
-    end_run(run, asked.out, common.json_file, task_table(entry, asked.task, run))
-    if run.path is not None:
-        print_next(
-            where_the_time_goes=("explain", asked.out),
-            the_page_of_the_run=("watch", asked.out),
-            the_model_over_HTTP=("serve", asked.out),
-        )
-
-
-def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
-    """The task with its options, and the call of `fit`; UserError for what makes no sense before anything starts."""
+def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TrainOptions) -> None:
     from manyhands.engine.fitting import fit
-    from manyhands.engine.loggers import CsvLogger
-    from manyhands.engine.options import Options, Slowdown
-    from manyhands.places.place import find_place
 
-    task = entry.build(**task_options)
-    place = find_place()
-    leads = place.leads
+    task, place = entry.build(**task_options), find_place()
+    leads = place.leads  # the run directory, the page and what is printed at the end are its
     usual = usual_workers(Strategy.parse(common.strategy))
     workers = common.workers if common.workers is not None or place.world is not None else usual
     out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
@@ -193,25 +113,61 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
         out=out,
         resume=common.resume,
         cluster=common.cluster,
-        options=Options(
-            evaluate_every=common.evaluate_every,
-            checkpoint_every=common.checkpoint_every,
-            allow_overload=common.allow_overload,
-            resume_command=command_to_resume(sys.argv, out),
-            watchdog_s=common.watchdog,
-            slow=Slowdown.parse(common.slow) if common.slow is not None else None,
-            autocast=common.autocast,
-            compile=common.compile_model,
-            progress=common.progress,
-            tls=common.tls,
-            insecure=common.insecure,
-            min_workers=common.min_workers,
-            max_workers=common.max_workers,
-            callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
-        ),
+        options=_fit_options(common, out, leads),
     )
-    count = workers if workers is not None else place.world
-    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or usual)
+    if not leads:
+        with ended_by_signal():
+            fit_here()
+        return
+    try:
+        page = live_page(common, out, entry.name, common.strategy, workers or place.world or usual)
+        # without a word of its own, for fit has said what is kept, and how to continue
+        with ended_by_signal(), page, live_tensorboard(common, out):
+            run = fit_here()
+    except UserError:
+        raise
+    except ManyhandsError:
+        leave_report(out)  # it shows what went wrong, and to whom
+        raise
+    end_run(run, out, common.json_file, task_table(entry, task, run))
+    if run.path is not None:
+        print_next(
+            where_the_time_goes=("explain", out),
+            the_page_of_the_run=("watch", out),
+            the_model_over_HTTP=("serve", out),
+        )
+
+
+def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
+    from manyhands.engine.loggers import CsvLogger
+    from manyhands.engine.options import Options, Slowdown
+
+    return Options(
+        evaluate_every=common.evaluate_every,
+        checkpoint_every=common.checkpoint_every,
+        allow_overload=common.allow_overload,
+        resume_command=command_to_resume(sys.argv, out),
+        watchdog_s=common.watchdog,
+        slow=Slowdown.parse(common.slow) if common.slow is not None else None,
+        autocast=common.autocast,
+        compile=common.compile_model,
+        progress=common.progress,
+        tls=common.tls,
+        insecure=common.insecure,
+        min_workers=common.min_workers,
+        max_workers=common.max_workers,
+        callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
+    )
+
+
+def _length(entry: BuiltinTask[Any], common: _TrainOptions) -> dict[str, int | None]:
+    """Steps, epochs or rounds as asked for, or what the task itself would have."""
+    asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
+    if any(value is not None for value in asked.values()):
+        return asked
+    if Strategy.parse(common.strategy).facts.counts_rounds:
+        return {}
+    return {"steps": entry.steps, "epochs": entry.epochs}
 
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
@@ -237,49 +193,34 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
     write_json(json_file, summary)  # last, for a disk that does not take it must not hide the rest
 
 
-def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:
-    """Steps, epochs or rounds as asked for, or what the task itself would have."""
-    asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
-    if any(value is not None for value in asked.values()):
-        return asked
-    if Strategy.parse(common.strategy).facts.counts_rounds:
-        return {}
-    return {"steps": entry.steps, "epochs": entry.epochs}
-
-
-def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
-    out = Console()
+def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> None:
+    out = Console(highlight=False)
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     out.print(
         f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers · {summary['steps']} steps in "
-        f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s",
-        highlight=False,
+        f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s"
     )
-    out.print(f"final  {final}", highlight=False)
+    out.print(f"final  {final}")
     out.print(table)
     if summary["bytes_sent"]:
         parts = summary["sent"].items()
         said = "  ".join(f"{name} {format_bytes(sent['bytes_sent'])}" for name, sent in parts)
-        out.print(f"sent  {said}", highlight=False)
+        out.print(f"sent  {said}")
+    recoveries = summary.get("recoveries") or []
+    took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
+    recovered = f"recoveries  {len(recoveries)}{took}"
     if summary.get("membership", {}).get("changes"):
-        counted, recoveries = summary["membership"], summary["recoveries"]
-        took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
+        counted = summary["membership"]
         out.print(
-            f"workers  lost {counted['lost']}  joined {counted['joined']}   recoveries  {len(recoveries)}{took}   "
-            f"steps computed twice  {counted['steps_computed_twice']}",
-            highlight=False,
+            f"workers  lost {counted['lost']}  joined {counted['joined']}   {recovered}   "
+            f"steps computed twice  {counted['steps_computed_twice']}"
         )
     if "staleness" in summary:
-        stale, recoveries = summary["staleness"], summary["recoveries"]
-        took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
-        out.print(
-            f"staleness  mean {stale['mean']:.2f}  max {stale['max']}   recoveries  {len(recoveries)}{took}",
-            highlight=False,
-        )
+        stale = summary["staleness"]
+        out.print(f"staleness  mean {stale['mean']:.2f}  max {stale['max']}   {recovered}")
     if path is not None:
-        out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
+        out.print(f"run directory  {path}", soft_wrap=True)
 
 
-for _entry in offered("task"):
-    add_task_command(train_app, _entry, _Common, _train, f"Train {_entry.help}.")
+train_app = task_commands(_train, "Train {help}.", callback=leave_if_evaluator)
 add_trainings(train_app)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -19,27 +19,22 @@ from rich.text import Text
 from manyhands.cli.command_options import (
     AllowOverload,
     add_workload_command,
-    check_writable,
     command_to_resume,
     fresh_directory,
+    json_option,
+    option,
     own_command,
     print_next,
     write_json,
 )
 from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Resume,
-    Tensorboard,
-    Watchdog,
+    RunOptions,
     ended_by_signal,
     leave_report,
     live_page,
     live_tensorboard,
     start_own_workers,
 )
-from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import CompiledWorkload, TableRows
 from manyhands.workloads.registry import offered
 from manyhands.workloads.task_options import chosen
@@ -51,21 +46,14 @@ __all__ = ["add_trainings", "print_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KeptRun:
+class _KeptRun(RunOptions):
     """The options that every such training has."""
 
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the files of the run go.", show_default="runs/TASK-TIME"),
-    ] = None
-    resume: Resume = False
-    checkpoint_every: CheckpointEvery = None
-    watchdog: Watchdog = 60.0
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    tensorboard: Tensorboard = None
+    out: Path | None = option(
+        None, "Where the files of the run go.", metavar="DIR", show_default="runs/TASK-TIME"
+    )
     allow_overload: AllowOverload = False
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+    json_file: Path | None = json_option("Write the summary to this file.")
 
 
 def add_trainings(app: typer.Typer) -> None:
@@ -77,16 +65,13 @@ def add_trainings(app: typer.Typer) -> None:
 
 def _train(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _KeptRun) -> None:
     start_own_workers()
-    # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.data.store.atomic import write_json as write_file
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.draw.bars import Bars
 
     options = chosen(workload.name, workload.options_type, given)
-    check_writable(asked.json_file)
     out = asked.out or fresh_directory(workload.name)
     keep, model = _keeping(asked, out, workload.files), out / workload.files[0]
-    page = (out, workload.name, options.strategy, asked.dashboard_port, options.workers)
 
     def kept() -> str:
         result = f"what there is of a result is in {model}" if model.exists() else "there is no result yet"
@@ -96,8 +81,8 @@ def _train(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _KeptR
 
     with (
         ended_by_signal(kept) as end,
-        live_page(asked.dashboard, *page),
-        live_tensorboard(out, asked.tensorboard),
+        live_page(asked, out, workload.name, options.strategy, options.workers),
+        live_tensorboard(asked, out),
         Bars() as bars,
     ):
         ended = workload.train(options, keep, bars)
@@ -122,8 +107,6 @@ def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
     from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
 
-    if asked.resume and asked.out is None:
-        raise UserError("--resume needs --out, the directory of the run to go on with")
     if asked.resume:
         RunDirectory.open(out, lock=False)
     else:

@@ -190,8 +190,8 @@ def _unzipped_head(path: Path) -> bytes:
 
 
 def _first_line(error: Exception) -> str:
-    told = str(error).splitlines()
-    return told[0] if told else type(error).__name__
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:

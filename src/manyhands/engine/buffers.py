@@ -123,8 +123,8 @@ def _forward(
     precise = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     squares, mean = torch.var_mean(precise, dims, correction=0)
     size = torch.full((1,), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
-    told = gather(torch.cat([size, mean.double(), squares.double()]))
-    sizes, (means, variances) = told[:, :1].detach(), told[:, 1:].chunk(2, dim=1)
+    gathered = gather(torch.cat([size, mean.double(), squares.double()]))
+    sizes, (means, variances) = gathered[:, :1].detach(), gathered[:, 1:].chunk(2, dim=1)
     count = float(sizes.sum())
     if count < 2:
         raise ValueError(

@@ -157,8 +157,8 @@ class KernelTrainer:
             self._reporter.send()
         self._worker_context.mark(end, State.WAITING)
         self._meet(end)
-        told = (*self._since_met, float(self._worker_context.stop_requested() or bool(self._ends)))
-        loss, weight, stops = self._control.sums(*told)
+        own = (*self._since_met, float(self._worker_context.stop_requested() or bool(self._ends)))
+        loss, weight, stops = self._control.sums(*own)
         self._since_met = (0.0, 0.0)
         self._reporter.loss = loss / weight if weight else math.nan
         return order.done(), bool(stops)

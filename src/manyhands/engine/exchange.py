@@ -202,8 +202,8 @@ class SentFor:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> SentFor:
-        return cls(**{name: Traffic(**sent) for name, sent in told.items()})
+    def from_dict(cls, record: Mapping[str, Mapping[str, int]]) -> SentFor:
+        return cls(**{name: Traffic(**sent) for name, sent in record.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

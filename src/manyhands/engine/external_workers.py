@@ -61,7 +61,7 @@ __all__ = [
 _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0
-_TOLD_S: Final = 3.0
+_REPORT_S: Final = 3.0
 _ALL_MET_S: Final = 3.0
 _THIS_HOST: Final = "127.0.0.1"
 
@@ -255,9 +255,9 @@ class ExternalWorker(ABC):
         if error is None:
             self._raise_signals()
             return
-        told = self._end(error)
-        if told is not error:
-            raise told from error
+        reported = self._end(error)
+        if reported is not error:
+            raise reported from error
 
 
 class LeadingWorker(ExternalWorker):
@@ -293,11 +293,11 @@ class LeadingWorker(ExternalWorker):
     def hear_others(self) -> None:
         said = self._listener.said
         while not said.empty():
-            told = said.get()
-            if isinstance(told, str):
-                self._stage.say(told)
+            reported = said.get()
+            if isinstance(reported, str):
+                self._stage.say(reported)
             else:
-                self._stage.hear(NOTES.read(told), self._rows)
+                self._stage.hear(NOTES.read(reported), self._rows)
 
     def stop_requested(self) -> bool:
         """Whether `fit` requests a stop; if so, the other workers are asked, too."""
@@ -313,7 +313,7 @@ class LeadingWorker(ExternalWorker):
     def _end(self, error: BaseException) -> BaseException:
         silent = self._worker_links.silent if self._worker_links is not None else None
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
-        patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _TOLD_S
+        patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _REPORT_S
         failure = self._listener.wait_for_failure(patience_s)
         if failure is None and self._signals:
             failure = self._listener.wait_for_failure(
@@ -360,10 +360,10 @@ class MemberWorker(ExternalWorker):
         line, follows = self._line, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
         over, missed = line.over, self._worker_links.silent if follows and self._worker_links else None
         if over is None:
-            told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
-            line.fail(told if missed is None else Aborted(missed[1]))
+            reported = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+            line.fail(reported if missed is None else Aborted(missed[1]))
             if follows:
-                over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
+                over = line.wait_over(_REPORT_S if missed is None else _CAUSE_S)
         if missed is not None and (over is None or over.is_lost):
             return WorkerFailed(missed[1], worker_rank=missed[0])
         if over is None or _is_signal(error):

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.task import Passes
 
-__all__ = ["PASS_LOSS", "PassLosses", "RowsInOrder", "overlap_summary", "overlap_told"]
+__all__ = ["PASS_LOSS", "PassLosses", "RowsInOrder", "overlap_report", "overlap_summary"]
 
 
 class RowsInOrder:
@@ -93,6 +93,6 @@ def overlap_summary(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
     }
 
 
-def overlap_told(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
+def overlap_report(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
     """The summary's entry; empty for one worker, or where nothing was counted."""
     return {"overlap": overlap_summary(workers)} if len(workers) > 1 and any(workers) else {}

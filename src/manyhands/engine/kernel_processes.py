@@ -11,7 +11,7 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import overlap_told
+from manyhands.engine.history_rows import overlap_report
 from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Result, Stage
@@ -42,8 +42,8 @@ class KernelProcesses(ProcessTraining):
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        told = overlap_told([one["overlap"] for one in finished])
-        return sum(one["samples"] for one in finished), told
+        overlap = overlap_report([one["overlap"] for one in finished])
+        return sum(one["samples"] for one in finished), overlap
 
     @classmethod
     @contextmanager

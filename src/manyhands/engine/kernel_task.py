@@ -212,7 +212,7 @@ def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: 
     `no_settings` says why the copies have no settings, and what to use instead.
     """
     if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        raise UserError(f"workers={workers!r} must be an integer of at least 1")
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
     copies = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.trains_compiled

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
-from manyhands.engine.history_rows import RowsInOrder, overlap_told
+from manyhands.engine.history_rows import RowsInOrder, overlap_report
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
@@ -62,7 +62,7 @@ class KernelThreads(Training):
                 samples=sum(one.samples for one in trained),
                 seconds=trained[0].seconds,
                 stopped_early=trained[0].stopped_early,
-                observed={**collector.summary(), **overlap_told(hands.overlaps)},
+                observed={**collector.summary(), **overlap_report(hands.overlaps)},
             )
 
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:

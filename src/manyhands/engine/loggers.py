@@ -34,7 +34,7 @@ class _RowLogger(Callback):
     def __init__(self, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
             name = type(self).__name__
-            raise UserError(f"{name}: every is {every!r}; it must be a whole number of at least 1")
+            raise UserError(f"{name}: every is {every!r}; it must be an integer of at least 1")
         self._every = every
 
     def on_step(self, row: Mapping[str, Any]) -> bool | None:

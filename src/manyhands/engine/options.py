@@ -252,9 +252,7 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         if not isinstance(self.patience, int) or self.patience < 1:
-            raise UserError(
-                f"early_stopping: patience is {self.patience!r}; it must be a whole number from 1 on"
-            )
+            raise UserError(f"early_stopping: patience is {self.patience!r}; it must be an integer from 1 on")
         if not 0 <= self.min_delta < math.inf:
             raise UserError(f"early_stopping: min_delta is {self.min_delta!r}; it must be a number from 0 on")
         if self.mode not in ("min", "max"):

@@ -77,15 +77,15 @@ def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[i
         return
     is_sum = all(abs(part * count / whole - 1) < _CLOSE for part, count in zip(parts, counts, strict=True))
     is_mean = all(abs(part / whole - 1) < _CLOSE for part in parts)
-    told = f"of {samples} samples it is {whole:.4g}, and of their {counts[0]} equal parts {parts[0]:.4g} on average"
+    figures = f"of {samples} samples it is {whole:.4g}, and of their {counts[0]} equal parts {parts[0]:.4g} on average"
     if is_sum and task.reduction == "mean":
         raise UserError(
-            f"task.loss is the sum over a batch and not its mean: {told}; a batch that is split would train another "
+            f"task.loss is the sum over a batch and not its mean: {figures}; a batch that is split would train another "
             "model: use reduction='mean' in the loss, or say Task(reduction='sum')"
         )
     if is_mean and task.reduction == "sum":
         raise UserError(
-            f"task.reduction is 'sum', but task.loss is the mean over a batch: {told}; leave reduction out, or use "
+            f"task.reduction is 'sum', but task.loss is the mean over a batch: {figures}; leave reduction out, or use "
             "reduction='sum' in the loss"
         )
 

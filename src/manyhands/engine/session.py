@@ -207,8 +207,8 @@ class _Session:
         except Exception as error:
             if self._directory is not None and self._listeners.broken is not None:
                 name = type(self._listeners.broken).__name__
-                told = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
-                self._directory.record_end(told, self._clock.seconds)
+                reported = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
+                self._directory.record_end(reported, self._clock.seconds)
             raise
         self._notes += result.notes
         if self._who_stops and result.stopped_early:
@@ -366,9 +366,9 @@ class _TrainingClock:
 
     def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Update from rows that have just arrived: the one with the least delay is the most accurate."""
-        told = [row["at_s"] for row in rows if row.get("at_s")]
-        if told:
-            began_s = time.monotonic() - max(told)
+        reported = [row["at_s"] for row in rows if row.get("at_s")]
+        if reported:
+            began_s = time.monotonic() - max(reported)
             self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
 
     @property

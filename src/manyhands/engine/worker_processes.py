@@ -236,12 +236,12 @@ class ProcessTraining(Training):
                 return dict(helped)
             train = stack.enter_context(self.worker(job, worker_links.resources, worker_context, checkpoints))
             worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-            trained, told = train(start)
+            trained, report = train(start)
             if party.place.leads:
                 weights = trained.weights if trained.weights is not None else trained.model.state_dict()
                 self._model.load_state_dict(weights)
             worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-        return _report(trained, told)
+        return _report(trained, report)
 
     def _job(self, run_path: Path | None) -> WorkerJob:
         request = self._request
@@ -344,12 +344,12 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
             training.worker(job, _resources(context, job), worker_context, checkpoints)
         )
         worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-        trained, told = train(start)
+        trained, report = train(start)
         if context.rank == 0:
             weights = trained.weights if trained.weights is not None else trained.model.state_dict()
             _leave_weights(context.descriptor("weights"), weights)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-    return _report(trained, told)
+    return _report(trained, report)
 
 
 def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
@@ -358,18 +358,18 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
     with EventRing.attach(context.descriptor("events")) as ring:
         worker_context = _Process(context, ring)
         worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-        told = training.helper(job.strategy, _resources(context, job), worker_context)
+        report = training.helper(job.strategy, _resources(context, job), worker_context)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-    return told
+    return report
 
 
-def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
+def _report(trained: Trained, report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,
         "seconds": trained.seconds,
         "stopped_early": trained.stopped_early,
-        **told,
+        **report,
     }
 
 

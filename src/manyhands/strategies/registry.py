@@ -21,7 +21,6 @@ class StrategyEntry:
     training: str
     kernel: str = ""
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
-
     roles: tuple[str, ...] = ()
     """The modules that its processes need; empty where that is the training's."""
 

@@ -166,7 +166,7 @@ class PeerLiveness:
         self._counts: dict[int, int] = {}
         self._progress: dict[int, int] = {}
         self._gone: set[int] = set()
-        self._told_unheard = False
+        self._reported_unheard = False
 
     @property
     def next_look_s(self) -> float:
@@ -246,9 +246,9 @@ class PeerLiveness:
     def unheard(self, now_s: float) -> tuple[int, ...]:
         """The ranks that were never heard though there was time; reported once."""
         missing = tuple(rank for rank in self._hosts if rank not in self._heard_s and rank not in self._gone)
-        if self._told_unheard or not missing or now_s - self._began_s < _UNHEARD_S:
+        if self._reported_unheard or not missing or now_s - self._began_s < _UNHEARD_S:
             return ()
-        self._told_unheard = True
+        self._reported_unheard = True
         return missing
 
     def _gave_up(self, rank: int, blamed: int) -> str:

@@ -66,7 +66,7 @@ JOBS: Final = {
     "waiting": CompileJob(("manyhands.native.waiting",)),
     "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
     "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
-    "group": CompileJob(("manyhands.native.group.group_calls",), after="waiting"),
+    "group": CompileJob(("manyhands.native.group.shared_group",), after="waiting"),
     "records": CompileJob(
         (
             "manyhands.observe.record.event_ring:warm",

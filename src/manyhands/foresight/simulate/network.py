@@ -91,6 +91,9 @@ class Agenda:
         at_s = at_s if at_s > self.now_s else self.now_s
         heapq.heappush(self._planned, (at_s, self._number, what, arguments, idly))
 
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any, idly: bool = False) -> None:
+        self.at(self.now_s + seconds, what, *arguments, idly=idly)
+
     def next(self) -> bool:
         """Advance to the next scheduled call and run it; False if there is none."""
         if not self._num_in_earnest:

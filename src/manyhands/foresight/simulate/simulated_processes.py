@@ -1,4 +1,5 @@
-"""Processes of a simulated run: each takes one item at a time from its inbox, and executes its core's actions.
+"""Processes of a simulated run, and the world around them: each takes one item at a time from its inbox, and executes
+its core's actions.
 
 A paused process takes nothing and loses nothing; a killed one is gone with its state. `take` returns how long the
 process was busy with an item; what it sends meanwhile leaves when that work is done.
@@ -7,24 +8,34 @@ process was busy with an item; what it sends meanwhile leaves when that work is 
 from __future__ import annotations
 
 import json
+import random
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from manyhands.errors import ManyhandsError
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Gradient, Store
+from manyhands.foresight.simulate.network import Agenda, Network
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Wait
-from manyhands.strategies.ps.log_rows import Row, StepRow
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.strategies.ps.log_rows import Row
+from manyhands.strategies.ps.member_events import Left, Progressed, PsEvent, Rejoin, SlotFinished
+from manyhands.strategies.ps.ps_membership import PsMembership
 from manyhands.strategies.ps.ps_messages import (
+    LAUNCHER,
+    Concluded,
     Forward,
     Install,
+    Installed,
     Message,
     Parameters,
     Push,
+    ShardView,
     View,
     Work,
 )
@@ -32,17 +43,17 @@ from manyhands.strategies.ps.server_core import ServerCore
 
 __all__ = [
     "Assignment",
-    "ComputeDone",
     "Copy",
-    "FlushDone",
     "Process",
     "Restore",
-    "Retry",
     "ServerProcess",
     "ShardsToLeave",
     "SimulatedMessage",
+    "SimulatedWorld",
     "WorkerProcess",
 ]
+
+_CARRIERS = (Push, Parameters, Forward, Install)  # messages with a gradient, or a payload as large
 
 
 class SimulatedMessage(NamedTuple):
@@ -114,72 +125,131 @@ class Retry:
 Item = SimulatedMessage | Restore | ShardsToLeave | Assignment | ComputeDone | FlushDone | Retry
 
 
-class SimulatedContext(Protocol):
-    """The actions of a process on its environment."""
+class SimulatedWorld:
+    """What the processes of a run share: time, the network, snapshots, and who is there."""
 
-    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
+    def __init__(
+        self,
+        spec: SimulationSpec,
+        observer: Observer,
+        membership: PsMembership,
+        report: Callable[[PsEvent], None],
+    ) -> None:
+        self.spec, self.observer = spec, observer
+        self.report = report  # to the launcher, which has it at once
+        self.agenda = Agenda()
+        self.network = Network(spec.network, spec.seed)
+        self.draw = random.Random(f"simulation {spec.seed}")
+        self.processes: dict[int, Process] = {}  # by the number that the launcher knows
+        self.serving: dict[int, ServerProcess] = {}  # by shard
+        self.snapshots: dict[int, Copy] = {}  # by shard
+        self.died_s: dict[int, float] = {}
+        self.waiting_since_s: dict[int, float] = {}
+        self.times: dict[int, WorkerTimes] = defaultdict(WorkerTimes)
+        self.happenings: list[SimulatedHappening] = []
+        self._membership = membership
+        self._cuts_s: dict[tuple[int, int], float] = {}
+        self._payload_bytes = spec.gradient_bytes // spec.shards
+
+    def post(
+        self, source: int, to: int, message: Message, payload: Any = None, after_s: float = 0.0
+    ) -> float:
         """Send a message between members, this many seconds from now; return in how many seconds it arrives."""
+        now_s = self.agenda.now_s
+        self.observer.sends(source, to, message, now_s)
+        at_s = self.network.arrival_s(source, to, self._bytes_beside(message), now_s + after_s)
+        if to != LAUNCHER:
+            self.agenda.at(at_s, self._arrive, to, SimulatedMessage(source, message, payload, now_s))
+        elif isinstance(message, Installed | Concluded):
+            self.agenda.at(at_s, self.report, message)
+        return at_s - now_s
 
-    def later(self, process: Process, item: Item, after_s: float) -> None:
-        """Put an item into the process's inbox, this many seconds from now."""
+    def post_report(self, member: int, event: PsEvent) -> None:
+        """Send a report over the network to the launcher."""
+        self.agenda.at(self.network.arrival_s(member, LAUNCHER, 0, self.agenda.now_s), self.report, event)
 
-    def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
-        """A worker begins to compute from what it has read; return how many seconds that takes."""
+    def instruct(self, member: int, item: Item) -> None:
+        """Send what the launcher has to say to a member."""
+        self.agenda.at(
+            self.network.arrival_s(LAUNCHER, member, 0, self.agenda.now_s), self._arrive, member, item
+        )
 
-    def computed(self, worker: WorkerProcess, work: Work) -> None:
-        """The worker has finished computing, and requests more."""
+    def note(self, what: str, member: int) -> None:
+        slots = (place.slot for place in self._membership.view.slots if place.member == member)
+        happening = SimulatedHappening(self.agenda.now_s, what, member, next(slots, -1))
+        self.happenings.append(happening)
+        self.observer.happens(happening)
 
-    def acknowledges(self, ack: Ack) -> None:
-        """A server has made a push durable."""
+    def _arrive(self, to: int, item: Item) -> None:
+        process = self.processes.get(to)
+        if process is None:
+            return
+        if isinstance(item, SimulatedMessage):
+            died_s, pair = self.died_s.get(item.source), (item.source, to)
+            if died_s is not None:
+                # Any tail of what a dying process has sent may be lost with it.
+                if pair not in self._cuts_s:
+                    model = self.spec.network
+                    self._cuts_s[pair] = died_s - 2 * (model.latency_s + model.jitter_s) * self.draw.random()
+                if item.sent_s > self._cuts_s[pair]:
+                    return
+            num_bytes = self._bytes_beside(item.message)
+            self.observer.arrives(item.source, to, item.message, num_bytes, self.agenda.now_s)
+        process.put(item)
 
-    def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
-        """A server has taken an optimizer step, this many seconds from now."""
-
-    def left(self, worker: WorkerProcess, leave: Leave) -> None:
-        """The worker has left its slot."""
-
-    def serves(self, server: ServerProcess, shard: int) -> None:
-        """A server has learned that it serves a shard from now on."""
-
-    def leaves(self, server: ServerProcess, shards: tuple[int, ...], after_s: float) -> None:
-        """The server leaves the final copies of its shards, which takes this many seconds."""
+    def _bytes_beside(self, message: Message) -> int:
+        return self._payload_bytes if self._payload_bytes and isinstance(message, _CARRIERS) else 0
 
 
 class Process(ABC):
     """The common part of servers and workers."""
 
-    def __init__(self, member: int, role: FaultRole) -> None:
+    def __init__(self, member: int, role: FaultRole, world: SimulatedWorld) -> None:
         self.member = member
-        self.known_as = (
-            member  # to the launcher; a worker that is given another number learns of it a little later
-        )
+        self.known_as = member  # to the launcher; a worker that gets another number learns of it later
         self.role = role
         self.joined = False
         self.alive = True
         self.paused = False
-        self.busy = False  # it is busy, or a look at its inbox is scheduled
         self.inbox: deque[Item] = deque()
+        self._busy = False  # it is busy, or a look at its inbox is scheduled
+        self._world, self._spec = world, world.spec
 
     @abstractmethod
     def take(self, item: Item) -> float:
         """Process one item; return how many seconds that takes."""
 
+    def put(self, item: Item) -> None:
+        if self.alive:
+            self.inbox.append(item)
+            self.look()
+
+    def look(self) -> None:
+        """Empty the inbox, as far as that takes no time."""
+        while self.inbox and self.alive and not self.paused and not self._busy:
+            seconds = self.take(self.inbox.popleft())
+            if seconds:
+                self._busy = True
+                self._world.agenda.after(seconds, self._done)
+
+    def _done(self) -> None:
+        self._busy = False
+        self.look()
+
 
 class ServerProcess(Process):
     """A server: its core, and a store and the held gradients of every shard that it is a replica of."""
 
-    def __init__(self, core: ServerCore, spec: SimulationSpec, world: SimulatedContext) -> None:
-        super().__init__(core.member, FaultRole.SERVER)
+    def __init__(self, core: ServerCore, world: SimulatedWorld) -> None:
+        super().__init__(core.member, FaultRole.SERVER, world)
         self.core = core
         self.stores: dict[int, Store] = {}
         self.held: dict[int, dict[tuple[int, int], Gradient]] = {}
         self.rows: dict[int, list[Row]] = {}  # including those that came with a copy
-        self.written: dict[int, list[Row]] = {
-            shard: [] for shard in range(spec.shards)
-        }  # by this server alone
-        self._spec, self._world = spec, world
+        self.written: dict[int, list[Row]] = {}  # by this server alone
         self._serving: set[int] = set()
-        for shard in range(spec.shards):
+        for shard in range(self._spec.shards):
+            self.written[shard] = []
             self._empty(shard)
 
     def take(self, item: Item) -> float:
@@ -187,8 +257,8 @@ class ServerProcess(Process):
         match item:
             case SimulatedMessage(source=source, message=message, payload=payload):
                 seconds = self._do(self.core.handle(message, source), payload)
-                if isinstance(message, View):
-                    self._look_around(message)
+                for place in message.shards if isinstance(message, View) else ():
+                    self._see(place)
                 return seconds
             case Restore(shard=shard, copy=copy):
                 self._load(shard, copy)
@@ -196,7 +266,9 @@ class ServerProcess(Process):
                 return 0.0
             case ShardsToLeave(shards=shards):
                 seconds = self._spec.timing.leave_s
-                self._world.leaves(self, tuple(sorted(self._serving.intersection(shards))), seconds)
+                self._world.agenda.after(
+                    seconds, self._leave, tuple(sorted(self._serving.intersection(shards)))
+                )
                 return seconds
             case _:
                 raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
@@ -213,11 +285,14 @@ class ServerProcess(Process):
                     held = self.held[row.shard]
                     gradients = [(one.factor, held.pop((one.slot, one.clock))) for one in row.updates]
                     self.stores[row.shard].apply(gradients, row.rate)
-                    seconds += self._spec.timing.apply_s
                     self._log(row)
-                    self._world.steps(self, row, seconds)
+                    took_s = self._spec.timing.apply_s
+                    if self._world.serving.get(row.shard) is self:  # a backup repeats every step
+                        begin_s = self._world.agenda.now_s + seconds
+                        self._world.observer.steps(self.member, row, begin_s, took_s)
+                    seconds += took_s
                 case Ack():
-                    self._world.acknowledges(action)
+                    self._world.observer.acknowledges(action)
                 case Log(row=row):
                     self._log(row)
                 case Drop(shard=shard, slot=slot, clock=clock):
@@ -232,21 +307,33 @@ class ServerProcess(Process):
         self.rows[row.shard].append(row)
         self.written[row.shard].append(row)
 
-    def _look_around(self, view: View) -> None:
-        """Report the shards of which this server has become the primary."""
-        for place in view.shards:
-            if place.primary != self.member:
-                self._serving.discard(place.shard)
-            elif place.shard not in self._serving:
-                self._serving.add(place.shard)
-                self._world.serves(self, place.shard)
+    def _see(self, place: ShardView) -> None:
+        """A view has come: report a shard of which this server has become the primary."""
+        shard = place.shard
+        if place.primary != self.member:
+            self._serving.discard(shard)
+        elif shard not in self._serving:
+            self._serving.add(shard)
+            world = self._world
+            world.serving[shard] = self
+            world.observer.serves(
+                shard, self.member, self.stores[shard], self.held[shard], world.agenda.now_s
+            )
 
-    def first_copies(self, view: View) -> dict[int, Copy]:
-        """Return the initial copy of every shard of which this view makes this server the first primary."""
-        for action in self.core.view(view):
+    def _leave(self, shards: tuple[int, ...]) -> None:
+        if self.alive:
+            if self._world.snapshots:
+                self._world.snapshots |= {shard: self.copy(shard) for shard in shards}
+            self._world.post_report(self.member, Left(member=self.member, shards=shards))
+
+    def first_copies(self) -> dict[int, Copy]:
+        """Return the initial copies of all shards, which this server is made the primary of."""
+        shards = range(self._spec.shards)
+        places = tuple(ShardView(shard=shard, epoch=0, primary=self.member) for shard in shards)
+        for action in self.core.view(View(epoch=0, shards=places, slots=())):
             if isinstance(action, Log):
                 self.rows[action.row.shard].append(action.row)
-        return {place.shard: self.copy(place.shard) for place in view.shards}
+        return {shard: self.copy(shard) for shard in shards}
 
     def copy(self, shard: int) -> Copy:
         """Return the current state of the shard."""
@@ -277,15 +364,14 @@ class ServerProcess(Process):
 class WorkerProcess(Process):
     """A worker; it has no core while it has no slot."""
 
-    def __init__(self, member: int, spec: SimulationSpec, world: SimulatedContext) -> None:
-        super().__init__(member, FaultRole.WORKER)
+    def __init__(self, member: int, world: SimulatedWorld) -> None:
+        super().__init__(member, FaultRole.WORKER, world)
         self.core: ClientCore | None = None
         self.slot = -1
-        self.waited_for = -1
-        """Whose update the shard that answered last had waited for."""
-        self._spec, self._world = spec, world
-        self._values: list[Any] = [None] * spec.shards
-        self._gradients: list[Gradient] = [None] * spec.shards
+        self._waited_for = -1  # whose update the shard that answered last had waited for
+        self._began_s = 0.0  # when it began to compute
+        self._values: list[Any] = [None] * self._spec.shards
+        self._gradients: list[Gradient] = [None] * self._spec.shards
 
     def take(self, item: Item) -> float:
         """Let the core decide, then execute its actions in order."""
@@ -307,11 +393,12 @@ class WorkerProcess(Process):
             case SimulatedMessage(source=source, message=message, payload=payload):
                 if isinstance(message, Parameters) and core.awaits(message, source):
                     self._values[message.shard] = payload
-                    self.waited_for = message.waited_for
+                    self._waited_for = message.waited_for
                 self._do(core.handle(message, source))
             case ComputeDone(member=member, work=work) if member == self.member:
                 self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
-                self._world.computed(self, work)
+                now_s = self._world.waiting_since_s[member] = self._world.agenda.now_s
+                self._world.observer.computed(self.slot, work, self._began_s, now_s)
                 self._do(core.computed(weight=weight))
             case FlushDone(member=member) if member == self.member:
                 self._do(core.flushed())
@@ -325,16 +412,44 @@ class WorkerProcess(Process):
             match action:
                 case SendMessage(to=to, message=message):
                     payload = self._gradients[message.shard] if isinstance(message, Push) else None
-                    taken_s = self._world.post(self.member, to, message, payload, 0.0)
-                    arrives_s = max(arrives_s, taken_s)
+                    arrives_s = max(arrives_s, self._world.post(self.member, to, message, payload))
                 case Flush():
                     # The kernel has what was sent at once; here a network has it, from which the dead may take it.
-                    self._world.later(self, FlushDone(self.member), arrives_s if self._spec.faults else 0.0)
+                    self._later(FlushDone(self.member), arrives_s if self._spec.faults else 0.0)
                 case Compute(work=work):
-                    seconds = self._world.computes(self, work, list(self._values))
-                    self._world.later(self, ComputeDone(self.member, work), seconds)
+                    self._later(ComputeDone(self.member, work), self._compute_s(work))
                 case Wait(shard=shard):
-                    self._world.later(self, Retry(self.member, shard), self._spec.timing.retry_s)
+                    self._later(Retry(self.member, shard), self._spec.timing.retry_s)
                 case Leave():
                     self.core = None
-                    self._world.left(self, action)
+                    self._left(action)
+
+    def _later(self, item: Item, after_s: float) -> None:
+        self._world.agenda.after(after_s, self.put, item)
+
+    def _compute_s(self, work: Work) -> float:
+        """Begin to compute from what was read; return how many seconds that takes."""
+        world, observer = self._world, self._world.observer
+        self._began_s = now_s = world.agenda.now_s
+        since_s = world.waiting_since_s.pop(self.member, now_s)
+        observer.waited(self.slot, work, self._waited_for, since_s, now_s)
+        observer.computes(self.slot, work, list(self._values), now_s)
+        world.report(Progressed(member=self.member, clock=work.clock))
+        times = world.times[self.slot]
+        seconds = self._spec.compute.seconds(self.slot, work, world.draw, self._spec.seed)
+        times.waiting_s += now_s - since_s
+        times.computing_s += seconds
+        times.num_computed += 1
+        return seconds
+
+    def _left(self, leave: Leave) -> None:
+        event: PsEvent
+        match leave.reason:
+            case Reason.FENCED:
+                event = Rejoin(member=self.member)
+            case Reason.FINISHED | Reason.RETIRED:
+                event = SlotFinished(member=self.member, reason=leave.reason)
+            case Reason.REFUSED:
+                raise ManyhandsError(leave.sentence)
+        self._world.note(f"left: {leave.sentence}", self.member)
+        self._world.post_report(self.member, event)

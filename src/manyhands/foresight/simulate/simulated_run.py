@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Store
-from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
 from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Work
@@ -111,14 +110,16 @@ class Observer:
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
         """The primary of a shard takes an optimizer step."""
 
-    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
-        """A server has learned that it serves a shard from now on."""
+    def serves(
+        self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
+    ) -> None:
+        """A server has learned that it serves a shard from now on: with this store, and updates in no step yet."""
 
-    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
-        """No replica of a shard was left: a server is told to continue from this snapshot."""
+    def restores(self, shard: int) -> None:
+        """No replica of a shard was left: a server is told to continue from its last snapshot."""
 
-    def over(self, shard: int, server: ServerProcess) -> None:
-        """Training is over, possibly repeated: `server` is to leave the shard as it is."""
+    def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
+        """Training is over, possibly repeated: the shard's server is to leave it as it is."""
 
     def happens(self, happening: SimulatedHappening) -> None:
         """A fault, a recovery or a loss has happened."""

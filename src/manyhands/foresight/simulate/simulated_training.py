@@ -145,8 +145,8 @@ class SimulatedTraining(Training):
 
     def _sentence(self, step_s: float) -> str:
         how = ", as measured here: give it as --compute, and the run is the same again"
-        told = "" if self._conditions.step_s is not None else how
-        return f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms{told}"
+        origin = "" if self._conditions.step_s is not None else how
+        return f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms{origin}"
 
     def _spec(self, model: SimulatedTask, step_s: float) -> SimulationSpec:
         request, strategy, conditions = self._request, self._strategy, self._conditions

@@ -8,12 +8,12 @@ in a core, or in the auditor that reads its log, is not repeated here.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.foresight.simulate.faults import FaultRole
-from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
-from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
+from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen, Store
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.strategies.ps.actions import Ack, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
@@ -80,30 +80,28 @@ class Witness(Observer):
         if ack.outcome in (Outcome.APPLIED, *sure):
             self._acknowledged[ack.shard].add((ack.slot, ack.clock))
 
-    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
+    def serves(
+        self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
+    ) -> None:
         """Check that a new primary has everything that was acknowledged."""
-        store = server.stores[shard]
         assert isinstance(store, LedgerStore)
         self._life[shard].add(store)
-        has = _names(store) | set(server.held[shard])
-        for slot, clock in sorted(self._acknowledged[shard] - has):
-            self._lost_at_takeover.append(
-                f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server.member}, which "
-                f"took over at {now_s:g} s, does not have it"
-            )
+        self._lost_at_takeover += [
+            f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server}, which "
+            f"took over at {now_s:g} s, does not have it"
+            for slot, clock in sorted(self._acknowledged[shard] - _names(store) - set(held))
+        ]
 
-    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
+    def restores(self, shard: int) -> None:
         """Record a restore: acknowledged updates may be lost, but the log must say so."""
-        del copy, now_s
         self._life.pop(shard, None)
         self._at_end.pop(shard, None)
         self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
-    def over(self, shard: int, server: ServerProcess) -> None:
+    def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
         """Record the final state: from here on nothing may change."""
-        store = server.stores[shard]
         assert isinstance(store, LedgerStore)
-        self._at_end[shard] = len(store.groups), set(server.held[shard])
+        self._at_end[shard] = len(store.groups), set(held)
 
     def happens(self, happening: SimulatedHappening) -> None:
         """Record the victims of faults, and when they were recovered."""
@@ -214,7 +212,7 @@ class Witness(Observer):
         That goes for what was acknowledged before a restore, too, from the clock on at which its slot begins now; one
         that was added after the snapshot may begin at a later clock than before, or never.
         """
-        told: Counter[tuple[int, int]] = Counter()
+        logged: Counter[tuple[int, int]] = Counter()
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
         slots: set[int] = set()
@@ -224,9 +222,9 @@ class Witness(Observer):
                 ends.update({slot: row.start for slot in slots - set(row.slots) if slot not in ends})
                 slots = set(row.slots)
             elif isinstance(row, LostRow):
-                told.update((row.slot, clock) for clock in range(row.first, row.until))
+                logged.update((row.slot, clock) for clock in range(row.first, row.until))
             elif isinstance(row, LateRow):
-                told[row.slot, row.clock] += 1
+                logged[row.slot, row.clock] += 1
         names = _names(store)
         wanted = {
             (slot, clock)
@@ -236,16 +234,16 @@ class Witness(Observer):
         wanted |= {name for name in self._at_risk.get(shard, ()) if name[1] >= starts.get(name[0], _EVER)}
         found = [
             f"shard {shard} lost update {clock} of slot {slot} and does not say so"
-            for slot, clock in sorted(wanted - names - told.keys())
+            for slot, clock in sorted(wanted - names - logged.keys())
         ]
         found += [
             f"shard {shard} says {count} times that update {clock} of slot {slot} is in no step"
-            for (slot, clock), count in sorted(told.items())
+            for (slot, clock), count in sorted(logged.items())
             if count > 1
         ]
         return found + [
             f"shard {shard} says that update {clock} of slot {slot} is in no step, and has it"
-            for slot, clock in sorted(names & told.keys())
+            for slot, clock in sorted(names & logged.keys())
         ]
 
     def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
@@ -309,13 +307,15 @@ class Witness(Observer):
     def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
         """Check that the log matches the history of the store."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
-        told = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
+        logged = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
         true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
-        if told != true:
+        if logged != true:
             first = next(
-                (i for i, pair in enumerate(zip(told, true, strict=False)) if pair[0] != pair[1]), None
+                (i for i, pair in enumerate(zip(logged, true, strict=False)) if pair[0] != pair[1]), None
             )
-            return [f"the log of shard {shard} has {len(told)} steps for {len(true)}, first other at {first}"]
+            return [
+                f"the log of shard {shard} has {len(logged)} steps for {len(true)}, first other at {first}"
+            ]
         return []
 
     def _misread(self, shard: int, run: SimulatedRun) -> list[str]:

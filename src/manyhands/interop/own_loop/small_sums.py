@@ -20,8 +20,7 @@ import torch
 from manyhands.engine.exchange import Times, Traffic
 from manyhands.errors import UserError
 from manyhands.native.dtypes import BY_CODE, CODES, LINKED
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import total
+from manyhands.strategies.common.collectives.collective import Collective, total
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]

@@ -1,8 +1,9 @@
 """Push and pull of a parameter server: ours over shared memory and TCP, a Ray actor, and torch.distributed.rpc.
 
-One process is the worker of all servers, which take turns, so that a busy minute of the machine hits all of them. Only
-torch's rpc comes by itself, for its threads poll without rest and slow everybody else. Ours serves three times: as
-`sync`, the default, where a worker reads the parameters in the server's memory; as `async`, which copies; over TCP.
+One process is the worker of all servers, one after the other in small blocks, so that a busy minute of the machine hits
+all of them. Only torch's rpc comes by itself, for its threads poll without rest and slow everybody else. Ours serves
+three times: as `sync`, the default, where a worker reads the parameters in the server's memory; as `async`, which
+copies; over TCP.
 A round trip begins with a gradient where backward has left it and ends when the parameters that it led to are here; the
 server's optimizer step lies in between. Ours is the real thing: the server process of a training, with the protocol
 that makes every update count exactly once. What each contender gives back is compared with numpy's, before and after.
@@ -11,21 +12,18 @@ that makes every update count exactly once. What each contender gives back is co
 from __future__ import annotations
 
 import importlib.util
-import os
-import platform
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import torch
 
 from manyhands.errors import UserError, format_bytes
+from manyhands.lab.bench.harness import Workers, host_facts, percentiles, ratio_text, time_text
 from manyhands.lab.bench.server_peers import RAY
 from manyhands.lab.bench.server_work import Flat, RowWork, TimedExchange
 from manyhands.lab.bench.server_worker import ServerPlan
-from manyhands.lab.bench.workers import Workers
 
 __all__ = ["DEFAULT_EXCHANGES", "DEFAULT_ROUNDS", "HAS_RAY", "MEMORY_BYTES", "format_table", "run_bench"]
 
@@ -38,7 +36,7 @@ DEFAULT_ROUNDS = 15
 MEMORY_BYTES = 64 << 20
 HAS_RAY = importlib.util.find_spec("ray") is not None
 _NO_RAY = "ray is not installed, so it is left out: pip install 'manyhands[ray]'"
-_BLOCK_BYTES = 4 << 20  # a turn has as many round trips as move this much, within limits
+_BLOCK_BYTES = 4 << 20  # a block has as many round trips as move this much, within limits
 _MOST_IN_BLOCK = 20
 _COLUMNS = (34, 12, 24, 12, 10)
 
@@ -51,39 +49,33 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure, and return a dictionary ready for JSON; raises if anything fails or `timeout_s` passes.
 
-    Each contender has `rounds` turns at every exchange, of one round trip where it is large and of up to 20 where it is
-    small. `memory_bytes` is the size of the model whose server's memory is measured; 0 leaves that out.
+    Each contender has `rounds` blocks of every exchange: one round trip where it is large, up to 20 where it is small.
+    `memory_bytes` is the size of the model whose server's memory is measured; 0 leaves that out.
     """
     if rounds < 1:
         raise UserError(f"rounds={rounds}: must be at least 1")
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes}: must not be negative")
     blocks = tuple(min(max(_BLOCK_BYTES // one.gradient_bytes, 1), _MOST_IN_BLOCK) for one in exchanges)
-    load = os.getloadavg()[0]
+    facts = {"benchmark": "server", "dtype": "float32", **host_facts()}
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder,
         Workers("manyhands.lab.bench.server_worker") as processes,
     ):
         plan = ServerPlan(
-            exchanges=tuple(one.to_json() for one in exchanges),
-            rounds=(rounds,) * len(exchanges),
+            exchanges=[one.to_json() for one in exchanges],
+            rounds=rounds,
             blocks=blocks,
             with_ray=HAS_RAY,
             memory_bytes=memory_bytes,
             folder=folder,
-            parent_pid=os.getpid(),
             timeout_s=timeout_s,
         )
-        processes.start(plan.to_json(), ())
+        processes.start(plan)
         (measured,) = processes.results(timeout_s)
     return {
-        "benchmark": "server",
-        "dtype": "float32",
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
+        **facts,
         "ray": version("ray") if HAS_RAY else None,
-        "load_before": load,
         "results": [
             {
                 "exchange": one.name,
@@ -113,13 +105,10 @@ def format_table(result: dict[str, Any]) -> str:
         )
         lines += ["", f"{row['about']}", _line(head)]
         for name, cell in row["contenders"].items():
-            spread = f"{_time(cell['p10_us'])} to {_time(cell['p90_us'])}"
-            ratio = (
-                f"{cell['times_ray']:.{0 if cell['times_ray'] >= 10 else 2}f}×" if "times_ray" in cell else ""
-            )
-            lines.append(
-                _line((name, _time(cell["median_us"]), spread, f"{cell['round_trips_per_s']:.0f}", ratio))
-            )
+            spread = f"{time_text(cell['p10_us'])} to {time_text(cell['p90_us'])}"
+            ratio = ratio_text(cell["times_ray"]) if "times_ray" in cell else ""
+            rate = f"{cell['round_trips_per_s']:.0f}"
+            lines.append(_line((name, time_text(cell["median_us"]), spread, rate, ratio)))
     if result["memory"]:
         lines += ["", "memory of a server with Adam, beyond one with an empty model"]
     for row in result["memory"]:
@@ -138,20 +127,13 @@ def _line(cells: Sequence[str]) -> str:
     return f"{first:<{width}}" + "".join(f"{cell:>{size}}" for cell, size in zip(others, widths, strict=True))
 
 
-def _time(microseconds: float) -> str:
-    unit, value = ("µs", microseconds) if microseconds < 1000 else ("ms", microseconds / 1000)
-    return f"{value:.{0 if value >= 100 else 1}f} {unit}"
-
-
 def _summaries(seconds: dict[str, list[float]], gradient_bytes: int) -> dict[str, dict[str, float]]:
     ray = float(np.median(seconds[RAY])) if RAY in seconds else None
     summaries = {}
     for name, times in seconds.items():
-        low, median, high = np.percentile(times, [10, 50, 90]).tolist()
+        median = float(np.median(times))
         summaries[name] = {
-            "median_us": 1e6 * median,
-            "p10_us": 1e6 * low,
-            "p90_us": 1e6 * high,
+            **percentiles(1e6 * np.array(times), "us"),
             "round_trips_per_s": 1 / median,
             "moved_bytes_per_s": 2 * gradient_bytes / median,
             **({} if ray is None else {"times_ray": ray / median}),

@@ -1,15 +1,13 @@
 """How fast trained models answer: over precision, batch and workers, without a network in between.
 
 Every worker is a process with the whole model, as `manyhands serve` has them; they begin at the same moment and compute
-batches of inputs, which they have in memory, for a while. Told are the inputs of all workers a second, how long one
+batches of inputs, which they have in memory, for a while. Reported are the inputs of all workers a second, how long one
 batch takes (p50, p95), and how many of the model's choices are those of single precision.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +22,12 @@ from torch import Tensor, nn
 from manyhands.data.store.exported import check_precision
 from manyhands.engine.fitting import fit
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.lab.bench.harness import host_facts
 from manyhands.observe.analyse.serving_view import percentile
 from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
-from manyhands.task import Task
 from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks import build
 
@@ -44,25 +42,16 @@ class AskedModel:
     """What is measured of each model."""
 
     options: Mapping[str, Any]
-    steps: int
-    """Of training, so that its choices mean something."""
-    inputs: Callable[[Task], Tensor]
-    """Real ones, of the task's evaluation data."""
+    steps: int  # of training, so that its choices mean something
+    inputs: Callable[[Any], Tensor]  # real ones, of the task's evaluation data
 
 
-def _images(task: Task) -> Tensor:
-    assert task.evaluation is not None
-    images: Tensor = task.evaluation[0]
-    return images.float()
-
-
-def _windows(task: Task) -> Tensor:
-    assert task.evaluation is not None
-    return torch.from_numpy(np.ascontiguousarray(task.evaluation[:_COMPARED, :-1])).long()
+def _windows(evaluation: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(evaluation[:_COMPARED, :-1])).long()
 
 
 MODELS: dict[str, AskedModel] = {
-    "digits": AskedModel(options={"width": 32}, steps=40, inputs=_images),
+    "digits": AskedModel(options={"width": 32}, steps=40, inputs=lambda evaluation: evaluation[0].float()),
     "language": AskedModel(options={}, steps=20, inputs=_windows),
     "recurrent": AskedModel(options={}, steps=20, inputs=_windows),
 }
@@ -85,13 +74,17 @@ def run_bench(
     if min((*batches, *workers), default=0) < 1 or not seconds > 0:
         raise UserError("batch sizes and workers must be at least 1, and the seconds above 0")
     rows: list[dict[str, Any]] = []
+    facts = host_facts()
     combinations = list(itertools.product(workers, batches, precisions))
     for name in models:
         measured = MODELS[name]
         task = build(name, **measured.options)
         model = fit(task, "single", steps=measured.steps).model.eval()
-        inputs = measured.inputs(task)[:_COMPARED]
-        agrees = {precision: _agreement(model, inputs, precision) for precision in precisions}
+        inputs = measured.inputs(task.evaluation)[:_COMPARED]
+        with torch.inference_mode():  # the share of the model's choices that are those of single precision
+            usual = model(inputs).argmax(-1)
+            chosen = {one: in_precision(model, one)(inputs).float().argmax(-1) for one in precisions}
+        agrees = {one: float((choice == usual).double().mean()) for one, choice in chosen.items()}
         with Bars() as bars, bars.phase(name, len(combinations), "combinations") as phase:
             for count, batch, precision in combinations:
                 job = partial(
@@ -101,20 +94,7 @@ def run_bench(
                 about |= {"threads": threads_per_role(count), "agreement": agrees[precision]}
                 rows.append({**about, **_measured(count, job, seconds)})
                 phase.advance(1)
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "seconds": seconds,
-        "rows": rows,
-    }
-
-
-def _agreement(model: nn.Module, inputs: Tensor, precision: str) -> float:
-    """The share of the model's choices that are those of single precision."""
-    with torch.inference_mode():
-        ours = in_precision(model, precision)(inputs).float().argmax(-1)
-        return float((ours == model(inputs).argmax(-1)).double().mean())
+    return {**facts, "seconds": seconds, "rows": rows}
 
 
 def _measured(
@@ -171,8 +151,7 @@ def _work(
     with torch.inference_mode():
         computing(mine)  # what is done once is not measured
         context.send({"ready": True})
-        begin = _told_when(context)
-        time.sleep(max(0.0, begin - time.monotonic()))
+        time.sleep(max(0.0, _beginning(context) - time.monotonic()))
         took: list[float] = []
         started = time.perf_counter()
         while len(took) < _LEAST_BATCHES or time.perf_counter() - started < seconds:
@@ -185,11 +164,11 @@ def _work(
     return {"inputs_per_s": batch * len(took) / elapsed, "took_us": sorted(counted.items())}
 
 
-def _told_when(context: RoleContext) -> float:
+def _beginning(context: RoleContext) -> float:
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
-        for told in context.received():
-            return float(told["begin"])
+        for message in context.received():
+            return float(message["begin"])
         time.sleep(0.002)
     raise ManyhandsError("nobody said when to begin")
 

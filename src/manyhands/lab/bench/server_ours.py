@@ -14,11 +14,10 @@ from typing import Any, Self
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from manyhands.engine.computing import TrainingPlan
 from manyhands.errors import ManyhandsError, PeerTimeout
-from manyhands.lab.bench.server_work import PARAMETER, Array, TimedExchange
+from manyhands.lab.bench.server_work import PARAMETER, Array
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.host import threads_per_role
@@ -26,7 +25,7 @@ from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
-from manyhands.strategies.ps.live.area import SharedParameters, WorkerArea
+from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_launcher import new_token
 from manyhands.strategies.ps.live.reports import ORDERS, REPORTS, ServerListens, ViewPublished
@@ -44,13 +43,12 @@ from manyhands.strategies.ps.ps_messages import (
     SlotView,
     View,
 )
-from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, Lost
 
-__all__ = ["OurPeer", "OurServer", "WorkerEnd"]
+__all__ = ["OurServer"]
 
 _SERVER = 1
 _FIRST_WORKER = 2
@@ -58,30 +56,6 @@ _ENDLESS = 1 << 40  # steps of a training that the benchmark never sees the end 
 _LOOK_S = 0.2
 _LAST_WORDS_S = 2.0
 _LINKS = {"shared": "shared memory", "tcp": "TCP"}
-
-
-class OurPeer:
-    """A server of ours with one worker."""
-
-    def __init__(self, exchange: TimedExchange, strategy: Ps, timeout_s: float) -> None:
-        self.name = f"manyhands, {_LINKS[strategy.link]}, {strategy.consistency}"
-        with ExitStack() as stack:
-            self._end = stack.enter_context(OurServer(exchange.task(), strategy, 1, timeout_s)).add_worker()
-            self._stack = stack.pop_all()
-
-    @property
-    def pulled(self) -> Array:
-        return self._end.pulled()
-
-    def give(self, pushed: Sequence[NDArray[Any]]) -> None:
-        self._end.give(*(torch.from_numpy(array) for array in pushed))
-
-    def exchange(self) -> None:
-        """Push, and wait for what comes back; it ends in the parameters of a model."""
-        self._end.exchange()
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 class OurServer:
@@ -101,7 +75,6 @@ class OurServer:
             resume_version=None,
         )
         self._stack = ExitStack()
-        self._deadline_s = time.monotonic() + timeout_s
         self.ends: list[WorkerEnd] = []
         self.pid = 0
 
@@ -117,7 +90,7 @@ class OurServer:
             files = {"job": packed, "final": self._final.descriptor, "events": ring.descriptor}
             supervisor.start(Role(name="server", target=serve, descriptors=files, env=env), _SERVER)
             stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
-            address = self._await_address(supervisor)
+            address = self._await_address(supervisor, time.monotonic() + self._job.timeout_s)
             members = range(_FIRST_WORKER, _FIRST_WORKER + self._job.workers)
             view = View(
                 epoch=1,
@@ -135,24 +108,23 @@ class OurServer:
         self._stack.close()
 
     def add_worker(self) -> WorkerEnd:
-        slot = len(self.ends)
-        member = self._view.slots[slot].member
-        end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self))
+        slot = self._view.slots[len(self.ends)]
+        end = self._stack.enter_context(WorkerEnd(self._job, slot.slot, slot.member, self))
         end.join(self._view, self._address)
         self.ends.append(end)
         return end
 
-    def home(self, layout: FlatLayout) -> SharedParameters | None:
-        """Where workers read the parameters, if not in memory of their own."""
-        return self._job.home(lambda: Segment.attach(os.dup(self._final.descriptor)), layout)
+    def parameters(self) -> Segment:
+        """What workers read in the server's memory, where the strategy has them do that."""
+        return Segment.attach(os.dup(self._final.descriptor))
 
     def last_words(self) -> str:
         events = self._supervisor.poll(_LAST_WORDS_S)
         failures = [event.failure for event in events if isinstance(event, Ended)]
         return "; ".join(failure.sentence for failure in failures if failure is not None)
 
-    def _await_address(self, supervisor: Supervisor) -> str:
-        while time.monotonic() < self._deadline_s:
+    def _await_address(self, supervisor: Supervisor, deadline_s: float) -> str:
+        while time.monotonic() < deadline_s:
             for event in supervisor.poll(_LOOK_S):
                 match event:
                     case Started(pid=pid):
@@ -170,11 +142,12 @@ class WorkerEnd:
     """A worker that does not compute: it pushes a gradient that it is given, and pulls what comes of it."""
 
     def __init__(self, job: Job, slot: int, member: int, server: OurServer) -> None:
+        self.name = f"manyhands, {_LINKS[job.strategy.link]}, {job.strategy.consistency}"
         self._job = job
         self._server = server
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
-        self._home = server.home(layout)
+        self._home = job.home(server.parameters, layout)
         self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
         self._part = self._area.part(0)
         self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
@@ -208,9 +181,8 @@ class WorkerEnd:
         self._do(self._core.view(view))
         self._listen_until(lambda: self._computing)
 
-    def give(self, *pushed: Tensor) -> None:
-        """Bring a gradient to where backward would have left it; `pushed` is that, after its rows where it has any."""
-        *rows, gradient = pushed
+    def give(self, pushed: Sequence[NDArray[Any]]) -> None:
+        *rows, gradient = (torch.from_numpy(array) for array in pushed)
         if self._gradient is not None:
             self._gradient.copy_(gradient)
             return
@@ -223,7 +195,6 @@ class WorkerEnd:
         self._tables.collect(share=1.0)
 
     def exchange(self) -> None:
-        """Push the gradient; return when the server has applied it and the new parameters are here."""
         self._computing = False
         self._do(self._core.computed(weight=1.0))
         self._listen_until(lambda: self._computing)
@@ -232,6 +203,7 @@ class WorkerEnd:
             self._do(self._core.read_rows(self._tables.choose(self._rows)))
             self._listen_until(lambda: not self._core.awaits_rows)
 
+    @property
     def pulled(self) -> Array:
         pulled = self._parameter.detach()[self._rows] if self._values is None else self._values
         values: Array = pulled.numpy()
@@ -242,21 +214,17 @@ class WorkerEnd:
         while not done():
             for event in self._hub.poll(_LOOK_S):
                 match event:
-                    case Arrived():
-                        self._take(event)
+                    case Arrived(message=message):
+                        if isinstance(message, RowValues):
+                            self._tables.take(message.shard, event.payload)
+                        elif isinstance(message, RowsUnknown):
+                            self._tables.forgotten(message.names)
+                        self._do(self._core.handle(message, event.member))
+                        event.release()
                     case Lost(reason=reason):
                         raise ManyhandsError(f"the server is gone: {self._server.last_words() or reason}")
             if time.monotonic() > deadline_s:
                 raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
-
-    def _take(self, event: Arrived) -> None:
-        message = event.message
-        if isinstance(message, RowValues):
-            self._tables.take(message.shard, event.payload)
-        elif isinstance(message, RowsUnknown):
-            self._tables.forgotten(message.names)
-        self._do(self._core.handle(message, event.member))
-        event.release()
 
     def _do(self, actions: list[ClientAction]) -> None:
         for action in actions:
@@ -271,9 +239,8 @@ class WorkerEnd:
     def _payload(self, to: int, message: Message) -> list[Any]:
         match message:
             case Push():
-                inline = (
-                    [] if self._is_shared else [self._part.flags.numpy(), self._part.gradient.memory.numpy()]
-                )
+                part = self._part
+                inline = [] if self._is_shared else [part.flags.numpy(), part.gradient.memory.numpy()]
                 return inline + self._tables.push(to, message.shard) if self._tables.exist else inline
             case ReadRows():
                 return self._tables.request(to, message.shard)

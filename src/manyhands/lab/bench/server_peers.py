@@ -9,12 +9,13 @@ knows that SGD is one line: in place. Torch's rpc gets the latter.
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ import torch.distributed.rpc as rpc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.lab.bench.server_work import Array, Served, TimedExchange
-from manyhands.lab.bench.workers import Workers
+from manyhands.lab.bench.harness import WorkerPlan, Workers, be_worker
+from manyhands.lab.bench.server_work import Array, PushPull, TimedExchange
 
-__all__ = ["RAY", "RAY_IN_PLACE", "RayPeer", "RpcPeer", "join_rpc", "ray_running", "rpc_running"]
+__all__ = ["RAY", "RAY_IN_PLACE", "RayPeer", "RpcPeer", "ray_running", "rpc_running"]
 
 RAY, RAY_IN_PLACE = "ray actor", "ray actor, by hand in place"
 _RAY_STORE_BYTES = 1 << 30
@@ -36,18 +37,13 @@ _SERVER = "server"
 _RPC_NAMES = ("worker", _SERVER)
 
 
-def _ray() -> Any:
-    return importlib.import_module("ray")
-
-
 @contextmanager
 def ray_running() -> Iterator[None]:
     """Ray on this host alone, with as many of its processors as there are cores; nothing is left behind."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray = _ray()
-    with tempfile.TemporaryDirectory(
-        prefix="mh-ray-"
-    ) as folder:  # short: a Unix socket's path has 107 characters
+    ray = importlib.import_module("ray")
+    # short: a Unix socket's path has 107 characters
+    with tempfile.TemporaryDirectory(prefix="mh-ray-") as folder:
         ray.init(
             num_cpus=max(2, len(os.sched_getaffinity(0))),
             include_dashboard=False,
@@ -68,11 +64,11 @@ class _Actor:
     def __init__(self, exchange: str, in_place: bool) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
         described = TimedExchange.from_json(exchange)
-        self._served = described.served() if in_place else described.written()
+        self._push_pull = described.in_place() if in_place else described.by_module()
 
     def push_pull(self, *pushed: NDArray[Any]) -> NDArray[Any]:
         """Arrays that lie in Ray's memory are read there."""
-        answer: NDArray[Any] = self._served.push_pull(*map(torch.from_numpy, pushed)).numpy()
+        answer: NDArray[Any] = self._push_pull(*map(torch.from_numpy, pushed)).numpy()
         return answer
 
 
@@ -81,7 +77,7 @@ class RayPeer:
 
     def __init__(self, exchange: TimedExchange, *, in_place: bool) -> None:
         self.name = RAY_IN_PLACE if in_place else RAY
-        self._ray = _ray()
+        self._ray: Any = importlib.import_module("ray")
         self._actor = self._ray.remote(_Actor).remote(exchange.to_json(), in_place)
         self._pushed: Sequence[NDArray[Any]] = ()
         self.pulled: Array = np.empty(0, np.float32)
@@ -100,27 +96,24 @@ class RayPeer:
 
 # ── torch.distributed.rpc ─────────────────────────────────────────────────────────────────────────────────────────────
 
-_served: dict[str, Served] = {}
-"""In the server's process: what it holds."""
+_served: dict[str, PushPull] = {}
+"""In the server's process: what it holds; the next three functions are called there."""
 
 
 def begin_serving(exchange: str) -> None:
-    """In the server's process: hold the parameters of an exchange."""
     torch.set_num_threads(1)
-    _served[exchange] = TimedExchange.from_json(exchange).served()
+    _served[exchange] = TimedExchange.from_json(exchange).in_place()
 
 
 def end_serving(exchange: str) -> None:
-    """In the server's process: let them go."""
     del _served[exchange]
 
 
 def push_pull(exchange: str, *pushed: Tensor) -> Tensor:
-    """In the server's process: one step."""
-    return _served[exchange].push_pull(*pushed)
+    return _served[exchange](*pushed)
 
 
-def join_rpc(store: str, rank: int, timeout_s: float) -> None:
+def _join_rpc(store: str, rank: int, timeout_s: float) -> None:
     """Be one of the two processes, which find each other through a file; the transport is what TensorPipe chooses."""
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     options = rpc.TensorPipeRpcBackendOptions(
@@ -131,13 +124,24 @@ def join_rpc(store: str, rank: int, timeout_s: float) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RpcPlan(WorkerPlan):
+    """What the server's process does: it joins, and is killed when the other one is done."""
+
+    store: str
+
+
+def _serve(plan: _RpcPlan) -> None:
+    _join_rpc(plan.store, 1, plan.timeout_s)
+    signal.pause()
+
+
 @contextmanager
 def rpc_running(folder: str, timeout_s: float) -> Iterator[None]:
     store = str(Path(folder) / "rpc")
-    with Workers("manyhands.lab.bench.server_rpc") as workers:
-        plan = {"store": store, "parent_pid": os.getpid(), "timeout_s": timeout_s}
-        workers.start(json.dumps(plan), ())
-        join_rpc(store, 0, timeout_s)
+    with Workers("manyhands.lab.bench.server_peers") as workers:
+        workers.start(_RpcPlan(store=store, timeout_s=timeout_s))
+        _join_rpc(store, 0, timeout_s)
         try:
             yield
         finally:
@@ -164,3 +168,7 @@ class RpcPeer:
 
     def close(self) -> None:
         rpc.rpc_sync(_SERVER, end_serving, args=(self._exchange,))
+
+
+if __name__ == "__main__":
+    be_worker(_RpcPlan, _serve)

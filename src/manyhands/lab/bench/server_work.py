@@ -1,8 +1,8 @@
 """What the server benchmark exchanges: a gradient goes to a server, its optimizer steps, parameters come back.
 
 Each is a value that travels as JSON. It knows three things: the task that our own server is given, what a user would
-write to hold the parameters (`Served`), and what must come back after any number of steps, computed by numpy alone. The
-sizes are fields, so a test can have small ones.
+write to hold the parameters (`PushPull`), and what must come back after any number of steps, computed by numpy alone.
+The sizes are fields, so a test can have small ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.task import Task
 
-__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "RowWork", "Served", "TimedExchange"]
+__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "PushPull", "RowWork", "TimedExchange"]
 
 ITEM_BYTES = np.dtype(np.float32).itemsize
 PARAMETER = "parameter"
@@ -30,12 +30,8 @@ _PARTS = 1024  # of 1: with rates and gradients of whole such parts, float32 add
 
 Array = NDArray[np.float32]
 
-
-class Served(Protocol):
-    """What a server of the user's own holds."""
-
-    def push_pull(self, *pushed: Tensor) -> Tensor:
-        """Apply what came, in place, and give what goes back."""
+PushPull = Callable[..., Tensor]
+"""In a server of the user's own, which holds the parameters: apply what came, and give what goes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +61,33 @@ class TimedExchange(ABC):
         """For our own server: a model of nothing but the parameters, and the optimizer."""
 
     @abstractmethod
-    def served(self) -> Served:
-        """For a server of the user's own, written for speed: in place, without an optimizer."""
+    def in_place(self) -> PushPull:
+        """Written for speed, without an optimizer, by who knows that only some rows change."""
 
-    def written(self) -> Served:
-        """For a server of the user's own, as one writes it: a module and its optimizer."""
-        return _Written(self.task())
+    def by_module(self) -> PushPull:
+        """As one writes it, with a module and its optimizer.
+
+        The shape of the parameter server in Ray's documentation ("Parameter Server" among its examples): gradients of
+        all workers are added up and given to the optimizer, and the weights go back.
+        """
+        task = self.task()
+        model = task.model()
+        weight, optimizer = model.get_parameter(PARAMETER), task.optimizer(model.parameters())
+
+        def push_pull(*pushed: Tensor) -> Tensor:
+            *rows, gradient = pushed
+            optimizer.zero_grad()
+            if rows:
+                weight.grad = torch.sparse_coo_tensor(
+                    rows[0][None], gradient, weight.shape, check_invariants=False
+                )
+            else:
+                weight.grad = torch.from_numpy(np.stack([gradient.numpy()]).sum(axis=0))
+            optimizer.step()
+            weights = weight.detach()
+            return weights[rows[0]] if rows else weights
+
+        return push_pull
 
     @abstractmethod
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
@@ -85,12 +102,10 @@ class TimedExchange(ABC):
         return np.array_equal(pulled, self.expected(steps))
 
     def to_json(self) -> str:
-        """One line that `from_json` reads."""
         return json.dumps({"kind": self.kind, **asdict(self)})
 
     @staticmethod
     def from_json(text: str) -> TimedExchange:
-        """What `to_json` gave."""
         fields = json.loads(text)
         kinds: dict[str, type[TimedExchange]] = {one.kind: one for one in (Flat, RowWork)}
         return kinds[fields.pop("kind")](**fields)
@@ -121,11 +136,9 @@ class Flat(TimedExchange):
 
     @property
     def period(self) -> int:
-        """The same gradient in every step."""
         return 1
 
     def initial(self) -> Array:
-        """The parameters before the first step."""
         return self._pattern(13, 0)
 
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
@@ -137,11 +150,11 @@ class Flat(TimedExchange):
         return self.initial() - np.float32(steps / _PARTS) * gradient
 
     def task(self) -> Task:
-        """One parameter, SGD without momentum."""
         return _task(lambda: torch.from_numpy(self.initial()), partial(torch.optim.SGD, lr=self.rate))
 
-    def served(self) -> Served:
-        return _FlatServed(self)
+    def in_place(self) -> PushPull:
+        values = torch.from_numpy(self.initial())
+        return lambda gradient: values.sub_(gradient, alpha=self.rate)
 
     def _pattern(self, period: int, least: int) -> Array:
         return np.resize(np.arange(least, least + period, dtype=np.float32), self.num_bytes // ITEM_BYTES)
@@ -173,7 +186,6 @@ class RowWork(TimedExchange):
 
     @property
     def about(self) -> str:
-        """Of how large a table, and the optimizer."""
         return f"{self.rows:,} rows × {self.width} of {self.table_rows:,}, AdaGrad"
 
     @property
@@ -205,70 +217,24 @@ class RowWork(TimedExchange):
 
     def task(self) -> Task:
         optimizer = partial(torch.optim.Adagrad, lr=self.rate, eps=self.epsilon)
-        return _task(self._zeros, optimizer, {PARAMETER: lambda rows: rows})
+        return _task(
+            lambda: torch.zeros(self.table_rows, self.width), optimizer, {PARAMETER: lambda rows: rows}
+        )
 
-    def served(self) -> Served:
-        """Two tensors: values and sums of squares."""
-        return _RowsServed(self)
+    def in_place(self) -> PushPull:
+        all_values, all_sums = (torch.zeros(self.table_rows, self.width) for _ in range(2))
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.table_rows, self.width)
+        def push_pull(rows: Tensor, gradient: Tensor) -> Tensor:
+            values, sums = all_values[rows], all_sums[rows]
+            sums.addcmul_(gradient, gradient)
+            values.addcdiv_(gradient, sums.sqrt().add_(self.epsilon), value=-self.rate)
+            all_values[rows], all_sums[rows] = values, sums
+            return values
+
+        return push_pull
 
     def _gradient(self, rows: NDArray[np.int64]) -> Array:
         return np.repeat((rows % 7 + 1).astype(np.float32)[:, None], self.width, axis=1)
-
-
-class _FlatServed:
-    """All parameters as a user would hold them."""
-
-    def __init__(self, flat: Flat) -> None:
-        self._values = torch.from_numpy(flat.initial())
-        self._rate = flat.rate
-
-    def push_pull(self, *pushed: Tensor) -> Tensor:
-        (gradient,) = pushed
-        return self._values.sub_(gradient, alpha=self._rate)
-
-
-class _RowsServed:
-    """A table as a user would hold it who knows that only some rows change."""
-
-    def __init__(self, rows: RowWork) -> None:
-        self._values = torch.zeros(rows.table_rows, rows.width)
-        self._sums = torch.zeros(rows.table_rows, rows.width)
-        self._rows = rows
-
-    def push_pull(self, *pushed: Tensor) -> Tensor:
-        rows, gradient = pushed
-        values, sums = self._values[rows], self._sums[rows]
-        sums.addcmul_(gradient, gradient)
-        values.addcdiv_(gradient, sums.sqrt().add_(self._rows.epsilon), value=-self._rows.rate)
-        self._values[rows], self._sums[rows] = values, sums
-        return values
-
-
-class _Written:
-    """Gradients of all workers are added up and given to the optimizer, and the weights go back.
-
-    The shape of the parameter server in Ray's documentation ("Parameter Server" among its examples).
-    """
-
-    def __init__(self, task: Task) -> None:
-        model = task.model()
-        self._weight = model.get_parameter(PARAMETER)
-        self._optimizer = task.optimizer(model.parameters())
-
-    def push_pull(self, *pushed: Tensor) -> Tensor:
-        *rows, gradient = pushed
-        self._optimizer.zero_grad()
-        if rows:
-            size = self._weight.shape
-            self._weight.grad = torch.sparse_coo_tensor(rows[0][None], gradient, size, check_invariants=False)
-        else:
-            self._weight.grad = torch.from_numpy(np.stack([gradient.numpy()]).sum(axis=0))
-        self._optimizer.step()
-        weights = self._weight.detach()
-        return weights[rows[0]] if rows else weights
 
 
 class _Holder(nn.Module):

@@ -1,63 +1,46 @@
 """The measuring process of the server benchmark: `python -m manyhands.lab.bench.server_worker PLAN`.
 
-It is the one worker of every contender's server, so that all take turns in one process. PLAN is a `ServerPlan` as JSON;
-what it prints is a JSON object: for every exchange, for every contender, the seconds of each round trip.
+It is the one worker of every contender's server. It prints a JSON object: for every exchange, for every contender, the
+seconds of each round trip; and the memory of servers, as the kernel has it after every worker has pushed and pulled:
+that of one with a large model, less that of one with next to none. Private memory is the server's own (parameters,
+optimizer state, per worker a gradient or two); shared memory is the workers', which it maps to read and write in place.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError
-from manyhands.lab.bench.server_memory import measure_memory
-from manyhands.lab.bench.server_ours import OurPeer
+from manyhands.lab.bench.harness import WARM_UP, WorkerPlan, be_worker, in_turn
+from manyhands.lab.bench.server_ours import OurServer
 from manyhands.lab.bench.server_peers import RayPeer, RpcPeer, ray_running, rpc_running
-from manyhands.lab.bench.server_work import Array, TimedExchange
-from manyhands.places.local.parent import die_with_parent
+from manyhands.lab.bench.server_work import Array, Flat, TimedExchange
 from manyhands.strategies.common.consistency import Async
 from manyhands.strategies.ps.strategy import Ps
 
-__all__ = ["ServerContender", "ServerPlan"]
-
-_WARM_UP = 3  # exchanges of each contender that are not measured; each is checked
+__all__ = ["ServerPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlan:
+class ServerPlan(WorkerPlan):
     """What the process does."""
 
-    exchanges: tuple[str, ...]
-    """As JSON each."""
-    rounds: tuple[int, ...]
-    """How often each contender has its turn, per exchange."""
-    blocks: tuple[int, ...]
-    """Measured round trips in a turn, per exchange."""
+    exchanges: Sequence[str]  # as JSON each
+    rounds: int
+    blocks: Sequence[int]  # measured round trips of each contender in a round, per exchange
     with_ray: bool
-    memory_bytes: int
-    """The size of the model whose server's memory is measured; 0: none."""
+    memory_bytes: int  # the size of the model whose server's memory is measured; 0: none
     folder: str
-    parent_pid: int
-    timeout_s: float
-
-    @classmethod
-    def from_json(cls, text: str) -> ServerPlan:
-        """What `to_json` gave."""
-        fields = json.loads(text)
-        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("exchanges", "rounds", "blocks")}})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class ServerContender(Protocol):
@@ -74,9 +57,6 @@ class ServerContender(Protocol):
 
     def exchange(self) -> None:
         """Push it; return when what comes back is here."""
-
-    def close(self) -> None:
-        """End."""
 
 
 class BenchExchanges:
@@ -104,64 +84,100 @@ class BenchExchanges:
                 f"{self._contender.name} gave wrong parameters in step {self._steps} of {self._exchange.name}"
             )
 
-    def measure(self, block: int) -> None:
-        """One exchange to bring its memory back into the caches, then the measured ones."""
-        self.run()
-        self.seconds += [self.run() for _ in range(block)]
-
 
 def measure(
     exchange: TimedExchange, contenders: Sequence[ServerContender], rounds: int, block: int
 ) -> dict[str, list[float]]:
-    """The seconds of all, taking turns; another one first in every round."""
-    turns = {contender.name: BenchExchanges(exchange, contender) for contender in contenders}
-    for one in turns.values():
-        for _ in range(_WARM_UP):
+    made = {contender.name: BenchExchanges(exchange, contender) for contender in contenders}
+    for one in made.values():
+        for _ in range(WARM_UP):
             one.run()
             one.check()
-    order = list(turns.values())
-    for number in range(rounds):
-        first = number % len(order)
-        for one in order[first:] + order[:first]:
-            one.measure(block)
-    for one in order:
+    for one in in_turn(list(made.values()), rounds):
+        one.run()  # brings its memory back into the caches
+        one.seconds += [one.run() for _ in range(block)]
+    for one in made.values():
         one.check()
-    return {name: one.seconds for name, one in turns.items()}
+    return {name: one.seconds for name, one in made.items()}
 
 
-OURS = (
-    Ps(),
-    Ps(consistency=Async()),
-    Ps(link="tcp"),
-)
+OURS = (Ps(), Ps(consistency=Async()), Ps(link="tcp"))
 """How our own server runs: the default, the one that copies, and over TCP."""
 
 
-def _ours_and_ray(exchange: TimedExchange, plan: ServerPlan) -> list[Callable[[], ServerContender]]:
-    ours = [partial(OurPeer, exchange, strategy, plan.timeout_s) for strategy in OURS]
-    rays = [partial(RayPeer, exchange, in_place=in_place) for in_place in (False, True)]
-    return [*ours, *(rays if plan.with_ray else [])]
+Contenders = Callable[[TimedExchange, ExitStack], Iterator[ServerContender]]
+"""All of an exchange, each closed with the stack."""
 
 
-def _rpc(exchange: TimedExchange, plan: ServerPlan) -> list[Callable[[], ServerContender]]:
-    del plan
-    return [partial(RpcPeer, exchange)]
+def _ours_and_ray(plan: ServerPlan, exchange: TimedExchange, stack: ExitStack) -> Iterator[ServerContender]:
+    for strategy in OURS:
+        yield stack.enter_context(OurServer(exchange.task(), strategy, 1, plan.timeout_s)).add_worker()
+    for in_place in (False, True) if plan.with_ray else ():
+        yield stack.enter_context(closing(RayPeer(exchange, in_place=in_place)))
 
 
-def _measure_all(
-    plan: ServerPlan, makers: Callable[[TimedExchange, ServerPlan], list[Callable[[], ServerContender]]]
-) -> list[dict[str, list[float]]]:
+def _by_rpc(exchange: TimedExchange, stack: ExitStack) -> Iterator[ServerContender]:
+    yield stack.enter_context(closing(RpcPeer(exchange)))
+
+
+def _measure_all(plan: ServerPlan, contenders: Contenders) -> list[dict[str, list[float]]]:
     """By exchange: the seconds of each contender."""
     seconds = []
-    for text, rounds, block in zip(plan.exchanges, plan.rounds, plan.blocks, strict=True):
+    for text, block in zip(plan.exchanges, plan.blocks, strict=True):
         exchange = TimedExchange.from_json(text)
         with ExitStack() as stack:
-            contenders: list[ServerContender] = []
-            for make in makers(exchange, plan):
-                contenders.append(make())
-                stack.callback(contenders[-1].close)
-            seconds.append(measure(exchange, contenders, rounds, block))
+            seconds.append(measure(exchange, list(contenders(exchange, stack)), plan.rounds, block))
     return seconds
+
+
+WORKERS = (2, 4)
+_EXCHANGES = 3
+_LEAST_BYTES = 1024
+_STATE_TENSORS = 2  # of Adam, each as large as the parameters
+
+
+def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
+    """One row for each link and number of workers, in bytes."""
+    rows = []
+    small = _resident(_LEAST_BYTES, "shared", timeout_s)
+    for link in ("shared", "tcp"):
+        large = _resident(num_bytes, link, timeout_s)
+        first, last = WORKERS[0], WORKERS[-1]
+        per_worker = (large[last][0] - large[first][0]) / (last - first)
+        for workers in WORKERS:
+            private, shared = (
+                after - before for after, before in zip(large[workers], small[workers], strict=True)
+            )
+            rows.append(
+                {
+                    "link": link,
+                    "workers": workers,
+                    "parameters_bytes": num_bytes,
+                    "state_bytes": _STATE_TENSORS * num_bytes,
+                    "private_bytes": private,
+                    "shared_bytes": shared,
+                    "private_per_worker_bytes": per_worker,
+                }
+            )
+    return rows
+
+
+def _resident(num_bytes: int, link: str, timeout_s: float) -> dict[int, tuple[int, int]]:
+    """Private and shared memory of a server that so many workers have used."""
+    flat = Flat(name="memory", num_bytes=num_bytes)
+    task = replace(flat.task(), optimizer=partial(torch.optim.Adam, lr=flat.rate))
+    resident = {}
+    with OurServer(task, Ps(consistency=Async(), link=link), max(WORKERS), timeout_s) as server:
+        for workers in WORKERS:
+            while len(server.ends) < workers:
+                server.add_worker()
+            for end in server.ends * _EXCHANGES:
+                end.exchange()
+            lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+            status = dict(line.split(":", 1) for line in lines)
+            private, shared = (1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+            resident[workers] = private, shared
+    return resident
 
 
 def main(plan: ServerPlan) -> None:
@@ -172,15 +188,13 @@ def main(plan: ServerPlan) -> None:
     """
     torch.set_num_threads(1)
     with ray_running() if plan.with_ray else nullcontext():
-        seconds = _measure_all(plan, _ours_and_ray)
+        seconds = _measure_all(plan, partial(_ours_and_ray, plan))
     memory = measure_memory(plan.memory_bytes, plan.timeout_s) if plan.memory_bytes else []
     with rpc_running(plan.folder, plan.timeout_s):
-        by_rpc = _measure_all(plan, _rpc)
+        by_rpc = _measure_all(plan, _by_rpc)
     together = [{**one, **other} for one, other in zip(seconds, by_rpc, strict=True)]
     print(json.dumps({"seconds": together, "memory": memory}))
 
 
 if __name__ == "__main__":
-    server_plan = ServerPlan.from_json(sys.argv[1])
-    die_with_parent(server_plan.parent_pid, signal.SIGKILL)
-    main(server_plan)
+    be_worker(ServerPlan, main)

@@ -1,7 +1,7 @@
 """Whole training steps on one host: torch's DDP on Gloo, `mirrored`, `central`, and one process for reference.
 
-All contenders live in the same worker processes, start from the same weights and train on the same batches, taking
-turns in blocks of a few steps, so that a busy minute of the machine hits all of them. All ranks meet before a block,
+All contenders live in the same worker processes, start from the same weights and train on the same batches, in turn
+and in blocks of a few steps, so that a busy minute of the machine hits all of them. All ranks meet before a block,
 which takes as long as its slowest rank. The losses must agree, step by step over the first 50: whoever exchanges
 gradients wrongly is found out here.
 
@@ -14,7 +14,6 @@ samples per second of N workers, over N times those of one).
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.lab.bench.harness import Workers, host_facts, percentiles
 from manyhands.lab.bench.step_worker import (
     ALONE,
     DDP,
@@ -35,7 +35,6 @@ from manyhands.lab.bench.step_worker import (
     StepMeasured,
     StepPlan,
 )
-from manyhands.lab.bench.workers import Workers
 from manyhands.native.group.shared_group import SharedGroupFiles, warm
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.host import threads_per_role
@@ -70,16 +69,11 @@ def run_bench(
         raise UserError(f"workers={workers}: exchanging gradients takes at least 2")
     if steps < 1:
         raise UserError(f"steps={steps}: must be at least 1")
-    load = os.getloadavg()[0]
+    facts = {"benchmark": "step", "workers": workers, **host_facts()}
     warm({torch.float32, torch.float64})
     return {
-        "benchmark": "step",
-        "workers": workers,
-        "cores": _cores(),
+        **facts,
         "threads_per_worker": threads_per_role(workers),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "load_before": load,
         "results": [_measure(workers, workload, steps, timeout_s) for workload in workloads],
     }
 
@@ -99,19 +93,12 @@ def format_table(result: dict[str, Any]) -> str:
         ]
         for name, cell in row["contenders"].items():
             spread = f"{cell['p10_ms']:.1f} to {cell['p90_ms']:.1f} ms"
+            efficiency = f"{100 * cell['efficiency']:.0f} %" if "efficiency" in cell else ""
             lines.append(
                 f"{name:<10}{cell['median_ms']:>9.1f} ms{spread:>22}{cell['samples_per_s']:>12.0f}"
-                f"{cell['times_ddp']:>8.2f}×{_percent(cell.get('efficiency')):>12}"
+                f"{cell['times_ddp']:>8.2f}×{efficiency:>12}"
             )
     return "\n".join(lines)
-
-
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{100 * part:.0f} %"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _measure(workers: int, workload: BenchWorkload, steps: int, timeout_s: float) -> dict[str, Any]:
@@ -158,16 +145,13 @@ def _summaries(ranks: Sequence[StepMeasured], batch: int, block: int) -> dict[st
     }
     summaries = {}
     for name, times in milliseconds.items():
-        low, median, high = np.percentile(times, [10, 50, 90]).tolist()
-        summaries[name] = {
-            "median_ms": median,
-            "p10_ms": low,
-            "p90_ms": high,
-            "samples_per_s": 1e3 * batch * (1 if name == ALONE else len(ranks)) / median,
-            "times_ddp": float(np.median(milliseconds[DDP] / times)),
-        }
+        cell = percentiles(times, "ms")
+        shares = 1 if name == ALONE else len(ranks)
+        cell["samples_per_s"] = 1e3 * batch * shares / cell["median_ms"]
+        cell["times_ddp"] = float(np.median(milliseconds[DDP] / times))
         if name not in (SINGLE, ALONE):
-            summaries[name]["efficiency"] = float(np.median(milliseconds[ALONE] / times))
+            cell["efficiency"] = float(np.median(milliseconds[ALONE] / times))
+        summaries[name] = cell
     return summaries
 
 
@@ -188,13 +172,12 @@ def _run_workers(
                 rendezvous=rendezvous,
                 groups=dict(zip(STRATEGIES, groups, strict=True)),
                 store=str(Path(folder) / "store"),
-                parent_pid=os.getpid(),
                 workload=workload.to_json(),
                 rounds=rounds,
                 block=block,
                 threads=threads_per_role(workers),
-                cores=_cores(),
+                cores=len(os.sched_getaffinity(0)),
                 timeout_s=timeout_s,
             )
-            processes.start(plan.to_json(), [*rendezvous, *(one for pair in groups for one in pair)])
+            processes.start(plan, [*rendezvous, *(one for pair in groups for one in pair)])
         return [StepMeasured(**printed) for printed in processes.results(timeout_s)]

@@ -1,25 +1,22 @@
 """One worker process of the step benchmark: `python -m manyhands.lab.bench.step_worker PLAN`.
 
-PLAN is a `StepPlan` as JSON. The worker holds every contender's model at once and lets them take turns; it prints a
-`Measured` as one JSON object.
+The worker holds every contender's model at once and has them train in turn; it prints a `StepMeasured` as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import signal
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.data.batch_plan import BatchPlan
@@ -28,9 +25,8 @@ from manyhands.data.randomness import seed_all
 from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.engine.exchanging import exchange_for
 from manyhands.engine.worker_resources import Resources
-from manyhands.lab.bench.workers import joined_gloo
+from manyhands.lab.bench.harness import WARM_UP, WorkerPlan, be_worker, in_turn, joined_gloo
 from manyhands.native.group.shared_group import SharedGroup
-from manyhands.places.local.parent import die_with_parent
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.tasks.digits import ImageClassifier, classification_loss
@@ -58,8 +54,7 @@ class BenchWorkload(ABC):
     """Something to train, with `batch` samples per worker in every step."""
 
     word: ClassVar[str]
-    optimizer: ClassVar[str]
-    """What updates the weights, for the report."""
+    optimizer: ClassVar[str]  # what updates the weights, for the report
 
     batch: int
 
@@ -91,14 +86,7 @@ class Mlp(BenchWorkload):
 
     def task(self, workers: int) -> Task:
         """Random vectors, labelled by a linear teacher."""
-        return Task(
-            name=self.word,
-            model=self._model,
-            loss=classification_loss,
-            data=_labelled((self.inputs,), self.classes, _EPOCH_BATCHES * self.batch * workers),
-            optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-            batch_size=self.batch * workers,
-        )
+        return _classification(self, self._model, (self.inputs,), workers, lr=0.01)
 
     def _model(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -121,14 +109,8 @@ class Cnn(BenchWorkload):
 
     def task(self, workers: int) -> Task:
         """Random images, labelled by a linear teacher."""
-        return Task(
-            name=self.word,
-            model=partial(ImageClassifier, side=self.side, white=1, width=self.width, classes=self.classes),
-            loss=classification_loss,
-            data=_labelled((1, self.side, self.side), self.classes, _EPOCH_BATCHES * self.batch * workers),
-            optimizer=partial(torch.optim.SGD, lr=3e-4, momentum=0.9, fused=True),
-            batch_size=self.batch * workers,
-        )
+        model = partial(ImageClassifier, side=self.side, white=1, width=self.width, classes=self.classes)
+        return _classification(self, model, (1, self.side, self.side), workers, lr=3e-4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,43 +142,43 @@ class Language(BenchWorkload):
 WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
 
 
-def _labelled(shape: tuple[int, ...], classes: int, count: int) -> tuple[Tensor, Tensor]:
+def _classification(
+    workload: Mlp | Cnn, model: Callable[[], nn.Module], shape: tuple[int, ...], workers: int, *, lr: float
+) -> Task:
     """Random samples with labels that can be learnt, so that the loss falls: those of a random linear map."""
+    batch_size = workload.batch * workers
     generator = torch.Generator().manual_seed(0)
-    samples = torch.randn(count, *shape, generator=generator)
-    teacher = torch.randn(math.prod(shape), classes, generator=generator)
-    return samples, (samples.flatten(1) @ teacher).argmax(dim=1)
+    samples = torch.randn(_EPOCH_BATCHES * batch_size, *shape, generator=generator)
+    teacher = torch.randn(math.prod(shape), workload.classes, generator=generator)
+    return Task(
+        name=workload.word,
+        model=model,
+        loss=classification_loss,
+        data=(samples, (samples.flatten(1) @ teacher).argmax(dim=1)),
+        optimizer=partial(torch.optim.SGD, lr=lr, momentum=0.9, fused=True),
+        batch_size=batch_size,
+    )
 
 
 DDP, SINGLE, ALONE = "ddp", "single", "alone"
 STRATEGIES = ("mirrored", "central")
-_WARM_UP_STEPS = 3  # DDP lays out its buckets anew after the first
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What one worker does."""
+class StepPlan(WorkerPlan):
+    """What one worker does; a group is given by its control and its arena."""
 
     rank: int
     world: int
-    rendezvous: tuple[int, int]  # control and arena of the group in which all meet before a block
-    groups: dict[str, tuple[int, int]]  # control and arena of each strategy's group
+    rendezvous: tuple[int, int]  # the group in which all meet before a block
+    groups: Mapping[str, tuple[int, int]]  # that of each strategy
     store: str  # the file through which Gloo's ranks find each other
-    parent_pid: int
     workload: str  # a BenchWorkload as JSON
     rounds: int
     block: int  # measured steps of each contender in a round
     threads: int  # of torch, in each worker
     cores: int  # threads of torch in the one process that does the work of all
-    timeout_s: float
-
-    @classmethod
-    def from_json(cls, text: str) -> StepPlan:
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +186,7 @@ class StepMeasured:
     """What one rank saw; a contender that runs on rank 0 alone is missing elsewhere."""
 
     parameters: int
-    seconds: dict[str, list[float]]
-    """By contender and round: how long the block of measured steps took."""
+    seconds: dict[str, list[float]]  # by contender and round: how long the block of measured steps took
 
     losses: dict[str, list[float]]
     """By contender and step, from its very first one: the mean over this rank's part of the batch."""
@@ -273,61 +254,48 @@ class ExchangeContender(StepContender):
         return value
 
 
-class StepWorker:
-    """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
+def _contenders(plan: StepPlan, exchanges: Mapping[str, Exchange]) -> dict[str, StepContender | None]:
+    """All of them; those that this rank has no part in are None."""
+    task = BenchWorkload.from_json(plan.workload).task(plan.world)
+    source = BatchSource(task.data, task.collate)
+    batches = BatchPlan(len(source), task.batch_size, _SEED)
 
-    def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
-        task = BenchWorkload.from_json(plan.workload).task(plan.world)
-        source = BatchSource(task.data, task.collate)
-        batches = BatchPlan(len(source), task.batch_size, _SEED)
+    def fetch_share(step: int) -> Any:
+        return source.fetch(batches.share(step, plan.rank, plan.world))
 
-        def fetch_share(step: int) -> Any:
-            return source.fetch(batches.share(step, plan.rank, plan.world))
+    def fetch_whole(step: int) -> Any:
+        return source.fetch(batches.indices(step))
 
-        def fetch_whole(step: int) -> Any:
-            return source.fetch(batches.indices(step))
+    made: dict[str, StepContender | None] = {DDP: DdpContender(task, fetch_share, plan.threads)}
+    for name, exchange in exchanges.items():
+        made[name] = ExchangeContender(task, fetch_share, plan.threads, exchange)
+    made |= {SINGLE: None, ALONE: None}
+    if plan.rank == 0:
+        made[SINGLE] = ExchangeContender(task, fetch_whole, plan.cores, SingleExchange())
+        made[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
+    return made
 
-        self._plan = plan
-        self._meet = meet
-        self._contenders: dict[str, StepContender | None] = {
-            DDP: DdpContender(task, fetch_share, plan.threads)
-        }
-        for name, exchange in exchanges.items():
-            self._contenders[name] = ExchangeContender(task, fetch_share, plan.threads, exchange)
-        self._contenders |= {SINGLE: None, ALONE: None}
-        if plan.rank == 0:
-            self._contenders[SINGLE] = ExchangeContender(task, fetch_whole, plan.cores, SingleExchange())
-            self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
 
-    def measure(self) -> StepMeasured:
-        for contender in self._contenders.values():
-            self._meet()
-            if contender is not None:
-                contender.run(_WARM_UP_STEPS)
-        for turn in range(self._plan.rounds):
-            for contender in self._in_order(turn):
-                self._take_turn(contender)
-        mine = {name: contender for name, contender in self._contenders.items() if contender is not None}
-        return StepMeasured(
-            parameters=sum(parameter.numel() for parameter in mine[DDP].model.parameters()),
-            seconds={name: contender.seconds for name, contender in mine.items()},
-            losses={name: contender.losses for name, contender in mine.items()},
-        )
-
-    def _in_order(self, turn: int) -> Iterator[StepContender | None]:
-        """Another one first in every round, so that nobody always runs after the same other."""
-        contenders = list(self._contenders.values())
-        first = turn % len(contenders)
-        yield from contenders[first:] + contenders[:first]
-
-    def _take_turn(self, contender: StepContender | None) -> None:
-        """One step to bring its memory back into the caches, then the measured ones; all ranks meet before each."""
-        self._meet()
+def measure(
+    plan: StepPlan, contenders: Mapping[str, StepContender | None], meet: Callable[[], None]
+) -> StepMeasured:
+    for contender in contenders.values():
+        meet()
         if contender is not None:
-            contender.run(1)
-        self._meet()
+            contender.run(WARM_UP)  # DDP lays out its buckets anew after the first step
+    for contender in in_turn(list(contenders.values()), plan.rounds):
+        meet()
         if contender is not None:
-            contender.seconds.append(contender.run(self._plan.block))
+            contender.run(1)  # brings its memory back into the caches
+        meet()
+        if contender is not None:
+            contender.seconds.append(contender.run(plan.block))
+    mine = {name: contender for name, contender in contenders.items() if contender is not None}
+    return StepMeasured(
+        parameters=sum(parameter.numel() for parameter in mine[DDP].model.parameters()),
+        seconds={name: contender.seconds for name, contender in mine.items()},
+        losses={name: contender.losses for name, contender in mine.items()},
+    )
 
 
 def main(plan: StepPlan) -> None:
@@ -354,11 +322,9 @@ def main(plan: StepPlan) -> None:
             stack.callback(exchange.close)
             exchanges[name] = exchange
         stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))
-        print(json.dumps(asdict(StepWorker(plan, rendezvous.barrier, exchanges).measure())))
+        print(json.dumps(asdict(measure(plan, _contenders(plan, exchanges), rendezvous.barrier))))
         rendezvous.barrier()  # nobody leaves while another may still need it
 
 
 if __name__ == "__main__":
-    step_plan = StepPlan.from_json(sys.argv[1])
-    die_with_parent(step_plan.parent_pid, signal.SIGKILL)
-    main(step_plan)
+    be_worker(StepPlan, main)

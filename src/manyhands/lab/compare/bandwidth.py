@@ -25,13 +25,9 @@ SHAPED = "MANYHANDS_SHAPED"
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TOOLS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2", "sh": "a shell"}
 _BURST_PACKETS = 2  # no less than that, or what is larger would be dropped
-_BURST_S = (
-    0.00025  # as coarse as a kernel's timers may be; more would let a small gradient through at no cost
-)
-_PACKET_BYTES = (
-    65_536,
-    16_384,
-)  # of loopback: as it is, and where that is longer on the wire than a burst may be
+_BURST_S = 0.00025  # as coarse as a kernel's timers; more would let a small gradient through at no cost
+_PACKET_BYTES = (65_536, 16_384)
+"""Of loopback: as it is, and where that is longer on the wire than a burst may be."""
 _QUEUE_MS = 200  # what waits for longer is dropped, and sent again
 _PROBE_S = 10.0
 _ADMIN_PATHS = ("/usr/sbin", "/sbin")
@@ -51,18 +47,14 @@ class Rate:
         return cls(bits_per_s=round(float(match[1]) * _UNITS[match[2]]))
 
     @property
-    def burst_bytes(self) -> int:
-        """What may go through at once after a pause."""
-        return max(_BURST_PACKETS * self.packet_bytes, self._timed_bytes)
-
-    @property
     def packet_bytes(self) -> int:
         usual, small = _PACKET_BYTES
-        return usual if _BURST_PACKETS * usual <= self._timed_bytes else small
+        return usual if _BURST_PACKETS * usual <= round(self.bits_per_s / 8 * _BURST_S) else small
 
     @property
-    def _timed_bytes(self) -> int:
-        return round(self.bits_per_s / 8 * _BURST_S)
+    def burst_bytes(self) -> int:
+        """What may go through at once after a pause."""
+        return max(_BURST_PACKETS * self.packet_bytes, round(self.bits_per_s / 8 * _BURST_S))
 
     def __str__(self) -> str:
         for unit, factor in (("Gbit", 10**9), ("Mbit", 10**6), ("kbit", 10**3)):
@@ -114,7 +106,7 @@ def why_not(rate: Rate) -> str | None:
 
 
 def enter(rate: Rate, command: Sequence[str]) -> None:
-    """Go on as `command` in a shaped namespace: this process becomes it; UserError where that is not allowed."""
+    """Continue as `command` in a shaped namespace: this process becomes it; UserError where that is not allowed."""
     reason = why_not(rate)
     if reason is not None:
         raise UserError(f"--bandwidth: this machine cannot shape its loopback: {reason}")

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from rich import box
@@ -16,21 +16,18 @@ from manyhands.errors import format_bytes
 from manyhands.facts import Promises
 from manyhands.lab.compare.figures import CompareRow, Figures, Measured, Point, Spread
 from manyhands.native.version import __version__
-from manyhands.observe.draw.charts import (
-    Series,
+from manyhands.observe.draw.charts import Series, line_chart, loss_chart, share_bars
+from manyhands.observe.draw.paper import (
+    PART_COLOURS,
     data_table,
     document,
     findings_section,
-    line_chart,
-    loss_chart,
     made_section,
     quiet,
     section,
-    share_bars,
 )
-from manyhands.observe.draw.paper import PART_COLOURS
 
-__all__ = ["Made", "machine", "measures_table", "promises_table", "report", "scores_table"]
+__all__ = ["machine", "measures_table", "promises_table", "report", "scores_table"]
 
 
 def machine() -> dict[str, str]:
@@ -71,8 +68,12 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
         return ["failed" if row.failures else "not run", *["–"] * (len(columns(found)) - 1)]
     partly = "" if row.always_reached or found.target is None else f" ({row.reached} of {len(row.runs)})"
     stale = "0" if row.staleness_max == 0 else f"{_show(row.staleness_mean, '{:.2f}')}, {row.staleness_max}"
+    reached = "never"
+    if row.target_s:
+        away = max(row.target_s.high - row.target_s.median, row.target_s.median - row.target_s.low)
+        reached = f"{row.target_s.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "") + partly
     return [
-        f"{_with_spread(row.target_s)}{partly}" if row.target_s else "never",
+        reached,
         _show(row.target_steps, "{:,.0f}"),
         _show(row.samples_per_s, "{:,.0f}"),
         f"{100 * row.waiting.median:.0f} %" if row.waiting else "–",
@@ -104,8 +105,7 @@ def measures_table(found: Figures) -> Table:
 
 
 def promises_table(found: Figures) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
+    table = Table("strategy", box=box.SIMPLE_HEAD, pad_edge=False)
     for question in PROMISES:
         table.add_column(question, max_width=16)
     for row in found.rows:
@@ -128,8 +128,7 @@ def score_cells(found: Figures, row: CompareRow) -> list[str]:
 
 
 def scores_table(found: Figures) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
+    table = Table("strategy", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in found.scores:
         table.add_column(name, justify="right")
     for row in found.rows:
@@ -139,11 +138,6 @@ def scores_table(found: Figures) -> Table:
 
 def _show(spread: Spread | None, form: str) -> str:
     return "–" if spread is None else form.format(spread.median)
-
-
-def _with_spread(spread: Spread) -> str:
-    away = max(spread.high - spread.median, spread.median - spread.low)
-    return f"{spread.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "")
 
 
 def _size(spread: Spread | None) -> str:
@@ -156,47 +150,45 @@ def _size(spread: Spread | None) -> str:
 _SMOOTH = 20  # a loss is drawn as the mean of this part of the steps around it: 1 / _SMOOTH of them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """How a comparison was made."""
-
-    title: str
-    command: str
-    facts: Mapping[str, str]
-    """The machine and the settings, by name."""
-    notes: tuple[str, ...] = ()
-    """What else there is to say, in sentences."""
-
-
-def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
+def report(
+    found: Figures,
+    sentences: Sequence[str],
+    title: str,
+    command: str,
+    facts: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> str:
+    """The page of a comparison; `facts` are the machine's, by name, and `notes` what else there is to say."""
     rows = [row for row in found.rows if row.runs]
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
-    table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
+    target = f"time and steps to {found.target}; " if found.target is not None else ""
+    caption = (
+        f"Medians over the repeats: {target}messages and bytes of a step, sent by all together, and bytes sent by "
+        "the busiest process"
+    )
+    if found.prices is not None:
+        caption += f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
+    table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=caption)
     promises = [[row.name, *promise_cells(row.strategy.facts.promises, words=True)] for row in found.rows]
+    promised = data_table(
+        ["strategy", *PROMISES],
+        promises,
+        title="What a run's users may rely on",
+        words=range(len(PROMISES) + 1),
+    )
+    # Beside the two curves of a metric there is room for how it was made.
+    kind = "wide" if found.target is None else ""
     parts = [
         findings_section(sentences),
         section("table", "Side by side", table, "wide"),
         *_scores(found),
-        *_losses(rows),
+        *_curves("loss", rows, losses=True),
         section("time", "Where the workers' time went", _shares(rows)),
-        *_metrics(found, rows),
-        # Beside the two curves of a metric there is room for it.
-        made_section(
-            made.command, made.facts, *_about(found, made), kind="wide" if found.target is None else ""
-        ),
-        section(
-            "promises",
-            "What each promises",
-            data_table(
-                ["strategy", *PROMISES],
-                promises,
-                title="What a run's users may rely on",
-                words=range(len(PROMISES) + 1),
-            ),
-            "wide",
-        ),
+        *(_curves(found.target.metric, rows, losses=False) if found.target is not None else ()),
+        made_section(command, facts, _about(found), *notes, kind=kind),
+        section("promises", "What each promises", promised, "wide"),
     ]
-    return document(made.title, parts)
+    return document(title, parts)
 
 
 def _scores(found: Figures) -> list[str]:
@@ -207,56 +199,31 @@ def _scores(found: Figures) -> list[str]:
     return [section("scores", "What the models are worth", table, "wide")]
 
 
-def _caption(found: Figures) -> str:
-    target = f"time and steps to {found.target}; " if found.target is not None else ""
-    return (
-        f"Medians over the repeats: {target}messages and bytes of a step, sent by all together, and bytes sent by "
-        f"the busiest process{_price_caption(found)}"
-    )
-
-
-def _price_caption(found: Figures) -> str:
-    if found.prices is None:
-        return ""
-    return f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
-
-
 _AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (
     ("steps", lambda point: point.step),
     ("seconds", lambda point: point.at_s),
 )
 
 
-def _losses(rows: Sequence[CompareRow]) -> list[str]:
-    """The loss of each strategy's middle run, against steps and against seconds."""
+def _curves(metric: str, rows: Sequence[CompareRow], *, losses: bool) -> list[str]:
+    """A metric of each strategy's middle run, or the training loss, against steps and against seconds."""
     parts = []
     for label, place in _AXES:
-        curves = [_series(row.name, smooth(_middle(row).losses, "loss"), "loss", place) for row in rows]
-        chart = loss_chart(curves, title=f"Training loss, smoothed, over {label}", x_label=label)
-        parts.append(section(f"loss-{label}", f"Loss against {label}", chart))
-    return parts
-
-
-def _metrics(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """The metric of the target in the same way, where there is a target."""
-    if found.target is None:
-        return []
-    metric, parts = found.target.metric, []
-    for label, place in _AXES:
-        curves = [_series(row.name, _middle(row).evaluations, metric, place) for row in rows]
-        chart = line_chart(
-            curves, title=f"On the evaluation data, over {label}", x_label=label, y_label=metric
-        )
+        series = []
+        for row in rows:
+            run = _middle(row)
+            points = smooth(run.losses, "loss") if losses else run.evaluations
+            known = sorted((point for point in points if metric in point.values), key=place)
+            values = [point.values[metric] for point in known]
+            series.append(Series(name=row.name, xs=[place(point) for point in known], ys=values))
+        if losses:
+            chart = loss_chart(series, title=f"Training loss, smoothed, over {label}", x_label=label)
+        else:
+            title = f"On the evaluation data, over {label}"
+            chart = line_chart(series, title=title, x_label=label, y_label=metric)
         heading = f"{metric[:1].upper()}{metric[1:]} against {label}"
-        parts.append(section(f"metric-{label}", heading, chart))
+        parts.append(section(f"{'loss' if losses else 'metric'}-{label}", heading, chart))
     return parts
-
-
-def _series(name: str, points: Sequence[Point], value: str, place: Callable[[Point], float]) -> Series:
-    known = sorted((point for point in points if value in point.values), key=place)
-    return Series(
-        name=name, xs=[place(point) for point in known], ys=[point.values[value] for point in known]
-    )
 
 
 def smooth(points: Sequence[Point], value: str) -> list[Point]:
@@ -280,31 +247,28 @@ def _middle(row: CompareRow) -> Measured:
 def _shares(rows: Sequence[CompareRow]) -> str:
     if not rows:
         return quiet("No run came to its end.")
-    shares = [(_short(row.name), [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]
-    names = quiet("Of the time that workers accounted for, medians over the repeats.")
-    return (
-        share_bars(
-            shares,
-            ["computing and exchanging", "waiting"],
-            title="Share of time",
-            colours=[PART_COLOURS["compute"], PART_COLOURS["waiting"]],
+    shares = [  # `ps consistency=async` as `ps async`: there is room for that alone
+        (
+            " ".join(part.rpartition("=")[2] for part in row.name.split()),
+            [1 - row.waiting.median, row.waiting.median],
         )
-        + names
+        for row in rows
+        if row.waiting
+    ]
+    bars = share_bars(
+        shares,
+        ["computing and exchanging", "waiting"],
+        title="Share of time",
+        colours=[PART_COLOURS["compute"], PART_COLOURS["waiting"]],
     )
+    return bars + quiet("Of the time that workers accounted for, medians over the repeats.")
 
 
-def _short(name: str) -> str:
-    """`ps consistency=async` as `ps async`, where there is room for that alone."""
-    return " ".join(part.rpartition("=")[2] for part in name.split())
-
-
-def _about(found: Figures, made: Made) -> list[str]:
-    """What a reader must know of the clock and the curves, and the notes."""
+def _about(found: Figures) -> str:
+    """What a reader must know of the clock and the curves."""
     clock = (
         "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
         "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
     )
-    for sentence in sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""}):
-        clock += f" {sentence}"
-    return [clock, *made.notes]
+    return " ".join([clock, *sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""})])

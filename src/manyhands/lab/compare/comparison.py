@@ -42,8 +42,7 @@ class Target:
 
     metric: str
     value: float
-    lower: bool
-    """Whether smaller values are better ones."""
+    lower: bool  # whether smaller values are better ones
     chosen: bool = False
 
     @classmethod
@@ -143,14 +142,10 @@ def default_target(finals: Sequence[Sequence[Mapping[str, float]]]) -> Target | 
     reached = sorted(
         ((max if lower else min)(final[metric] for final in runs) for runs in finals), reverse=not lower
     )
-    value = _eased(reached[(len(reached) - 1) // 2], lower)
-    return Target(metric=metric, value=value, lower=lower, chosen=True)
-
-
-def _eased(value: float, lower: bool) -> float:
-    """In four digits, and no harder to reach: whoever computes the same in another order reaches it, too."""
+    value = reached[(len(reached) - 1) // 2]
+    # In four digits, and no harder to reach: whoever computes the same in another order reaches it, too.
     shown = float(f"{value:.4g}")
-    if value in (0, shown) or (value < shown) == lower:
-        return shown
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
-    return float(f"{shown + (unit if lower else -unit):.4g}")
+    if value not in (0, shown) and (value < shown) != lower:
+        unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+        shown = float(f"{shown + (unit if lower else -unit):.4g}")
+    return Target(metric=metric, value=shown, lower=lower, chosen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,21 +40,14 @@ class Measured:
     steps: int
     samples: int
     seconds: float
-    losses: tuple[Point, ...]
-    """One a step, `loss` alone: the mean over the global batch."""
-    evaluations: tuple[Point, ...]
-    """The metrics on the evaluation data, in the order of the steps."""
-    accounted_s: float
-    """Computing, exchanging and waiting, of all workers together."""
-    waited_s: float
-    """The waiting in it."""
-    waited_for_s: Mapping[int, float]
-    """By the worker waited for."""
+    losses: tuple[Point, ...]  # one a step, `loss` alone: the mean over the global batch
+    evaluations: tuple[Point, ...]  # the metrics on the evaluation data, in the order of the steps
+    accounted_s: float  # computing, exchanging and waiting, of all workers together
+    waited_s: float  # the waiting in it
+    waited_for_s: Mapping[int, float]  # by the worker waited for
     messages: int
-    num_bytes: int
-    """Sent by all workers and servers together."""
-    busiest_bytes: int
-    """Sent by the one of them that sent most."""
+    num_bytes: int  # sent by all workers and servers together
+    busiest_bytes: int  # sent by the one of them that sent most
     staleness_mean: float = 0.0
     staleness_max: int = 0
     notes: tuple[str, ...] = ()
@@ -75,14 +69,8 @@ class Measured:
         )
 
     def reached(self, target: Target) -> Point | None:
-        return next(
-            (
-                point
-                for point in self.evaluations
-                if target.metric in point.values and target.reached_by(point.values[target.metric])
-            ),
-            None,
-        )
+        known = (point for point in self.evaluations if target.metric in point.values)
+        return next((point for point in known if target.reached_by(point.values[target.metric])), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,32 +107,24 @@ class CompareRow:
     workers: int
     runs: tuple[Measured, ...]
     failures: tuple[str, ...]
-    reached: int
-    """How many of the runs reached the target."""
-    target_s: Spread | None
-    """Over the runs that reached it; None where none did."""
+    reached: int  # how many of the runs reached the target
+    target_s: Spread | None  # over the runs that reached it; None where none did
     target_steps: Spread | None
-    seconds: Spread | None
-    """Of training, to the end."""
+    seconds: Spread | None  # of training, to the end
     samples_per_s: Spread | None
-    waiting: Spread | None
-    """The share of the workers' time."""
+    waiting: Spread | None  # the share of the workers' time
     messages_per_step: Spread | None
-    bytes_per_step: Spread | None
-    """Sent by all workers and servers together."""
+    bytes_per_step: Spread | None  # sent by all workers and servers together
     busiest_bytes_per_step: Spread | None
     """Sent by the one of them that sent most: it sets the pace where the network does."""
     staleness_mean: Spread | None
     staleness_max: int
     final: Mapping[str, Spread] = field(default_factory=dict)
-    waits_mostly_for: int | None = None
-    """The worker that most of the waiting was for."""
-    price_per_hour: float | None = None
-    """Of all its processes together; None where no prices were given."""
+    waits_mostly_for: int | None = None  # the worker that most of the waiting was for
+    price_per_hour: float | None = None  # of all its processes together; None where no prices were given
     price_per_1000_steps: Spread | None = None
     price_to_target: Spread | None = None
-    device: str = ""
-    """Where its workers computed, where several devices are compared."""
+    device: str = ""  # where its workers computed, where several devices are compared
 
     @property
     def name(self) -> str:
@@ -166,13 +146,11 @@ class CompareRow:
 class Figures:
     """A whole comparison; rows in the order of the strategies."""
 
-    target: Target | None
-    """None where nothing was evaluated."""
+    target: Target | None  # None where nothing was evaluated
     evaluate_every: int
     rows: tuple[CompareRow, ...]
     prices: Prices | None = None
-    scores: tuple[str, ...] = ()
-    """What was measured of each run's model at its end besides."""
+    scores: tuple[str, ...] = ()  # what was measured of each run's model at its end besides
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -198,51 +176,38 @@ def figures(
     Not among the `scores`, which are known at the end alone. `devices` are those of the strategies, if they differ.
     """
     measured = [run for run in runs if isinstance(run, Measured)]
+    of_place = [[run for run in measured if run.place == place] for place in range(len(strategies))]
     target = target or default_target(
         [
-            [_without(scores, run.final) for run in measured if run.place == place]
-            for place in range(len(strategies))
+            [{name: value for name, value in run.final.items() if name not in scores} for run in one]
+            for one in of_place
         ]
     )
-    rows = [
-        _row(
-            strategy,
-            workers,
-            [run for run in measured if run.place == place],
-            [run.sentence for run in runs if isinstance(run, FailedTrial) and run.place == place],
-            target,
-        )
-        for place, (strategy, workers) in enumerate(strategies)
-    ]
-    if devices:
-        rows = [dataclasses.replace(row, device=device) for row, device in zip(rows, devices, strict=True)]
-    if prices is not None:
-        rows = [_priced(row, prices) for row in rows]
+    rows = []
+    for place, (strategy, workers) in enumerate(strategies):
+        failures = [run.sentence for run in runs if isinstance(run, FailedTrial) and run.place == place]
+        row = _row(strategy, workers, of_place[place], failures, target)
+        row = dataclasses.replace(row, device=devices[place] if devices else "")
+        rows.append(row if prices is None else _priced(row, prices))
     return Figures(
         target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices, scores=scores
     )
 
 
-def _without(names: Sequence[str], final: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in final.items() if name not in names}
-
-
 def _priced(row: CompareRow, prices: Prices) -> CompareRow:
     """The row with what its processes cost: for 1,000 steps at their mean pace, and to the target."""
     per_hour = prices.of(row.strategy, row.workers)
-    steps = [prices.for_seconds(per_hour, 1000 * _ratio(run.seconds, run.steps)) for run in row.runs]
-    reached = row.target_s
+    steps_s = [1000 * _ratio(run.seconds, run.steps) for run in row.runs]
+    to_target = None
+    if (reached := row.target_s) is not None:
+        ends = (reached.median, reached.low, reached.high)
+        median, low, high = (per_hour * seconds / _HOUR_S for seconds in ends)
+        to_target = Spread(median=median, low=low, high=high)
     return dataclasses.replace(
         row,
         price_per_hour=per_hour,
-        price_per_1000_steps=_spread(steps),
-        price_to_target=None
-        if reached is None
-        else Spread(
-            median=prices.for_seconds(per_hour, reached.median),
-            low=prices.for_seconds(per_hour, reached.low),
-            high=prices.for_seconds(per_hour, reached.high),
-        ),
+        price_per_1000_steps=_spread([per_hour * seconds / _HOUR_S for seconds in steps_s]),
+        price_to_target=to_target,
     )
 
 
@@ -251,10 +216,10 @@ def _row(
 ) -> CompareRow:
     reached = [point for run in runs if target is not None and (point := run.reached(target)) is not None]
     names = [name for name in runs[0].final if all(name in run.final for run in runs)] if runs else []
-    waited_for: dict[int, float] = {}
+    waited_for: dict[int, float] = defaultdict(float)
     for run in runs:
         for worker, seconds in run.waited_for_s.items():
-            waited_for[worker] = waited_for.get(worker, 0.0) + seconds
+            waited_for[worker] += seconds
     mostly = max(waited_for, key=waited_for.__getitem__, default=None)
     return CompareRow(
         strategy=strategy,
@@ -308,8 +273,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
     }
 
 
-KINDS: Final = ("worker", "helper", "server")
-"""The processes that strategies start."""
+KINDS: Final = ("worker", "helper", "server")  # the processes that strategies start
 
 _HOUR_S: Final = 3600.0
 _EXAMPLE: Final = "write it as worker=10,helper=1"
@@ -345,19 +309,13 @@ class Prices:
 
     def of(self, strategy: Strategy, workers: int) -> float:
         """What all processes of a run cost in an hour; UserError where one has no price."""
-        processes = strategy.processes(workers)
-        unpriced = next(
-            (kind for kind, count in processes.items() if count and kind not in self.per_hour), None
-        )
-        if unpriced is not None:
-            raise UserError(
-                f"--price: {strategy} starts a {unpriced}, which has no price; add {unpriced}=1, or another price"
-            )
-        return sum(count * self.per_hour[kind] for kind, count in processes.items() if count)
-
-    @staticmethod
-    def for_seconds(per_hour: float, seconds: float) -> float:
-        return per_hour * seconds / _HOUR_S
+        processes = {kind: count for kind, count in strategy.processes(workers).items() if count}
+        for kind in processes:
+            if kind not in self.per_hour:
+                raise UserError(
+                    f"--price: {strategy} starts a {kind}, which has no price; add {kind}=1, or another price"
+                )
+        return sum(count * self.per_hour[kind] for kind, count in processes.items())
 
     def __str__(self) -> str:
         return ", ".join(f"{price:g} for a {kind}" for kind, price in self.per_hour.items())

@@ -18,11 +18,8 @@ _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
 _FREE = 0.05  # and one that is none
 _OF_CODECS = ("codec=", "feedback=")
-_HARDLY_COMPRESS = (
-    "fp16",
-    "bf16",
-    "",
-)  # what a codec must beat: half the bytes for next to nothing, or all of them
+_HARDLY_COMPRESS = ("fp16", "bf16", "")
+"""What a codec must beat: half the bytes for next to nothing, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +34,14 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     rows = [row for row in found.rows if row.runs]
     waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
     sentences = [*_frontier(found, rows), *_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
-    sentences += _quality(found, rows)
-    sentences += _codecs(rows)
-    sentences += _network(rows, conditions.bandwidth)
-    sentences += _cheapest(found, rows)
+    sentences += [*_quality(found, rows), *_codecs(rows)]
+    if conditions.bandwidth is not None:
+        sentences += _network(rows, conditions.bandwidth)
+    prices = [(one, row.name) for row in rows if (one := row.price_per_1000_steps) is not None]
+    if found.prices is not None and prices:
+        prices.sort(key=lambda one: one[0].median)
+        costs = ", ".join(f"{price.median:.3g} by {name}" for price, name in prices)
+        sentences.append(f"At {found.prices} an hour, 1,000 steps cost {costs}.")
     for row in found.rows:
         sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
     if not rows:
@@ -100,8 +101,9 @@ def _target(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
         said += _first(there, found.evaluate_every)
     late = [row for row in there if all(len(run.evaluations) == 1 for run in row.runs)]
     if late and len(late) < len(rows):
+        their = "their" if len(late) > 1 else "its"
         said.append(
-            f"{_names(late)} could be measured at the end alone, so {_their(late)} time to it is an upper bound."
+            f"{_names(late)} could be measured at the end alone, so {their} time to it is an upper bound."
         )
     return said
 
@@ -112,9 +114,7 @@ def _first(there: Sequence[CompareRow], every: int) -> list[str]:
     assert second.target_s is not None
     ratio = second.target_s.median / first.target_s.median if first.target_s.median > 0 else 1.0
     if ratio < _ALIKE:
-        alike = [
-            row for row in there if row.target_s and row.target_s.median < _ALIKE * first.target_s.median
-        ]
+        alike = [row for row in there if _seconds(row) < _ALIKE * first.target_s.median]
         said = [f"{_names(alike)} took equally long to it: {_s(first.target_s)}."]
     else:
         said = [
@@ -127,16 +127,6 @@ def _first(there: Sequence[CompareRow], every: int) -> list[str]:
     if last not in (first, second) and last.target_s.median > _ALIKE * second.target_s.median:
         said.append(f"{last.name} took longest, {_s(last.target_s)}.")
     return said + _fewest_steps(there, every)
-
-
-def _cheapest(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """What 1,000 steps cost, the least of it first; where prices were given."""
-    known = [(row.price_per_1000_steps, row.name) for row in rows if row.price_per_1000_steps is not None]
-    if found.prices is None or not known:
-        return []
-    known.sort(key=lambda one: one[0].median)
-    said = ", ".join(f"{price.median:.3g} by {name}" for price, name in known)
-    return [f"At {found.prices} an hour, 1,000 steps cost {said}."]
 
 
 def _fewest_steps(there: Sequence[CompareRow], every: int) -> list[str]:
@@ -208,20 +198,15 @@ def _staleness(rows: Sequence[CompareRow]) -> list[str]:
 
 
 def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    ranked = _by_quality(found, rows)
-    said = _worst(found.target.metric, ranked) if found.target is not None and len(ranked) > 1 else []
+    """Who ended worst by the target's metric, and whether that is chance: the best is said before. All of scores."""
+    said, ranked = [], _by_quality(found, rows)
+    if found.target is not None and len(ranked) > 1 and ranked[-1][0] != ranked[0][0]:
+        (value, worst), best, metric = ranked[-1], ranked[0][1], found.target.metric
+        worsts = [row for shown, row in ranked if shown == value]
+        certainty = _certainty(best, worst, best.final[metric], worst.final[metric])
+        said.append(f"{_names(worsts)} ended worst, at {metric} {value:.4g}. {certainty}")
     scores = [name for name in found.scores if found.target is None or name != found.target.metric]
     return said + [sentence for metric in scores for sentence in _ended(rows, metric)]
-
-
-def _worst(metric: str, ranked: Sequence[tuple[float, CompareRow]]) -> list[str]:
-    """Who ended worst, and whether that is chance; the first sentence has the best."""
-    (value, worst), best = ranked[-1], ranked[0][1]
-    if value == ranked[0][0]:
-        return []
-    worsts = [row for shown, row in ranked if shown == value]
-    certainty = _certainty(best, worst, best.final[metric], worst.final[metric])
-    return [f"{_names(worsts)} ended worst, at {metric} {value:.4g}. {certainty}"]
 
 
 def _ended(rows: Sequence[CompareRow], metric: str) -> list[str]:
@@ -258,27 +243,18 @@ def _codecs(rows: Sequence[CompareRow]) -> list[str]:
 
 def _beside(family: str, name: str, base: CompareRow, others: Sequence[tuple[str, CompareRow]]) -> str:
     """Each of `others`, by the name of its codec, beside one of the same family."""
-    never = [codec for codec, row in others if not row.always_reached]
     times = {codec: _seconds(base) / max(_seconds(row), 1e-9) for codec, row in others if row.always_reached}
     groups = {
         "paid": [f"{codec} ({ratio:.1f} times as fast)" for codec, ratio in times.items() if ratio > _ALIKE],
         "made no difference": [codec for codec, ratio in times.items() if 1 / _ALIKE <= ratio <= _ALIKE],
-        "lost": [
-            *(
-                f"{codec} ({1 / ratio:.1f} times as long)"
-                for codec, ratio in times.items()
-                if ratio < 1 / _ALIKE
-            ),
-            *(f"{codec} (not there in every run)" for codec in never),
-        ],
+        "lost": [f"{codec} ({1 / x:.1f} times as long)" for codec, x in times.items() if x < 1 / _ALIKE],
     }
+    groups["lost"] += [f"{codec} (not there in every run)" for codec, _ in others if codec not in times]
     each = "; ".join(f"{', '.join(who)} {what}" for what, who in groups.items() if who)
     return f"Under {family}, beside {name} and by the time to the target: {each}."
 
 
-def _network(rows: Sequence[CompareRow], bandwidth: str | None) -> list[str]:
-    if bandwidth is None:
-        return []
+def _network(rows: Sequence[CompareRow], bandwidth: str) -> list[str]:
     touched = [row for row in rows if row.strategy.uses_network]
     not_touched = [row for row in rows if not row.strategy.uses_network]
     said = [f"TCP was held to {bandwidth}, all of it together."] if touched else []
@@ -334,10 +310,6 @@ _wait = _median(lambda row: row.waiting)
 def _names(rows: Sequence[CompareRow]) -> str:
     *others, last = [row.name for row in rows]
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _their(rows: Sequence[CompareRow]) -> str:
-    return "their" if len(rows) > 1 else "its"
 
 
 def _s(spread: Spread) -> str:

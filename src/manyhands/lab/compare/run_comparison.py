@@ -7,8 +7,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from manyhands.observe.record.recorded import RoleEvents, RunEvents, read_run_ev
 from manyhands.places.local.signals import signal_of
 from manyhands.strategy import Strategy
 
-__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "Tell", "compare", "measure"]
+__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "compare", "measure"]
 
 
 class Stops:
@@ -87,12 +86,19 @@ def _measured(
     notes: tuple[str, ...],
 ) -> Measured:
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
-    evaluations = _evaluations(events)
+    by_workers = [role for role in events.roles if role.name.startswith("worker")]
+    evaluations: dict[int, dict[int, float]] = defaultdict(dict)  # seconds, by steps before and by worker
+    for role in by_workers:
+        for one in role.of(EventKind.EVALUATE):
+            evaluations[int(one["step"]) + 1][role.role] = int(one["duration_ns"]) / 1e9
     stops = Stops.of(evaluations, len(workers), together=strategy.facts.meets_to_evaluate)
     losses, measured = _points(rows, stops)
-    idle_s = _waits_for_evaluations(events, evaluations)
-    others = _sent_by_others(events)
-    sent = [(one.messages_sent, one.bytes_sent) for one in workers] + others
+    idle_s = _waits_for_evaluations(by_workers, evaluations)
+    sent = [(one.messages_sent, one.bytes_sent) for one in workers]
+    for role in events.roles:
+        if role not in by_workers:  # those of workers are in their own totals
+            sends = role.of(EventKind.SEND)
+            sent.append((int(sends["count"].sum()), int(sends["num_bytes"].sum())))
     stale = summary.get("staleness") or summary.get("overlap") or {"mean": 0.0, "max": 0}
     return Measured(
         place=trial.place,
@@ -121,28 +127,17 @@ def _measured(
 def _whole(summary: dict[str, Any], key: str) -> int:
     found = whole(summary[key])
     if found is None:
-        raise ValueError(f"{key} is no whole number")
+        raise ValueError(f"{key} is not an integer")
     return found
 
 
-def _is_worker(role: RoleEvents) -> bool:
-    return role.name.startswith("worker")
-
-
-def _evaluations(events: RunEvents) -> dict[int, dict[int, float]]:
-    """By the number of steps before it and by worker: the seconds that an evaluation took."""
-    found: dict[int, dict[int, float]] = defaultdict(dict)
-    for role in filter(_is_worker, events.roles):
-        for one in role.of(EventKind.EVALUATE):
-            found[int(one["step"]) + 1][role.role] = int(one["duration_ns"]) / 1e9
-    return found
-
-
-def _waits_for_evaluations(events: RunEvents, evaluations: dict[int, dict[int, float]]) -> dict[int, float]:
+def _waits_for_evaluations(
+    workers: Sequence[RoleEvents], evaluations: Mapping[int, Mapping[int, float]]
+) -> dict[int, float]:
     """The seconds that others waited for a worker while it evaluated alone, by that worker."""
     alone = {step: next(iter(took.items())) for step, took in evaluations.items() if len(took) == 1}
     idle_s: dict[int, float] = defaultdict(float)
-    for role in filter(_is_worker, events.roles):
+    for role in workers:
         for wait in role.of(EventKind.WAIT):
             evaluator, took_s = alone.get(int(wait["step"]), (None, 0.0))
             if evaluator is not None and int(wait["peer"]) == evaluator:
@@ -164,16 +159,6 @@ def _points(rows: list[dict[str, Any]], stops: Stops) -> tuple[list[Point], list
     return losses, evaluations
 
 
-def _sent_by_others(events: RunEvents) -> list[tuple[int, int]]:
-    """Messages and bytes that each server or helper sent; those of workers are in their own totals."""
-    found = []
-    for role in events.roles:
-        if not _is_worker(role):
-            sends = role.of(EventKind.SEND)
-            found.append((int(sends["count"].sum()), int(sends["num_bytes"].sum())))
-    return found
-
-
 _EVALUATIONS = 10  # of a run
 
 
@@ -184,17 +169,14 @@ class CompareSettings:
     workers: int = 2
     steps: int | None = None
     epochs: int | None = None
-    rounds: int | None = None
-    """Of the strategies that count rounds; the others take `steps` or `epochs`."""
+    rounds: int | None = None  # of the strategies that count rounds; the others take `steps` or `epochs`
     seed: int = 0
     repeats: int = 1
     slow: Slowdown | None = None
     target: Target | None = None
     """What the time is measured to; None: what the better half of the strategies ends with."""
-    evaluate_every: int | None = None
-    """Measure the metrics after every so many steps; None: ten times a run."""
-    prices: Prices | None = None
-    """What each process costs in an hour; None: nobody asked."""
+    evaluate_every: int | None = None  # measure the metrics after every so many steps; None: ten times a run
+    prices: Prices | None = None  # what each process costs in an hour; None: nobody asked
     devices: tuple[str, ...] = ("cpu",)
     """Where the workers compute; with several, every strategy is compared on each."""
     allow_overload: bool = False
@@ -206,8 +188,7 @@ class Score:
     """What a trained model is worth besides, measured once, at the end of each run; more is better."""
 
     names: tuple[str, ...]
-    of: Callable[[nn.Module], Mapping[str, float]]
-    """By name, those that can be told of this model."""
+    of: Callable[[nn.Module], Mapping[str, float]]  # by name, those that are known of this model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,11 +198,7 @@ class Progress:
     done: int
     runs: int
     strategy: str
-    seconds_left: float | None
-    """None before the first run has ended."""
-
-
-Tell = Callable[[Progress], None]
+    seconds_left: float | None  # None before the first run has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,13 +222,13 @@ def compare(
     *,
     out: Path | str,
     settings: CompareSettings | None = None,
-    tell: Tell | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
     score: Score | None = None,
 ) -> Comparison:
     """Run `task` under strategies separated by semicolons, each run in a directory of its own under `out`.
 
     Everything is checked before the first run: a UserError means that nothing ran. A run that fails is a row with its
-    sentence, and the others go on. Ctrl-C ends the run that it meets, and what is done by then comes back.
+    sentence, and the others continue. Ctrl-C ends the run that it meets, and what is done by then comes back.
     """
     settings = settings or CompareSettings()
     chosen = parse_strategies(strategies)
@@ -262,37 +239,25 @@ def compare(
     runs: list[Measured | FailedTrial] = []
     interrupted = False
     try:
-        for run in _all_runs(requests, order, out, tell or _tell_nobody, score):
+        for run in _all_runs(requests, order, out, on_progress, score):
             runs.append(run)
     except (KeyboardInterrupt, SystemExit) as stop:
         if signal_of(stop) is None:
             raise
         interrupted = True
-    pairs = [(request.strategy, request.workers) for request in requests]
-    several = len(settings.devices) > 1
     found = figures(
-        pairs,
+        [(request.strategy, request.workers) for request in requests],
         runs,
         settings.target,
         requests[0].plan.evaluate_every,
         settings.prices,
         scores=score.names if score is not None else (),
-        devices=[request.plan.device for request in requests] if several else (),
+        devices=[request.plan.device for request in requests] if len(settings.devices) > 1 else (),
     )
-    notes = [
-        *left_out,
-        *(
-            f"{found.rows[run.place].name}: {note}"
-            for run in runs
-            if isinstance(run, Measured)
-            for note in run.notes
-        ),
-    ]
+    measured = [run for run in runs if isinstance(run, Measured)]
+    notes = [*left_out, *(f"{found.rows[run.place].name}: {note}" for run in measured for note in run.notes)]
     return Comparison(
-        figures=found,
-        interrupted=interrupted,
-        notes=tuple(dict.fromkeys(notes)),
-        left_out=tuple(left_out),
+        figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)), left_out=tuple(left_out)
     )
 
 
@@ -347,48 +312,43 @@ def _on_devices(
 
 def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings, device: str) -> Request:
     """One strategy's, whose steps may be of another size than those of the others."""
-    steps = _request(task, strategy, settings, Options(), device).plan.steps
-    # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
-    options = Options(
-        evaluate_every=settings.evaluate_every or math.ceil(steps / _EVALUATIONS),
-        checkpoint_every=steps,
-        keep_checkpoints=1,
-        allow_overload=settings.allow_overload,
-        resume_command="",  # a comparison is not resumed
-        progress="none",  # it says itself how far it is
-    )
-    return _request(task, strategy, settings, options, device)
-
-
-def _request(
-    task: AnyTask, strategy: Strategy, settings: CompareSettings, options: Options, device: str
-) -> Request:
     workers = workers_of(strategy, settings.workers)
     slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
-    options = replace(options, slow=slow)
+    length = Length(steps=settings.steps, epochs=settings.epochs)
+    if strategy.facts.counts_rounds:
+        length = Length(rounds=settings.rounds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said when the run begins
-        length = (
-            Length(rounds=settings.rounds)
-            if strategy.facts.counts_rounds
-            else Length(steps=settings.steps, epochs=settings.epochs)
+        about = (task, strategy, workers, length, settings.seed)
+        steps = Request.make(*about, Options(slow=slow), device).plan.steps
+        # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
+        options = Options(
+            slow=slow,
+            evaluate_every=settings.evaluate_every or math.ceil(steps / _EVALUATIONS),
+            checkpoint_every=steps,
+            keep_checkpoints=1,
+            allow_overload=settings.allow_overload,
+            resume_command="",  # a comparison is not resumed
+            progress="none",  # it says itself how far it is
         )
-        return Request.make(task, strategy, workers, length, settings.seed, options, device)
+        return Request.make(*about, options, device)
 
 
 def _all_runs(
-    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell, score: Score | None
+    requests: Sequence[Request],
+    order: Sequence[Trial],
+    out: Path,
+    on_progress: Callable[[Progress], None],
+    score: Score | None,
 ) -> Iterator[Measured | FailedTrial]:
     began = time.monotonic()
     for done, trial in enumerate(order):
         request = requests[trial.place]
         left = (time.monotonic() - began) / done * (len(order) - done) if done else None
-        name = (
-            str(request.strategy)
-            if request.plan.device == "cpu"
-            else f"{request.strategy} on {request.plan.device}"
-        )
-        tell(Progress(done=done, runs=len(order), strategy=name, seconds_left=left))
+        name = str(request.strategy)
+        if request.plan.device != "cpu":
+            name += f" on {request.plan.device}"
+        on_progress(Progress(done=done, runs=len(order), strategy=name, seconds_left=left))
         try:
             yield _run(trial, request, out / trial.folder(request.strategy), score)
         except ManyhandsError as error:
@@ -396,15 +356,16 @@ def _all_runs(
 
 
 def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> Measured:
-    plan = request.plan
-    with _caught() as said:
+    plan, in_rounds = request.plan, request.strategy.facts.counts_rounds
+    with warnings.catch_warnings(record=True) as caught:  # kept for the report: a terminal would lose them
+        warnings.simplefilter("always", UserWarning)
         try:
             run = fit(
                 plan.task,
                 request.strategy,
                 workers=request.workers,
-                steps=None if request.strategy.facts.counts_rounds else plan.steps,
-                rounds=plan.steps if request.strategy.facts.counts_rounds else None,
+                steps=None if in_rounds else plan.steps,
+                rounds=plan.steps if in_rounds else None,
                 seed=plan.seed,
                 device=plan.device,
                 out=folder,
@@ -414,19 +375,6 @@ def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> M
             raise
         except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
             raise ManyhandsError(f"{type(error).__name__}: {error}") from error
-    measured = measure(trial, folder, request.strategy, tuple(said))
+    said = tuple(str(one.message) for one in caught if issubclass(one.category, UserWarning))
+    measured = measure(trial, folder, request.strategy, said)
     return measured.scored(score.of(run.model)) if score is not None else measured
-
-
-def _tell_nobody(progress: Progress) -> None:
-    del progress
-
-
-@contextmanager
-def _caught() -> Iterator[list[str]]:
-    """The warnings of the body as sentences, which a report keeps and a terminal would lose."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield said
-    said += [str(one.message) for one in caught if issubclass(one.category, UserWarning)]

@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from manyhands.lab.compare.figures import Figures
-from manyhands.observe.draw.charts import (
-    Series,
-    data_table,
-    document,
-    findings_section,
-    line_chart,
-    made_section,
-    section,
-)
+from manyhands.observe.draw.charts import Series, line_chart
+from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
 
 __all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
 
 DENSITY_HEAD = (
-    "strategy",
-    "density",
-    "share features",
-    "examples/s",
-    "times as fast",
-    "pass loss",
-    "difference",
+    *("strategy", "density", "share features", "examples/s"),
+    *("times as fast", "pass loss", "difference"),
 )
 
 _TITLE = (
@@ -43,19 +30,12 @@ class DensityRow:
     """One strategy at one density."""
 
     density: float
-    shared: float
-    """How likely two examples share a feature."""
+    shared: float  # how likely two examples share a feature
     strategy: str
     samples_per_s: float
-    speedup: float
-    """Beside the first strategy at this density."""
-    loss: float
-    """Of the last pass."""
-    excess: float
-    """Above that of the first strategy."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+    speedup: float  # beside the first strategy at this density
+    loss: float  # of the last pass
+    excess: float  # above that of the first strategy
 
 
 def density_rows(found: Mapping[float, tuple[float, Figures]]) -> list[DensityRow]:
@@ -106,26 +86,26 @@ def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
     """For each strategy but the first: how its speed and its loss change from the sparsest to the densest problem."""
     if not rows:
         return ["There is nothing to compare: the first strategy did not finish at any density."]
-    first, told = rows[0].strategy, []
+    first, sentences = rows[0].strategy, []
     for name in dict.fromkeys(row.strategy for row in rows if row.strategy != first):
         own = [row for row in rows if row.strategy == name]
         low, high = own[0], own[-1]
         if low.density == high.density:
-            told.append(
+            sentences.append(
                 f"{name} is {low.speedup:.2f} times as fast as {first} at a density of {low.density:g}; its loss "
                 f"differs by {low.excess:+.4f}."
             )
             continue
-        told.append(
+        sentences.append(
             f"{name} is {low.speedup:.2f} times as fast as {first} where two examples share a feature in "
             f"{100 * low.shared:.1f} % of cases, and {high.speedup:.2f} times where they do in "
             f"{100 * high.shared:.0f} %; its loss differs by {low.excess:+.4f} and {high.excess:+.4f}."
         )
-    return told
+    return sentences
 
 
 def density_page(
-    title: str, rows: Sequence[DensityRow], told: Sequence[str], command: str, facts: Mapping[str, str]
+    title: str, rows: Sequence[DensityRow], sentences: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
     names = dict.fromkeys(row.strategy for row in rows)
     charts = []
@@ -133,29 +113,14 @@ def density_page(
         ("Speed beside the first", "speedup", "times as fast"),
         ("Loss above the first's", "excess", "pass loss, difference"),
     ):
-        series = [
-            Series(
-                name=name,
-                xs=[row.density for row in rows if row.strategy == name],
-                ys=[getattr(row, field) for row in rows if row.strategy == name],
-            )
-            for name in names
-        ]
-        chart = line_chart(
-            series,
-            title=f"{heading}, over density",
-            x_label="density",
-            y_label=label,
-            log_x=True,
-        )
+        series = []
+        for name in names:
+            own = [row for row in rows if row.strategy == name]
+            ys = [getattr(row, field) for row in own]
+            series.append(Series(name=name, xs=[row.density for row in own], ys=ys))
+        about = f"{heading}, over density"
+        chart = line_chart(series, title=about, x_label="density", y_label=label, log_x=True)
         charts.append(section(field, heading, chart))
     table = data_table(DENSITY_HEAD, density_cells(rows), title=_TITLE)
-    return document(
-        title,
-        [
-            findings_section(told),
-            *charts,
-            section("table", "In numbers", table, "wide"),
-            made_section(command, facts),
-        ],
-    )
+    numbers = section("table", "In numbers", table, "wide")
+    return document(title, [findings_section(sentences), *charts, numbers, made_section(command, facts)])

@@ -31,22 +31,10 @@ class ScalingSettings:
     steps: int
     repeats: int = 2
     seed: int = 0
-    cores: Sequence[int] = (0,)
-    """That there are: n workers have n of them, or all."""
+    cores: Sequence[int] = (0,)  # that there are: n workers have n of them, or all
     network: NetworkModel = NetworkModel()  # noqa: RUF009 - a frozen value
     """Between the workers of the forecast."""
     allow_overload: bool = False
-
-    @property
-    def words(self) -> list[str]:
-        """What all runs are told besides; nothing is saved or measured before the end."""
-        told = [f"--{name}={self.steps}" for name in ("steps", "evaluate-every", "checkpoint-every")]
-        return [
-            *told,
-            f"--seed={self.seed}",
-            "--progress=none",
-            *(["--allow-overload"] if self.allow_overload else []),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +73,7 @@ def measure_scaling(
     out: Path,
     settings: ScalingSettings,
     launch: Launch,
-    tell: Callable[[ScalingProgress], None] = lambda _: None,
+    on_progress: Callable[[ScalingProgress], None] = lambda _: None,
 ) -> tuple[dict[int, list[float]], dict[int, float]]:
     """Run `manyhands WORDS` with each number of workers, `repeats` times in turn, each in a directory of its own.
 
@@ -96,13 +84,17 @@ def measure_scaling(
     make_output(out)
     rates: dict[int, list[float]] = defaultdict(list)
     waits: dict[int, list[float]] = defaultdict(list)
+    # Nothing is saved or measured before the end.
+    common = [f"--{name}={settings.steps}" for name in ("steps", "evaluate-every", "checkpoint-every")]
+    common += [f"--seed={settings.seed}", "--progress=none"]
+    common += ["--allow-overload"] if settings.allow_overload else []
     order = [(repeat, workers) for repeat in range(settings.repeats) for workers in counts]
     began = time.monotonic()
     for done, (repeat, workers) in enumerate(order):
         left_s = (time.monotonic() - began) / done * (len(order) - done) if done else None
-        tell(ScalingProgress(done=done, runs=len(order), workers=workers, seconds_left=left_s))
+        on_progress(ScalingProgress(done=done, runs=len(order), workers=workers, seconds_left=left_s))
         folder = out / f"{workers:03d}-workers-{repeat + 1}"
-        own = [f"--strategy={strategy}", f"--workers={workers}", f"--out={folder}", *settings.words]
+        own = [f"--strategy={strategy}", f"--workers={workers}", f"--out={folder}", *common]
         _run(launch(settings.cores[:workers], [*words, *own]), folder.with_suffix(".log"), workers)
         found = measure(Trial(place=0, repeat=repeat), folder, strategy)
         rates[workers].append(found.samples / found.seconds)
@@ -112,9 +104,9 @@ def measure_scaling(
 
 def _run(command: Sequence[str], log: Path, workers: int) -> None:
     """One run to its end; when this returns or raises, its process is gone."""
-    with log.open("wb") as told:
+    with log.open("wb") as said:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         status = process.wait()  # its own watchdog ends a run that stands still

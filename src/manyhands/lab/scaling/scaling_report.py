@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from manyhands.observe.draw.charts import (
-    Series,
-    data_table,
-    document,
-    findings_section,
-    line_chart,
-    made_section,
-    section,
-)
+from manyhands.observe.draw.charts import Series, line_chart
+from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
 
 __all__ = [
     "SCALING_HEAD",
@@ -37,26 +30,19 @@ class ScalingPoint:
     """One number of workers."""
 
     workers: int
-    samples_per_s: float
-    """The median over the repeats."""
+    samples_per_s: float  # the median over the repeats
     low: float
     high: float
-    speedup: float
-    """Times as fast as one worker."""
+    speedup: float  # times as fast as one worker
     amdahl: float | None
     """What the fit gives for so many workers with a core each; None where nothing could be fitted."""
-    forecast: float
-    """What the simulator says of so many workers on the cores there are."""
-    waiting: float = 0.0
-    """The share of the workers' time."""
+    forecast: float  # what the simulator says of so many workers on the cores there are
+    waiting: float = 0.0  # the share of the workers' time
 
     @property
     def efficiency(self) -> float:
         """Of the speed-up that as many workers have at best."""
         return self.speedup / self.workers
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__} | {"efficiency": self.efficiency}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +50,10 @@ class ScalingCurve:
     """All of them, in order."""
 
     points: tuple[ScalingPoint, ...]
-    cores: int
-    """That all of them had."""
-    serial_share: float | None
-    """Amdahl's s; None where fewer than two numbers of workers had a core each."""
-    knee: int
-    """The number of workers up to which more of them were worth it."""
-    is_past: bool
-    """Whether more than that were measured, and were not worth it."""
+    cores: int  # that all of them had
+    serial_share: float | None  # amdahl's s; None where fewer than two numbers of workers had a core each
+    knee: int  # the number of workers up to which more of them were worth it
+    is_past: bool  # whether more than that were measured, and were not worth it
 
     @property
     def limit(self) -> float | None:
@@ -84,7 +66,7 @@ class ScalingCurve:
         limit = self.limit if self.limit is not None and math.isfinite(self.limit) else None
         return {
             "cores": self.cores,
-            "points": [point.to_dict() for point in self.points],
+            "points": [{**asdict(point), "efficiency": point.efficiency} for point in self.points],
             "serial_share": self.serial_share,
             "limit": limit,
             "knee": self.knee,
@@ -147,15 +129,8 @@ def scaling_curve(
 
 
 SCALING_HEAD = (
-    "workers",
-    "samples/s",
-    "from",
-    "to",
-    "times as fast",
-    "efficiency",
-    "Amdahl",
-    "simulator",
-    "waiting",
+    *("workers", "samples/s", "from", "to", "times as fast"),
+    *("efficiency", "Amdahl", "simulator", "waiting"),
 )
 
 _HOW = (
@@ -186,39 +161,35 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
 def scaling_sentences(curve: ScalingCurve) -> list[str]:
     """What the data show: the knee, Amdahl's fit, and where the simulator sees it otherwise."""
     best = max(curve.points, key=lambda point: point.speedup)
-    told = [
+    said = [
         f"{_workers(best.workers)} is the fastest."
         if best.workers == 1
         else f"{_workers(best.workers)} are the fastest, {best.speedup:.2f} times as fast as one.",
-        _about_the_knee(curve),
+        f"There is no knee up to {curve.knee} workers: each step up brings at least half of what it could.",
         _about_amdahl(curve),
     ]
+    if curve.is_past:
+        knee, after = next((one, then) for one, then in pairwise(curve.points) if one.workers == curve.knee)
+        said[1] = (
+            f"The knee is at {_workers(curve.knee)} ({knee.speedup:.2f} times, efficiency "
+            f"{100 * knee.efficiency:.0f} %): {after.workers} bring less than half of what they could."
+        )
     last = curve.points[-1]
     if abs(last.forecast / last.speedup - 1) > 0.1:
         word = "more" if last.forecast > last.speedup else "less"
-        told.append(
+        said.append(
             f"The simulator, which models computing, messages and cores and nothing else, forecasts {word} for "
             f"{last.workers} workers: {last.forecast:.2f} times."
         )
     if last.workers > curve.cores:
-        told.append(
+        said.append(
             f"This machine has {curve.cores} core{'s' * (curve.cores > 1)}; more workers than that take turns on them."
         )
-    return told
+    return said
 
 
 def _workers(count: int) -> str:
     return f"{count} worker{'s' * (count > 1)}"
-
-
-def _about_the_knee(curve: ScalingCurve) -> str:
-    if not curve.is_past:
-        return f"There is no knee up to {curve.knee} workers: each step up brings at least half of what it could."
-    at_knee, after = next((here, then) for here, then in pairwise(curve.points) if here.workers == curve.knee)
-    return (
-        f"The knee is at {_workers(curve.knee)} ({at_knee.speedup:.2f} times, efficiency "
-        f"{100 * at_knee.efficiency:.0f} %): going on to {after.workers} brings less than half of what it could."
-    )
 
 
 def _about_amdahl(curve: ScalingCurve) -> str:
@@ -239,7 +210,7 @@ def _about_amdahl(curve: ScalingCurve) -> str:
 
 
 def scaling_page(
-    title: str, curve: ScalingCurve, told: Sequence[str], command: str, facts: Mapping[str, str]
+    title: str, curve: ScalingCurve, sentences: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
     counts = [float(point.workers) for point in curve.points]
     series = [Series(name="measured", xs=counts, ys=[point.speedup for point in curve.points])]
@@ -262,7 +233,7 @@ def scaling_page(
     return document(
         title,
         [
-            findings_section(told),
+            findings_section(sentences),
             section("curve", "Speed over workers", chart, "broad"),
             section("table", "In numbers", table, "wide"),
             made_section(command, facts, _HOW),

@@ -1,1 +1,1 @@
-"""Many settings of one task: a grid of runs over the cores there are, that goes on where it was."""
+"""Many settings of one task: a grid of runs over the cores there are, that continues where it was."""

@@ -4,9 +4,9 @@
     OUT/runs/0001/ …     a run directory a trial
     OUT/runs/0001.log    what its process said
 
-A trial whose run has a summary is done. One that was cut goes on from its newest checkpoint. Nothing else is kept, so a
-sweep that was killed at any moment goes on from what its runs have: before its plan was written it begins, and runs of
-the killed sweep that have not left yet are waited for.
+A trial whose run has a summary is done. One that was cut continues from its newest checkpoint. Nothing else is kept, so
+a sweep that was killed at any moment continues from what its runs have: before its plan was written it begins, and runs
+of the killed sweep that have not left yet are waited for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ _UNFINISHED = {f".{_PLAN}.writing"}  # left by one that was killed while its pla
 _FORMAT, _VERSION = "manyhands sweep", 1
 _LOOK_S = 0.05
 _END_S = 20.0  # for a run to leave in good order
-_TOLD_LETTERS = 400
+_SAID_LETTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,11 @@ class SweepProgress:
     done: int
     trials: int
     running: int
-    seconds_left: float | None
-    """None before the first trial of this process has ended."""
+    seconds_left: float | None  # None before the first trial of this process has ended
 
 
 def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
-    """Begin a sweep in a new or empty directory, or go on with the one there; UserError says what is in the way.
+    """Begin a sweep in a new or empty directory, or continue the one there; UserError says what is in the way.
 
     A sweep that was killed before its plan was written left an empty directory, in which `resume` begins.
     """
@@ -93,8 +92,8 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def sweep_rows(plan: SweepPlan, out: Path, failures: dict[int, str] | None = None) -> list[SweepRow]:
-    told = failures or {}
-    return [read_row(one, out / _RUNS / one.folder, told.get(one.number, "")) for one in plan.trials()]
+    failures = failures or {}
+    return [read_row(one, out / _RUNS / one.folder, failures.get(one.number, "")) for one in plan.trials()]
 
 
 def cores_of(trial: SweepTrial) -> int:
@@ -110,13 +109,14 @@ def run_sweep(
     *,
     cores: Sequence[int],
     jobs: int | None = None,
-    tell: Callable[[SweepProgress], None] = lambda _: None,
+    on_progress: Callable[[SweepProgress], None] = lambda _: None,
 ) -> list[SweepRow]:
     """Run what is not done of a sweep, at most `jobs` trials at once; what came of all of them.
 
     A trial that fails is a row with its sentence. When this returns or raises, no process of it is left.
     """
-    with _held(out):
+    with closing(RunLock(out / _LOCK)) as lock:
+        lock.acquire()
         _await_runs(plan, out)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         children = _Children(plan, out, launch, cores, jobs)
@@ -125,9 +125,9 @@ def run_sweep(
             while waiting or children.running:
                 while waiting and children.has_room_for(waiting[0]):
                     children.start(waiting.pop(0))
-                    tell(_progress(num_trials, to_do, len(waiting), children, began))
+                    on_progress(_progress(num_trials, to_do, len(waiting), children, began))
                 if children.collect():
-                    tell(_progress(num_trials, to_do, len(waiting), children, began))
+                    on_progress(_progress(num_trials, to_do, len(waiting), children, began))
                 else:
                     time.sleep(_LOOK_S)
         finally:
@@ -152,16 +152,6 @@ def _await_runs(plan: SweepPlan, out: Path) -> None:
             if time.monotonic() > deadline:
                 return
             time.sleep(_LOOK_S)
-
-
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    lock = RunLock(out / _LOCK)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.close()
 
 
 @dataclass(slots=True)
@@ -194,12 +184,8 @@ class _Children:
         folder = self._runs / trial.folder
         count = min(cores_of(trial), len(self._all))
         cores, self._free = tuple(self._free[:count]), self._free[count:]
-        words = [
-            "train",
-            self._plan.task,
-            *trial.words(),
-            *(f"{k}={v}" for k, v in self._plan.common.items()),
-        ]
+        words = ["train", self._plan.task, *trial.words()]
+        words += [f"{name}={value}" for name, value in self._plan.common.items()]
         words += [f"--out={folder}", "--progress=none"]
         if RunDirectory.is_one(folder):
             words.append("--resume")
@@ -219,12 +205,10 @@ class _Children:
             self.running.remove(one)
             self._free = sorted((*self._free, *one.cores))
             if one.process.returncode:
-                self.failures[one.trial.number] = self._sentence(one)
+                name, status = one.trial.folder, one.process.returncode
+                said = last_said(self._runs / f"{name}.log")
+                self.failures[one.trial.number] = f"run {name} ended with status {status}: {said}"
         return bool(ended)
-
-    def _sentence(self, one: _Running) -> str:
-        said = last_said(self._runs / f"{one.trial.folder}.log")
-        return f"run {one.trial.folder} ended with status {one.process.returncode}: {said}"
 
     def end(self) -> None:
         """Ask all runs that are under way to end, and wait until they have; what does not is killed."""
@@ -247,8 +231,8 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def last_said(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
-    return (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
+    ours = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
+    return (ours or lines or ["it said nothing"])[-1][:_SAID_LETTERS]
 
 
 def usable_cores() -> list[int]:

@@ -14,7 +14,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
 from manyhands.lab.compare.comparison import lower_is_better
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
-from manyhands.observe.draw.charts import data_table, document, findings_section, made_section, section
+from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.observe.record.checked_values import number
 
@@ -48,28 +48,27 @@ class SweepRow:
 
 def read_row(trial: SweepTrial, folder: Path, failure: str = "") -> SweepRow:
     """What the run in this folder came to; a damaged one is a failure."""
-    if not RunDirectory.is_one(folder):
-        return SweepRow(trial=trial, final={}, failure=failure)
     try:
-        summary = RunDirectory.open(folder, lock=False).read_summary()
+        exists = RunDirectory.is_one(folder)
+        summary = RunDirectory.open(folder, lock=False).read_summary() if exists else None
     except ManyhandsError as error:
         return SweepRow(trial=trial, final={}, failure=str(error))
     if summary is None:
         return SweepRow(trial=trial, final={}, failure=failure)
-    told = summary.get("final")
-    found = {str(name): number(value) for name, value in told.items()} if isinstance(told, dict) else {}
+    kept = summary.get("final")
+    found = {str(name): number(value) for name, value in kept.items()} if isinstance(kept, dict) else {}
+    numbers = [
+        math.nan if (value := number(summary.get(name))) is None else value
+        for name in ("seconds", "samples_per_s")
+    ]
     final = {name: value for name, value in found.items() if value is not None}
     return SweepRow(
         trial=trial,
         final=final,
-        seconds=_or_nan(number(summary.get("seconds"))),
-        samples_per_s=_or_nan(number(summary.get("samples_per_s"))),
+        seconds=numbers[0],
+        samples_per_s=numbers[1],
         failure="" if final else "its summary holds no final value",
     )
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def best_first(rows: Iterable[SweepRow], metric: str) -> list[SweepRow]:
@@ -88,28 +87,28 @@ def sentences(plan: SweepPlan, rows: Sequence[SweepRow]) -> list[str]:
     """What the data show: the best trial, how far the settings matter, and what failed."""
     metric, ranked = plan.metric, best_first(rows, plan.metric)
     known = [row for row in ranked if math.isfinite(row.final.get(metric, math.nan))]
-    told = []
+    said = []
     if known:
         best = known[0]
         named = _named(best.trial, plan) or "the only combination"
-        told.append(
+        said.append(
             f"Best of {len(known)} runs: {named}, with {metric} {best.final[metric]:.4g} after {best.seconds:.1f} s."
         )
         if len(known) > 1:
             values = [row.final[metric] for row in known]
-            told.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
+            said.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
         if len(plan.varying) > 1:
-            told += _effects(plan, known)
+            said += _effects(plan, known)
     failed = [row for row in rows if row.failure]
     if failed:
-        told.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
+        said.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
     empty = sum(row.done and not math.isfinite(row.final.get(metric, math.nan)) for row in rows)
     if empty:
-        told.append(f"{empty} of {len(rows)} runs ended without a finite {metric}.")
+        said.append(f"{empty} of {len(rows)} runs ended without a finite {metric}.")
     missing = sum(not row.done and not row.failure for row in rows)
     if missing:
-        told.append(f"{missing} of {len(rows)} runs have not ended.")
-    return told
+        said.append(f"{missing} of {len(rows)} runs have not ended.")
+    return said
 
 
 def _named(trial: SweepTrial, plan: SweepPlan) -> str:
@@ -134,11 +133,8 @@ def _effects(plan: SweepPlan, rows: Sequence[SweepRow]) -> Iterator[str]:
             for value in setting.values
         )
         of_all = math.prod(len(one.values) for one in plan.varying if one is not setting)
-        over = (
-            ""
-            if len(whole) == of_all
-            else f" over the {len(whole)} of {of_all} combinations that ended with each"
-        )
+        some = f" over the {len(whole)} of {of_all} combinations that ended with each"
+        over = "" if len(whole) == of_all else some
         yield f"By {setting.name}, on average{over}: {means}."
 
 
@@ -151,32 +147,18 @@ _AT_THE_SAME_TIME = (
 def sweep_cells(plan: SweepPlan, rows: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     varying = [setting.name for setting in plan.varying]
     others = list(dict.fromkeys(name for row in rows for name in row.final if name != plan.metric))
-    head = [
-        "run",
-        *varying,
-        plan.metric,
-        *others,
-        "seconds",
-        "samples/s",
-        "" if _all_well(rows) else "failed",
-    ]
+    all_well = not any(row.failure for row in rows)
+    head = ["run", *varying, plan.metric, *others, "seconds", "samples/s", "" if all_well else "failed"]
     cells = []
     for row in best_first(rows, plan.metric):
         values = [row.trial.values[name] for name in varying]
-        numbers = [_number(row.final.get(name, math.nan)) for name in (plan.metric, *others)]
+        found = [row.final.get(name, math.nan) for name in (plan.metric, *others)]
+        numbers = [f"{value:.4g}" if math.isfinite(value) else "" for value in found]
         speed = [f"{row.seconds:.1f}", f"{row.samples_per_s:,.0f}"] if row.done else ["", ""]
         cells.append([row.trial.folder, *values, *numbers, *speed, row.failure])
-    if _all_well(rows):
+    if all_well:
         return head[:-1], [row[:-1] for row in cells]
     return head, cells
-
-
-def _all_well(rows: Sequence[SweepRow]) -> bool:
-    return not any(row.failure for row in rows)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else ""
 
 
 def sweep_picture(plan: SweepPlan, rows: Sequence[SweepRow]) -> str:
@@ -187,26 +169,28 @@ def sweep_picture(plan: SweepPlan, rows: Sequence[SweepRow]) -> str:
         for setting in plan.varying
     ]
     axes.append(ParallelAxis(name="seconds", values=[row.seconds for row in ended]))
-    axes.append(
-        ParallelAxis(name=plan.metric, values=[row.final.get(plan.metric, math.nan) for row in ended])
-    )
-    names = [", ".join(f"{s.name}={row.trial.values[s.name]}" for s in plan.varying) for row in ended]
+    values = [row.final.get(plan.metric, math.nan) for row in ended]
+    axes.append(ParallelAxis(name=plan.metric, values=values))
+    names = [_named(row.trial, plan) for row in ended]
     return parallel_coordinates(axes, names, title=f"Every line is a run; the best by {plan.metric} is thick")
 
 
 def sweep_page(
-    plan: SweepPlan, rows: Sequence[SweepRow], told: Sequence[str], command: str, facts: Mapping[str, str]
+    plan: SweepPlan,
+    rows: Sequence[SweepRow],
+    sentences: Sequence[str],
+    command: str,
+    facts: Mapping[str, str],
 ) -> str:
     head, cells = sweep_cells(plan, rows)
     words = [0, *(place for place, name in enumerate(head) if name in ("strategy", "failed"))]
+    table = data_table(head, cells, title="The best first", words=words)
     return document(
         f"{plan.task}: {len(rows)} combinations",
         [
-            findings_section(told),
+            findings_section(sentences),
             section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
-            section(
-                "table", "All runs", data_table(head, cells, title="The best first", words=words), "wide"
-            ),
+            section("table", "All runs", table, "wide"),
             made_section(command, facts, _AT_THE_SAME_TIME),
         ],
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,7 @@ from manyhands.errors import DataError, UserError, printable
 
 __all__ = ["SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
 
-MOST_TRIALS = 10_000
-"""A grid of more is a slip of the keyboard."""
+MOST_TRIALS = 10_000  # a grid of more is a slip of the keyboard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +37,7 @@ class SweepSetting:
 class SweepTrial:
     """One combination."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     values: Mapping[str, str]
 
     @property
@@ -59,9 +58,7 @@ class SweepPlan:
     common: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        count = 1
-        for setting in self.settings:
-            count *= len(setting.values)
+        count = math.prod(len(setting.values) for setting in self.settings)
         if count > MOST_TRIALS:
             raise UserError(
                 f"these settings have {count:,} combinations; a sweep has at most {MOST_TRIALS:,}"

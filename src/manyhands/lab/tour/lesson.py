@@ -41,8 +41,7 @@ class Prose:
 class LessonCommand:
     """Something to type."""
 
-    arguments: tuple[str, ...]
-    """What follows `manyhands`."""
+    arguments: tuple[str, ...]  # what follows `manyhands`
 
     def __str__(self) -> str:
         return _PROMPT + shlex.join(self.arguments)
@@ -54,26 +53,22 @@ class Lesson:
 
     number: int
     title: str
-    steps: tuple[Prose | LessonCommand, ...]
-    """What comes before the exercise, in its order."""
-    question: str
-    """What the exercise asks for."""
-    exercise: str
-    """The file that it begins with: a script that fails until it is changed."""
-    answer: str
-    """Why the solution is one."""
+    steps: tuple[Prose | LessonCommand, ...]  # what comes before the exercise, in its order
+    question: str  # what the exercise asks for
+    exercise: str  # the file that it begins with: a script that fails until it is changed
+    answer: str  # why the solution is one
     changes: tuple[tuple[str, str], ...]
     """The solution: lines of the exercise, and what stands in the place of each."""
 
     @property
     def solution(self) -> str:
         text = self.exercise
-        for leaving, coming in self.changes:
-            if text.count(leaving) != 1:
+        for old, new in self.changes:
+            if text.count(old) != 1:
                 raise ValueError(
-                    f"lesson {self.number}: {leaving!r} is {text.count(leaving)} times in its exercise, not once"
+                    f"lesson {self.number}: {old!r} is {text.count(old)} times in its exercise, not once"
                 )
-            text = text.replace(leaving, coming)
+            text = text.replace(old, new)
         return text
 
 
@@ -88,7 +83,11 @@ def read_lesson(page: str) -> Lesson:
     if not exercise or not solution:
         raise ValueError(f"lesson {number} needs the parts `## Exercise` and `## Solution`")
     question, start = _one_block(asked, "python", number)
-    answer, changed = _one_block(answered, "diff", number)
+    answer, diff = _one_block(answered, "diff", number)
+    lines = diff.splitlines()
+    changes = list(zip(lines[::2], lines[1::2], strict=True))
+    if any(old[:1] != "-" or new[:1] != "+" for old, new in changes):
+        raise ValueError("a solution is pairs of lines: one with -, then one with +")
     return Lesson(
         number=number,
         title=title[2],
@@ -96,7 +95,7 @@ def read_lesson(page: str) -> Lesson:
         question=question,
         exercise=start,
         answer=answer,
-        changes=tuple(_changes(changed)),
+        changes=tuple((old[1:].strip(), new[1:].strip()) for old, new in changes),
     )
 
 
@@ -141,12 +140,3 @@ def _one_block(text: str, kind: str, number: int) -> tuple[str, str]:
         raise ValueError(f"lesson {number}: one block of {kind} is due, {len(blocks)} are there")
     [block] = blocks
     return (text[: block.start()] + text[block.end() :]).strip(), block[2]
-
-
-def _changes(diff: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a line that leaves and the one that comes after it."""
-    lines = diff.splitlines()
-    for leaving, coming in zip(lines[::2], lines[1::2], strict=True):
-        if leaving[:1] != "-" or coming[:1] != "+":
-            raise ValueError("a solution is pairs of lines: one with -, then one with +")
-        yield leaving[1:].strip(), coming[1:].strip()

@@ -88,13 +88,11 @@ class Gate:
         announce(self._served, number + 1)
 
     def turn(self, order: int) -> Turn:
-        """The gate's description for compiled steps."""
         tickets = self._tickets.address if order == LOCKED else 0
         patience_ns = int(self._group.timeout_s * 1e9)
         return Turn(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
 
     def take_waits(self) -> dict[int, int]:
-        """Nanoseconds waited for each worker since the last call."""
         waits, self._waits = self._waits, {}
         return waits
 

@@ -14,9 +14,8 @@ least that leaves every rank with its own copy.
 * A result may go to one part only, which is half of a reduce-scatter: one write where an all-reduce has as
   many as there are ranks.
 
-numba knows no 16-bit floats, so these travel as uint16. Code is compiled for the machine at hand and
-cached; the key of numba's cache holds the CPU's name and features, so a cache on a shared disk serves
-different machines.
+numba knows no 16-bit floats, so these travel as uint16. Code is compiled for the machine at hand and cached; the key of
+numba's cache holds the CPU's name and features, so a cache on a shared disk serves different machines.
 """
 
 from __future__ import annotations
@@ -149,7 +148,6 @@ _bytes_at = _viewer(uint8, "bytes")
 
 
 def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
-    """Compiled code that reduces items of type `item`, accumulating in type `wide`."""
     items_at, totals_at = _viewer(item, name), _viewer(wide, f"{name}_total")
     item_bytes = item.bitwidth // 8
 
@@ -294,12 +292,10 @@ def reducer_address(kind: int) -> int:
 
 
 def warm() -> None:
-    """Compile for the type that most models have."""
     reducer_address(FLOAT32)
 
 
 def warm_double() -> None:
-    """Compile for the type that metrics are averaged in."""
     reducer_address(FLOAT64)
 
 

@@ -79,7 +79,6 @@ class Order(ABC):
 
     @property
     def turn(self) -> Turn:
-        """The gate for compiled steps."""
         return self._gate.turn(FREE)
 
     @abstractmethod
@@ -91,7 +90,6 @@ class Order(ABC):
         return self._end.get()
 
     def take_waits(self) -> dict[int, int]:
-        """Nanoseconds waited for each worker since the last call."""
         return self._gate.take_waits()
 
 
@@ -99,7 +97,6 @@ class Free(Order):
     """No worker waits for another."""
 
     def claim(self) -> int | None:
-        """Claim the next batch that no worker has."""
         if self._stopped.get():
             return None
         step = self._claimed.add()
@@ -182,7 +179,6 @@ class Together(_Planned):
     """Every worker takes part in every step, and each step ends only when all have."""
 
     def begin(self, first: int, end: int) -> None:
-        """All workers begin with `first`."""
         super().begin(first, end)
         self._next = first
 

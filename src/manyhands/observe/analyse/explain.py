@@ -20,7 +20,7 @@ parts add up to the whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,8 @@ __all__ = ["PART_WORDS", "Explanation", "Parts", "Slow", "WorkerPath", "explain"
 
 _MS = 1e-6  # milliseconds per nanosecond
 _IN_STEP = (
-    EventKind.COMPUTE,
-    EventKind.INPUT,
-    EventKind.EXCHANGE,
-    EventKind.WAIT,
-    EventKind.EVALUATE,
-    EventKind.CHECKPOINT,
+    *(EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE),
+    *(EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT),
 )
 _Floats = npt.NDArray[np.float64]
 
@@ -156,6 +152,10 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
     paces = [
         Pace(worker.worker, worker.name, worker.keys, worker.start, worker.compute) for worker in workers
     ]
+    seen, numbers = Slowness(), {worker.worker for worker in workers}
+    for events in roles:
+        if events.role in numbers:
+            seen.add(events.records)
     return Explanation(
         synchronous=synchronous,
         steps=len(np.unique(np.concatenate([worker.keys for worker in workers]))),
@@ -177,16 +177,8 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
             for worker, share, late in zip(workers, shares, last, strict=True)
         ),
         slow=find_slow(paces, whole),
-        late=_late(roles, {worker.worker for worker in workers}),
+        late=seen.late_ever(),
     )
-
-
-def _late(roles: Sequence[RoleEvents], workers: Collection[int]) -> Late | None:
-    seen = Slowness()
-    for events in roles:
-        if events.role in workers:
-            seen.add(events.records)
-    return seen.late_ever()
 
 
 class _Applying:
@@ -222,13 +214,12 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     belongs = unique[home] == keys if count else np.zeros(len(keys), bool)
     whole = np.bincount(index, durations[is_step], count)
 
-    busiest = np.zeros(len(records))
+    applied = np.zeros(len(records))  # by the busiest of the servers, while this role waited
     waits = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
     since = records["start_ns"][waits].astype(np.float64)
     until = since + records["duration_ns"][waits]
     if applying and waits.any():
-        busiest[waits] = np.max([server.within(since, until) for server in applying], axis=0)
-    applied = busiest
+        applied[waits] = np.max([server.within(since, until) for server in applying], axis=0)
 
     def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
         chosen = belongs & np.isin(records["kind"], kinds)
@@ -337,13 +328,11 @@ def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
 
 
 def _split(found: Explanation) -> str:
-    shares = _shares_of(found.parts)
-    named = sorted(
-        (field for field in shares if shares[field] >= _MIN_SAID), key=lambda field: -shares[field]
-    )
+    shares = sorted(_shares_of(found.parts).items(), key=lambda one: -one[1])
     listed = ", ".join(
-        f"{getattr(found.parts, field):.1f} ms ({100 * shares[field]:.0f} %) {PART_WORDS[field]}"
-        for field in named
+        f"{getattr(found.parts, field):.1f} ms ({100 * share:.0f} %) {PART_WORDS[field]}"
+        for field, share in shares
+        if share >= _MIN_SAID
     )
     whole = f"{found.parts.step_ms:.1f} ms"
     if len(found.workers) == 1:
@@ -371,16 +360,17 @@ def _about(slow: Slow) -> str:
 
 def _advice(found: Explanation, strategy: str) -> str:
     """Return what to try first, by the largest part of a step that is not compute."""
-    shares = _shares_of(found.parts)
-    losses = {
-        field: shares[field] for field in ("wait_ms", "exchange_ms", "apply_ms", "input_ms", "other_ms")
-    }
+    losses = {field: share for field, share in _shares_of(found.parts).items() if field != "compute_ms"}
     step_ms = found.parts.step_ms
     losses["overhead"] = (found.evaluate_ms + found.checkpoint_ms) / step_ms if step_ms > 0 else 0.0
     largest = max(losses, key=lambda field: losses[field])
     lasting = [slow for slow in found.slow if slow.until_step is None]
     if lasting and (largest == "wait_ms" or losses[largest] < _WORTH_IT):
-        return _about_straggler(lasting[0], strategy if found.synchronous else "")
+        advice = straggler_advice(strategy if found.synchronous else "")
+        return (
+            f"Look at {lasting[0].name} first: what else runs there, and whether its core or its input is slower."
+            + (f" {advice[:1].upper()}{advice[1:]}." if advice else "")
+        )
     if losses[largest] < _WORTH_IT:
         return "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
     if largest == "wait_ms" and found.late is not None:
@@ -400,12 +390,6 @@ def _advice(found: Explanation, strategy: str) -> str:
         "other_ms": "Look at what happens around compute: the step's time is in none of its parts.",
         "overhead": "Evaluate and save less often.",
     }[largest]
-
-
-def _about_straggler(slow: Slow, strategy: str) -> str:
-    first = f"Look at {slow.name} first: what else runs there, and whether its core or its input is slower."
-    advice = straggler_advice(strategy)
-    return f"{first} {advice[:1].upper()}{advice[1:]}." if advice else first
 
 
 def _shares_of(parts: Parts) -> dict[str, float]:

@@ -25,7 +25,7 @@ from manyhands.observe.analyse.view import RunView
 from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.observe.record.event_files import has_header, read_events, read_header
 from manyhands.observe.record.events import MAX_SHOWN, RECORD, EventKind, Records
-from manyhands.observe.record.recorded import part_of, read_run_events
+from manyhands.observe.record.recorded import part_of, read_run_events, shift_clock
 
 __all__ = ["ComingRun", "RunFollower", "about_run", "existing_run", "read_interleaved"]
 
@@ -55,13 +55,15 @@ class RunFollower:
             return None
         return (self._gather.seen.first_ns + self._first_offset_ns) / 1e9 + seconds
 
-    def wall_of_step(self, step: int) -> float | None:
-        """Return when this global batch (from 0) was done, in seconds since 1970; None where no event says."""
-        end_ns = self._step_ends.get(step)
-        return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
+    def wall_of_row(self, row: Mapping[str, Any], *, guess: bool) -> float | None:
+        """Return when the global batch of a history row was done, in seconds since 1970, as its events say.
 
-    def wall_of_training(self, at_s: float) -> float | None:
-        return self.wall_s(self._gather.training_began_s + at_s)
+        None where they do not; with `guess`, by the row's own clock then, which began with the training.
+        """
+        end_ns = self._step_ends.get(int(row["step"]) - 1)
+        if end_ns is not None:
+            return (end_ns + self._first_offset_ns) / 1e9
+        return self.wall_s(self._gather.training_began_s + float(row.get("at_s") or 0.0)) if guess else None
 
     def poll(self) -> RunView:
         """Read what is new and return the current view.
@@ -73,7 +75,11 @@ class RunFollower:
         directory = self._directory
         assert directory is not None
         # Look for the summary first: everything written before it is then read below.
-        summary = self._summary(directory)
+        try:
+            summary = directory.read_summary()
+        except DataError as error:
+            self._gather.note(str(error))
+            summary = None
         self._read_events(directory)
         assert self._metrics is not None
         assert self._members is not None
@@ -112,13 +118,6 @@ class RunFollower:
         self._metrics = _LineTail(directory.metrics_path)
         self._members = _LineTail(directory.members_path)
         return True
-
-    def _summary(self, directory: RunDirectory) -> dict[str, Any] | None:
-        try:
-            return directory.read_summary()
-        except DataError as error:
-            self._gather.note(str(error))
-            return None
 
     def _is_of_the_end(self, summary: dict[str, Any], held: bool | None) -> bool:
         """Return whether the summary is of the latest part: a resumed run has an old one until it ends."""
@@ -182,15 +181,10 @@ class _EventTail:
     def read(self, by_ns: int) -> Records:
         records = read_events(self.path, skip=self.num_read)
         self.num_read += len(records)
-        unwritten = read_header(self.path).unwritten
-        if unwritten:
-            self.note = (
-                f"{self.path.name} reached its bound: {unwritten} or more later events are not in this view"
-            )
-        if by_ns:
-            records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
-                np.uint64
-            )
+        if unwritten := read_header(self.path).unwritten:
+            name = self.path.name
+            self.note = f"{name} reached its bound: {unwritten} or more later events are not in this view"
+        shift_clock(records, by_ns)
         return records
 
 
@@ -212,8 +206,16 @@ class _LineTail:
                 anew = status.st_ino != self._inode or status.st_size < self._offset
                 if anew:
                     self._inode, self._offset = status.st_ino, 0
-                while whole := self._next_lines(file):
-                    rows += [row for line in whole.splitlines() if (row := self._parse(line)) is not None]
+                while lines := self._next_lines(file):
+                    for line in lines.splitlines():
+                        try:
+                            row = json.loads(line)
+                        except (ValueError, RecursionError):
+                            row = None
+                        if isinstance(row, dict):
+                            rows.append(row)
+                        else:
+                            self.damaged = True
         except OSError:
             return rows, False
         return rows, anew
@@ -226,24 +228,13 @@ class _LineTail:
         self._offset += len(whole)
         return whole
 
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            return row
-        self.damaged = True
-        return None
-
 
 class _StepEnds:
     """When each of the newest million global batches was done; the last worker counts where several share a batch."""
 
     def __init__(self) -> None:
-        self._done = np.zeros(
-            _MAX_STEPS, np.int64
-        )  # the step plus 1; pages that are never written are never allocated
+        # the step plus 1; pages that are never written are never allocated
+        self._done = np.zeros(_MAX_STEPS, np.int64)
         self._end_ns = np.zeros(_MAX_STEPS, np.int64)
 
     def add(self, records: Records) -> None:
@@ -285,19 +276,15 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
         except (OverflowError, OSError, ValueError):
             pass  # outside the range of datetime
     settings = [(name, value) for name, value in config.items() if name not in _LONG and value is not None]
-    rows += [
-        (printable(str(name).replace("_", " ")), _shown(value)) for name, value in settings[:_MOST_SETTINGS]
-    ]
+    for name, value in settings[:_MOST_SETTINGS]:
+        shown = [_plain(value)]
+        if isinstance(value, Mapping):
+            shown = [f"{key}={_plain(one)}" for key, one in value.items() if one is not None]
+        elif isinstance(value, list):
+            shown = [_plain(one) for one in value]
+        words = printable(", ".join(shown[:_MOST_SETTINGS]))
+        rows.append((printable(str(name).replace("_", " ")), words or "–"))
     return tuple(rows)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        named = [f"{name}={_plain(one)}" for name, one in value.items() if one is not None]
-        return printable(", ".join(named[:_MOST_SETTINGS])) or "–"
-    if isinstance(value, list):
-        return printable(", ".join(map(_plain, value[:_MOST_SETTINGS]))) or "–"
-    return printable(_plain(value))
 
 
 def _plain(value: Any) -> str:

@@ -49,8 +49,10 @@ class Members:
         first event, as the start of the process that recorded it, is shown at 0.
         """
         return tuple(
-            one if first_s is None or told_s is None else replace(one, at_s=max(0.0, told_s - first_s))
-            for one, told_s in self._happenings
+            one
+            if first_s is None or recorded_s is None
+            else replace(one, at_s=max(0.0, recorded_s - first_s))
+            for one, recorded_s in self._happenings
         )
 
     def add(self, row: Mapping[str, Any]) -> bool:
@@ -104,13 +106,13 @@ class Members:
         return True
 
     def _happened(self, what: str, row: Mapping[str, Any]) -> None:
-        told = whole(row.get("member"))
-        member = -1 if told is None else told
+        recorded = whole(row.get("member"))
+        member = -1 if recorded is None else recorded
         if text(row.get("name")):
             self._started[member] = text(row["name"])
         who = self._names.get(member) or self._started.get(member) or ""
-        if not who and told is not None:
-            who = f"member {told}"
+        if not who and recorded is not None:
+            who = f"member {recorded}"
         if what in ("died", "silent", "left"):
             self.gone.add(who)
             self.starting.discard(who)

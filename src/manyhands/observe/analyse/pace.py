@@ -84,7 +84,10 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
         windowed = _longest(medians[:, index] > SLOW_FACTOR * others[index])
         if windowed is None:
             continue
-        stretch = _refined(is_long[index], windows[index], windowed, len(medians))
+        score, window = np.where(is_long[index], 1, -1), windows[index]
+        end = len(score) if windowed.stop == len(medians) else _change(-score, window, windowed.stop)
+        begin = min(_change(score, window, windowed.start), end - 1)
+        stretch = range(max(0, begin), max(1, end))
         theirs_ns = float(np.median(others[index][windowed.start : windowed.stop]))
         slow = _slow(pace, stretch, theirs_ns, step_ms)
         if slow.ratio > SLOW_FACTOR and _is_no_chance(is_long, index, stretch, len(medians) ** 2):
@@ -115,7 +118,11 @@ def slow_now(
     found = []
     for index, pace in enumerate(paces):
         stretch = _until_now(times[index] > SLOW_FACTOR)
-        if len(stretch) < _FEWEST_STEPS or not _is_lasting(pace, stretch, began_ns if is_all else None):
+        if len(stretch) < _FEWEST_STEPS:
+            continue
+        now_ns = int(pace.start[-1] + pace.compute[-1])
+        lasted_ns = now_ns - int(pace.start[stretch.start])
+        if lasted_ns < (min(_LASTING_NS, _LASTING_SHARE * (now_ns - began_ns)) if is_all else _LASTING_NS):
             continue
         slow = _slow(pace, stretch, float(np.median(theirs[index][stretch.start :])), step_ms)
         is_real = any(
@@ -136,14 +143,6 @@ def _until_now(is_long: npt.NDArray[np.bool_]) -> range:
     if not len(gained) or gained.max() <= 0:
         return range(0)
     return range(len(is_long) - 1 - int(gained.argmax()), len(is_long))
-
-
-def _is_lasting(pace: Pace, stretch: range, began_ns: int | None) -> bool:
-    now_ns = int(pace.start[-1] + pace.compute[-1])
-    lasted_ns = now_ns - int(pace.start[stretch.start])
-    return lasted_ns >= _LASTING_NS or (
-        began_ns is not None and lasted_ns >= _LASTING_SHARE * (now_ns - began_ns)
-    )
 
 
 def _by_start(pace: Pace) -> Pace:
@@ -176,12 +175,7 @@ def _windows_before_now(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
 def _paces_in(
     paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[_Floats, list[_Floats]]:
-    medians = _medians(paces, windows)
-    return medians, [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
-
-
-def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) -> _Floats:
-    """Return each worker's pace in each window; a worker without a step in one keeps its previous pace."""
+    """Return each worker's pace in each window, and that of the others; without a step it keeps its previous pace."""
     count = 1 + max(int(window.max()) for window in windows)
     medians = np.full((count, len(paces)), np.nan)
     for column, (pace, window) in enumerate(zip(paces, windows, strict=True)):
@@ -191,7 +185,7 @@ def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) ->
         known = np.flatnonzero(~np.isnan(medians[:, column]))
         nearest = np.maximum(np.searchsorted(known, np.arange(count), side="right") - 1, 0)
         medians[:, column] = medians[known[nearest], column]
-    return medians
+    return medians, [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
 
 
 def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
@@ -204,23 +198,12 @@ def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
     return longest if len(longest) >= min(2, len(flags)) else None
 
 
-def _refined(
-    is_long: npt.NDArray[np.bool_], window: npt.NDArray[np.int64], stretch: range, count: int
-) -> range:
-    score = np.where(is_long, 1, -1)
-    end = len(score) if stretch.stop == count else _change(-score, window, stretch.stop)
-    begin = min(_change(score, window, stretch.start), end - 1)
-    return range(max(0, begin), max(1, end))
-
-
 def _change(score: npt.NDArray[np.int_], window: npt.NDArray[np.int64], at: int) -> int:
     """Return the first step of the stretch: the best split of the steps of window `at` and the one before."""
     near = np.flatnonzero((window == at) | (window == at - 1))
     if not len(near):  # the worker has no step in this window
         return int(np.searchsorted(window, at))
-    gained = np.cumsum(
-        score[near][::-1]
-    )  # scan from the last step backwards, so that the latest of equal splits is taken
+    gained = np.cumsum(score[near][::-1])  # backwards, so that the latest of equal splits is taken
     return int(near[-1] - gained.argmax())
 
 

@@ -26,8 +26,8 @@ class PartiesHistory:
         self._courses: dict[str, dict[str, ThinnedCurve]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        told = row.get("clients")
-        for one in told if isinstance(told, list) else ():
+        recorded = row.get("clients")
+        for one in recorded if isinstance(recorded, list) else ():
             client = whole(one)
             if client is not None and 0 <= client < _MOST:
                 self.rounds[client] += 1
@@ -57,12 +57,12 @@ def parties_view(
     courses: Mapping[str, tuple[Curve, ...]] | None = None,
 ) -> PartiesView:
     """Return what is known: `courses` from the first evaluation, most of the rest at the end."""
-    told = (summary or {}).get("parties")
-    told = told if isinstance(told, Mapping) else {}
-    numbers = [whole(one) for one in _list(told.get("numbers"))]
-    names, samples, counts = (_list(told.get(name)) for name in ("names", "samples", "counts"))
-    own, common = (_columns(told.get(name)) for name in ("measures", "measures_common"))
-    labels = tuple(text(str(one)) for one in _list(told.get("labels")))
+    recorded = (summary or {}).get("parties")
+    recorded = recorded if isinstance(recorded, Mapping) else {}
+    numbers = [whole(one) for one in _list(recorded.get("numbers"))]
+    names, samples, counts = (_list(recorded.get(name)) for name in ("names", "samples", "counts"))
+    own, common = (_columns(recorded.get(name)) for name in ("measures", "measures_common"))
+    labels = tuple(text(str(one)) for one in _list(recorded.get("labels")))
     parties = []
     for place, client in enumerate(numbers):
         if client is None:
@@ -80,19 +80,23 @@ def parties_view(
             )
         )
     return PartiesView(
-        count=whole(told.get("clients")) or 0,
+        count=whole(recorded.get("clients")) or 0,
         rounds=dict(sorted(rounds.items())),
         labels=labels,
         parties=tuple(parties),
         spread=_spread((summary or {}).get("fairness")),
         spread_common=_spread((summary or {}).get("fairness_common")),
-        held_out=number(told.get("held_out")) or 0.0,
+        held_out=number(recorded.get("held_out")) or 0.0,
         courses=dict(courses or {}),
     )
 
 
-def _columns(told: Any) -> dict[str, Sequence[Any]]:
-    return {text(name): _list(values) for name, values in told.items()} if isinstance(told, Mapping) else {}
+def _columns(recorded: Any) -> dict[str, Sequence[Any]]:
+    return (
+        {text(name): _list(values) for name, values in recorded.items()}
+        if isinstance(recorded, Mapping)
+        else {}
+    )
 
 
 def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
@@ -100,11 +104,11 @@ def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _spread(told: Any) -> Mapping[str, Mapping[str, float]]:
-    if not isinstance(told, Mapping):
+def _spread(recorded: Any) -> Mapping[str, Mapping[str, float]]:
+    if not isinstance(recorded, Mapping):
         return {}
     found = {}
-    for name, row in told.items():
+    for name, row in recorded.items():
         if isinstance(row, Mapping):
             found[text(name)] = {
                 text(part): value for part, one in row.items() if (value := number(one)) is not None

@@ -8,11 +8,12 @@ onto it).
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.facts import Truth
@@ -88,9 +89,7 @@ class Gather:
             self._servers = min(MAX_SHOWN, known.processes(workers).get("server", 0))
         except UserError:
             pass
-        self.offset_ns: int | None = (
-            None  # from the events' clock to the time of day, in which members are timed
-        )
+        self.offset_ns: int | None = None  # from the events' clock to the time of day, which times members
         self._names: dict[int, str] = {}
         self._totals = Totals(max(1, workers))
         self._recent = Recent()
@@ -99,7 +98,8 @@ class Gather:
         self.history = HistoryCurves()
         self._members = Members()
         self._staleness: Counter[int] = Counter()
-        self._traffic: dict[tuple[int, int, int], list[int]] = {}  # (role, kind, wire): bytes, messages
+        # by role, kind and wire: bytes and messages
+        self._traffic: dict[tuple[int, int, int], npt.NDArray[np.int64]] = defaultdict(_two_sums)
         self._updates: Counter[int] = Counter()
         self._applying_ns: Counter[int] = Counter()
         self.summary: Mapping[str, Any] | None = None  # of a run that has ended
@@ -169,9 +169,16 @@ class Gather:
     def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
         """Return the run as of `now_ns`; `held` says whether a live process holds it, None where that is unknown."""
         snapshot = self._totals.snapshot(now_ns)
-        phase = self._phase(snapshot.step, now_ns, held)
-        first_ns = self.seen.first_ns
-        until_ns = self.seen.last_ns if phase is Phase.ENDED else max(now_ns, self.seen.last_ns)
+        first_ns, last_ns = self.seen.first_ns, self.seen.last_ns
+        limit_ns = max(
+            _QUIET_NS if snapshot.step else _QUIET_START_NS, _QUIET_STEPS * self.seen.newest_step_ns
+        )
+        phase = Phase.RUNNING if snapshot.step else Phase.STARTING
+        if self.summary is not None:
+            phase = Phase.ENDED
+        elif last_ns > 0 and (held is False or now_ns - last_ns >= limit_ns):
+            phase = Phase.QUIET
+        until_ns = last_ns if phase is Phase.ENDED else max(now_ns, last_ns)
         workers = self._worker_views(snapshot, now_ns, phase)
         roles = [worker.role for worker in workers]
         summary = self.summary or {}
@@ -218,19 +225,11 @@ class Gather:
             evaluating=phase is Phase.RUNNING and snapshot.evaluating,
         )
 
-    def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
-        if self.summary is not None:
-            return Phase.ENDED
-        limit_ns = max(_QUIET_NS if steps else _QUIET_START_NS, _QUIET_STEPS * self.seen.newest_step_ns)
-        if self.seen.last_ns > 0 and (held is False or now_ns - self.seen.last_ns >= limit_ns):
-            return Phase.QUIET
-        return Phase.RUNNING if steps else Phase.STARTING
-
     def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
         durations, events, waits = self._recent.sums(now_ns)
         views = []
         for worker in snapshot.workers:
-            role = worker.worker
+            role, name = worker.worker, self._name(worker.worker)
             if role >= self._workers and not worker.steps and role not in self.seen.last_event:
                 continue  # unused capacity
             whole = [int(self._totals.duration_ns(role)[kind]) for kind in _SPLIT]
@@ -244,8 +243,8 @@ class Gather:
             views.append(
                 WorkerView(
                     role=role,
-                    name=self._name(role),
-                    presence=self._presence(role, self._name(role)),
+                    name=name,
+                    presence=self._presence(role, name),
                     steps=worker.steps,
                     samples=worker.samples,
                     steps_per_s=steps / self._window_s(now_ns, phase),
@@ -317,9 +316,8 @@ class Gather:
         return Presence.GONE if was_seen else Presence.STARTING
 
     def _add_traffic(self, records: Records) -> None:
-        sent = records[
-            np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE)) & (records["count"] > 0)
-        ]
+        sends = np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE))
+        sent = records[sends & (records["count"] > 0)]
         carried = sent["wire"].astype(np.int64) | sent["codec"].astype(np.int64) << 8  # as `wire_of` has it
         keys = np.stack([sent["role"], sent["kind"], carried]).astype(np.int64)
         unique, index = np.unique(keys, axis=1, return_inverse=True)
@@ -327,42 +325,35 @@ class Gather:
         messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
         for column in range(unique.shape[1]):
             role, kind, wire = unique[:, column].tolist()
-            sums = self._traffic.setdefault((role, kind, wire), [0, 0])
-            sums[0] += int(num_bytes[column])
-            sums[1] += int(messages[column])
+            self._traffic[role, kind, wire] += (int(num_bytes[column]), int(messages[column]))
 
     def _traffic_views(self) -> tuple[TrafficView, ...]:
         """Return the traffic: from message events where a role records them, else from its exchanges."""
         sending = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
-        sums: dict[int, list[int]] = {}
-        for (role, kind, wire), (num_bytes, messages) in self._traffic.items():
+        sums: dict[int, npt.NDArray[np.int64]] = defaultdict(_two_sums)
+        for (role, kind, wire), both in self._traffic.items():
             if (kind == EventKind.SEND) == (role in sending):
-                total = sums.setdefault(wire, [0, 0])
-                total[0] += num_bytes
-                total[1] += messages
+                sums[wire] += both
         return tuple(
             TrafficView(
                 wire=Wire(both & 0xFF).name.lower(),
                 codec=codec_of(both >> 8),
-                num_bytes=num_bytes,
-                messages=messages,
+                num_bytes=int(total[0]),
+                messages=int(total[1]),
             )
-            for both, (num_bytes, messages) in sorted(sums.items())
+            for both, total in sorted(sums.items())
         )
 
     def _happenings(self) -> tuple[Happening, ...]:
         """Return the happenings of members.jsonl, or of the roles' events in a run without that file."""
         first_ns, offset_ns = self.seen.first_ns, self.offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
-        return self._members.happenings(first_s) or tuple(
-            Happening(
-                at_s=(at_ns - first_ns) / _NS_PER_S,
-                what=SHOWN[kind],
-                who=self._name(role),
-                sentence="",
-                epoch=0,
-            )
+        seen = [
+            ((at_ns - first_ns) / _NS_PER_S, SHOWN[kind], self._name(role))
             for at_ns, role, kind in self.seen.shown
+        ]
+        return self._members.happenings(first_s) or tuple(
+            Happening(at_s=at_s, what=what, who=who, sentence="", epoch=0) for at_s, what, who in seen
         )
 
     def _warnings(
@@ -382,21 +373,20 @@ class Gather:
                 "no process holds the run, and it has no summary: it was stopped; --resume continues it"
             )
         elif phase is Phase.QUIET:
-            warnings.append(about_quiet((now_ns - self.seen.last_ns) / _NS_PER_S, self._last_seen(now_ns)))
+            last_seen = []
+            events = sorted(self.seen.last_event.items(), key=lambda item: item[1][0])
+            for role, (at_ns, kind, step) in events:
+                if kind != EventKind.LEAVE:
+                    where = "" if step == NO_STEP else f" step {step}"
+                    doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
+                    ago = f"{(now_ns - at_ns) / _NS_PER_S:.0f} s ago"
+                    last_seen.append((self._name(role), f"{doing}{where}, {ago}"))
+            warnings.append(about_quiet((now_ns - self.seen.last_ns) / _NS_PER_S, last_seen))
         for role, lost in sorted(self.seen.lost.items()):
             warnings.append(
                 f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
             )
         return tuple(warnings)
-
-    def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
-        words = []
-        for role, (at_ns, kind, step) in sorted(self.seen.last_event.items(), key=lambda item: item[1][0]):
-            if kind != EventKind.LEAVE:
-                where = "" if step == NO_STEP else f" step {step}"
-                doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
-                words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
-        return words
 
 
 def _shares(spent_ns: list[int]) -> Shares:
@@ -413,6 +403,10 @@ def _staleness(histogram: Counter[int]) -> Staleness:
         return Staleness()
     mean = sum(stale * times for stale, times in histogram.items()) / count
     return Staleness(histogram=dict(sorted(histogram.items())), mean=mean, max=max(histogram))
+
+
+def _two_sums() -> npt.NDArray[np.int64]:
+    return np.zeros(2, np.int64)
 
 
 def _per(duration_ns: int, count: int) -> float:

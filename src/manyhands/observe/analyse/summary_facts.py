@@ -28,8 +28,8 @@ class LayerSent:
 
 def layers_sent(summary: Mapping[str, Any]) -> tuple[LayerSent, ...]:
     """Return the layers in model order; malformed rows are left out."""
-    told = summary.get("layers")
-    rows = [row for row in told if isinstance(row, Mapping)] if isinstance(told, list) else []
+    recorded = summary.get("layers")
+    rows = [row for row in recorded if isinstance(row, Mapping)] if isinstance(recorded, list) else []
     found = []
     for row in rows:
         amounts = [number(row.get(name)) for name in ("forward_bytes", "backward_bytes", "messages")]

@@ -21,7 +21,8 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,19 +35,12 @@ from manyhands.observe.record.recorded import RoleEvents, role_name
 __all__ = ["Span", "build_timeline", "laid_out", "message_arrows", "wait_arrows"]
 
 _PARTS = (
-    EventKind.INPUT,
-    EventKind.COMPUTE,
-    EventKind.EXCHANGE,
-    EventKind.WAIT,
-    EventKind.EVALUATE,
-    EventKind.CHECKPOINT,
+    *(EventKind.INPUT, EventKind.COMPUTE, EventKind.EXCHANGE),
+    *(EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT),
 )
-_SERVER_PARTS = (
-    EventKind.RECEIVE,
-    EventKind.APPLY,
-    EventKind.SEND,
-    EventKind.CHECKPOINT,
-    EventKind.EXCHANGE,  # of a server or helper
+_SERVER_PARTS = (  # of a server or helper
+    *(EventKind.RECEIVE, EventKind.APPLY, EventKind.SEND),
+    *(EventKind.CHECKPOINT, EventKind.EXCHANGE),
 )
 _MARKS = (EventKind.JOIN, EventKind.LEAVE, EventKind.FAULT)
 _MAX_MARKS = 1_000  # per role, so that endless faults cannot fill the file
@@ -70,12 +64,11 @@ def build_timeline(
     windows = _choose(ids, slowness, most if max_steps is None else max(3, min(most, max_steps)))
     roles = [events for events in roles if len(events.records)]
     zero_ns = min(int(events.records["start_ns"].min()) for events in roles)
-    found = []
+    holes = []
     for left, right in itertools.pairwise(windows):
         between = ids[(ids > left.last_step) & (ids < right.first_step)]
         if len(between):
-            found.append((int(between[0]), int(between[-1])))
-    holes = tuple(found)
+            holes.append((int(between[0]), int(between[-1])))
     spans = [_span(roles, window) for window in windows]
     rows = tuple(
         _row(events, windows, holes, zero_ns, whole=steps is None)
@@ -83,9 +76,21 @@ def build_timeline(
         else _server_row(events, spans, zero_ns)
         for events in roles
     )
-    left_out = (*_steps_left_out(rows, holes, ids), *_marks_left_out(roles))
+    left_out = []
+    if holes:
+        count = sum(int(((ids >= first) & (ids <= last)).sum()) for first, last in holes)
+        which = " and ".join(f"{first} to {last}" for first, last in holes)
+        left_out.append(
+            f"{count:,} of {len(ids):,} steps are left out (steps {which}); kept are the first, those around "
+            f"the slowest, and the last: {sum(len(row.slices) for row in rows):,} slices"
+        )
+    for events in roles:
+        count = len(events.of(*_MARKS)) - _MAX_MARKS
+        if count > 0:
+            name = role_name(events.name)
+            left_out.append(f"{count:,} joins, leaves and faults in the middle of {name} are left out")
     arrows = (*wait_arrows(rows), *message_arrows(rows, roles, spans, zero_ns))
-    return Timeline(rows=rows, arrows=arrows, windows=windows, left_out=left_out)
+    return Timeline(rows=rows, arrows=arrows, windows=windows, left_out=tuple(left_out))
 
 
 def _has_steps(events: RoleEvents) -> bool:
@@ -107,21 +112,26 @@ def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.N
 def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], max_slices: int) -> int:
     slices = 0.0
     for events in roles:
-        parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
         if not _has_steps(events):  # its events may lack a step
-            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * (
-                len(ids) / max(1, len(_steps_of(roles)[0]))
-            )
+            share = len(ids) / max(1, len(_steps_of(roles)[0]))
+            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * share
             continue
-        slices += int(((parts["step"] >= ids[0]) & (parts["step"] <= ids[-1])).sum())
+        parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
+        slices += _within(parts, int(ids[0]), int(ids[-1])).sum()
     return max(3, int(max_slices * len(ids) / max(1, slices)))
+
+
+def _within(records: Records, first: int, last: int) -> npt.NDArray[np.bool_]:
+    """Which records are of these steps, both ends included."""
+    inside: npt.NDArray[np.bool_] = (records["step"] >= first) & (records["step"] <= last)
+    return inside
 
 
 def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
     begin, end = np.iinfo(np.int64).max, 0
     for events in roles:
         steps = events.of(EventKind.STEP, *_PARTS)
-        steps = steps[(steps["step"] >= window.first_step) & (steps["step"] <= window.last_step)]
+        steps = steps[_within(steps, window.first_step, window.last_step)]
         if len(steps):
             starts = steps["start_ns"].astype(np.int64)
             begin = min(begin, int(starts.min()))
@@ -139,35 +149,11 @@ def _choose(
     middle = range(size, len(ids) - size)
     begin = middle.start + int(slowness[middle.start : middle.stop].argmax()) - size // 2
     begin = min(max(begin, middle.start), max(middle.start, middle.stop - size))
-    kept = {
-        "first": ids[:size],
-        "slowest": ids[begin : min(begin + size, middle.stop)],
-        "last": ids[-size:],
-    }
+    slowest = ids[begin : min(begin + size, middle.stop)]
+    kept = {"first": ids[:size], "slowest": slowest, "last": ids[-size:]}
     return tuple(
         Window(label=label, first_step=int(part[0]), last_step=int(part[-1])) for label, part in kept.items()
     )
-
-
-def _steps_left_out(
-    rows: Sequence[Row], holes: Sequence[tuple[int, int]], ids: npt.NDArray[np.int64]
-) -> tuple[str, ...]:
-    if not holes:
-        return ()
-    count = sum(int(((ids >= first) & (ids <= last)).sum()) for first, last in holes)
-    which = " and ".join(f"{first} to {last}" for first, last in holes)
-    slices = f"{sum(len(row.slices) for row in rows):,}"
-    return (
-        f"{count:,} of {len(ids):,} steps are left out (steps {which}); kept are the first, those around "
-        f"the slowest, and the last: {slices} slices",
-    )
-
-
-def _marks_left_out(roles: Sequence[RoleEvents]) -> Iterable[str]:
-    for events in roles:
-        count = len(events.of(*_MARKS)) - _MAX_MARKS
-        if count > 0:
-            yield f"{count:,} joins, leaves and faults in the middle of {role_name(events.name)} are left out"
 
 
 def _row(
@@ -181,14 +167,15 @@ def _row(
     records = events.records
     kept = np.zeros(len(records), bool)
     for window in windows:
-        kept |= (records["step"] >= window.first_step) & (records["step"] <= window.last_step)
+        kept |= _within(records, window.first_step, window.last_step)
     if whole:
         kept |= records["step"] == NO_STEP
     chosen = records[kept]
     steps = _step_spans(chosen[chosen["kind"] == EventKind.STEP], zero_ns)
     parts = chosen[np.isin(chosen["kind"], _PARTS) & (chosen["duration_ns"] > 0)]
     slices = laid_out(_slices(parts, zero_ns), steps)
-    gaps = [gap for hole in holes if (gap := _gap(records, hole, zero_ns)) is not None]
+    inside = [(records[_within(records, *hole)], hole) for hole in holes]
+    gaps = [_gap(omitted, hole, zero_ns) for omitted, hole in inside if len(omitted)]
     return Row(
         role=events.role,
         name=role_name(events.name),
@@ -212,7 +199,8 @@ def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
     for (_, begin), (end, _) in itertools.pairwise(spans):
         between = records[(starts > begin) & (ends < end)]
         if len(between):
-            gaps.append(_gap_of(between, (int(between["step"].min()), int(between["step"].max())), zero_ns))
+            steps = (int(between["step"].min()), int(between["step"].max()))
+            gaps.append(_gap(between, steps, zero_ns))
     return Row(
         role=events.role,
         name=role_name(events.name),
@@ -259,13 +247,7 @@ def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
     return tuple(spans)
 
 
-def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
-    first, last = hole
-    inside = records[(records["step"] >= first) & (records["step"] <= last)]
-    return _gap_of(inside, hole, zero_ns) if len(inside) else None
-
-
-def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
+def _gap(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
     durations = inside["duration_ns"].astype(np.int64)
 
     def spent(kind: EventKind) -> int:
@@ -311,33 +293,22 @@ def _marks(records: Records, zero_ns: int) -> tuple[Mark, ...]:
     )
 
 
-@dataclass(slots=True)
-class _Group:
-    """Parts that lie inside one step, or a single part outside all steps."""
-
-    begin_ns: int
-    end_ns: int
-    parts: list[Slice] = field(default_factory=list)
-
-
 def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Slice, ...]:
     """Return the same slices without overlaps: moved inside their step, cut only where that is not enough."""
     starts = [step.start_ns for step in steps]
-    groups: list[_Group] = []
-    homes: dict[int, _Group] = {}
-    for part in slices:
-        home = bisect.bisect_right(starts, part.start_ns) - 1
-        if home < 0 or part.start_ns >= steps[home].end_ns:
-            groups.append(_Group(part.start_ns, part.end_ns, [part]))
-            continue
-        if home not in homes:
-            homes[home] = _Group(steps[home].start_ns, steps[home].end_ns)
-            groups.append(homes[home])
-        homes[home].parts.append(part)
+    # The parts of each step, or a part outside of all steps by itself, with the time that they may have.
+    groups: dict[int, tuple[int, int, list[Slice]]] = {}
+    for number, part in enumerate(slices):
+        place = bisect.bisect_right(starts, part.start_ns) - 1
+        if place < 0 or part.start_ns >= steps[place].end_ns:
+            groups[-1 - number] = (part.start_ns, part.end_ns, [part])
+        else:
+            span = (steps[place].start_ns, steps[place].end_ns)
+            groups.setdefault(place, (*span, []))[2].append(part)
     out: list[Slice] = []
     cursor = 0
-    for group in groups:
-        for part in _end_to_end(group):
+    for group in groups.values():
+        for part in _end_to_end(*group):
             cut = _between(part, max(part.start_ns, cursor), part.end_ns)
             if cut.end_ns > cut.start_ns:
                 out.append(cut)
@@ -345,15 +316,15 @@ def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Sli
     return tuple(out)
 
 
-def _end_to_end(group: _Group) -> list[Slice]:
+def _end_to_end(begin_ns: int, end_ns: int, parts: Sequence[Slice]) -> list[Slice]:
     """Lay slices end to end: first move later ones forward, then move all back as far as the step's end requires."""
-    cursor = group.begin_ns
+    cursor = begin_ns
     moved: list[Slice] = []
-    for part in group.parts:
+    for part in parts:
         begin = max(part.start_ns, cursor)
         cursor = begin + part.end_ns - part.start_ns
         moved.append(_between(part, begin, cursor))
-    limit = group.end_ns
+    limit = end_ns
     for index in range(len(moved) - 1, -1, -1):
         part = moved[index]
         if part.end_ns <= limit:
@@ -361,7 +332,7 @@ def _end_to_end(group: _Group) -> list[Slice]:
         begin = limit - (part.end_ns - part.start_ns)
         moved[index] = _between(part, begin, limit)
         limit = begin
-    return [_between(part, max(part.start_ns, group.begin_ns), part.end_ns) for part in moved]
+    return [_between(part, max(part.start_ns, begin_ns), part.end_ns) for part in moved]
 
 
 def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
@@ -423,40 +394,35 @@ def message_arrows(
                     )
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
+class _End(NamedTuple):
     """One end of a message."""
 
     began_ns: int
-    at_ns: int
     step: int
     num_bytes: int
+    at_ns: int
 
 
 _Ends = dict[int, list[_End]]  # by message number, in recording order
 
 
 def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
-    found: dict[tuple[int, int], tuple[_Ends, _Ends]] = defaultdict(
-        lambda: (defaultdict(list), defaultdict(list))
-    )
+    found: dict[tuple[int, int], tuple[_Ends, _Ends]] = {}
     names = ("kind", "peer", "message", "start_ns", "step", "num_bytes")
     for events in roles:
         records = events.of(EventKind.SEND, EventKind.RECEIVE)
         starts = records["start_ns"].astype(np.int64)
-        ends = starts + np.where(
-            records["kind"] == EventKind.SEND, records["duration_ns"].astype(np.int64), 0
-        )
+        is_send = records["kind"] == EventKind.SEND
+        ends = starts + np.where(is_send, records["duration_ns"].astype(np.int64), 0)
         inside = np.zeros(len(records), bool)
         for begin, end in spans:
             inside |= (starts >= begin) & (ends <= end)
         columns = [records[name][inside].tolist() for name in names]
-        for kind, peer, number, began_ns, step, num_bytes, at_ns in zip(
-            *columns, ends[inside].tolist(), strict=True
-        ):
-            is_send = kind == EventKind.SEND
-            pair = (events.role, peer) if is_send else (peer, events.role)
-            found[pair][0 if is_send else 1][number].append(_End(began_ns, at_ns, step, num_bytes))
+        for kind, peer, number, *one in zip(*columns, ends[inside].tolist(), strict=True):
+            sends = kind == EventKind.SEND
+            pair = (events.role, peer) if sends else (peer, events.role)
+            both = found.setdefault(pair, (defaultdict(list), defaultdict(list)))
+            both[0 if sends else 1][number].append(_End(*one))
     return found
 
 

@@ -2,14 +2,14 @@
 
 All are 360 units wide and readable at that many pixels. A chart says its key numbers in words (`aria-label`),
 and single values when pointed at (`<title>`). Every text is escaped; equal numbers give equal bytes. The
-colours and the page around a chart are those of `paper`, which this module passes on.
+colours and the page around a chart are those of `paper`.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,35 +17,17 @@ from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_n
 from manyhands.observe.draw.paper import (
     NUM_COLOURS,
     NUM_DASHES,
-    STYLE,
-    data_table,
-    document,
-    findings_section,
-    made_section,
-    matrix,
+    figure,
+    legend,
+    line_mark,
     quiet,
-    section,
+    svg_chart,
+    svg_line,
+    svg_rect,
+    svg_text,
 )
 
-__all__ = [
-    "STYLE",
-    "Series",
-    "bar_chart",
-    "data_table",
-    "document",
-    "findings_section",
-    "histogram",
-    "line_chart",
-    "loss_chart",
-    "made_section",
-    "matrix",
-    "overlapping",
-    "quiet",
-    "section",
-    "share_bars",
-    "short_number",
-]
-
+__all__ = ["Series", "bar_chart", "histogram", "line_chart", "loss_chart", "overlapping", "share_bars"]
 
 _WIDTH, _HEIGHT = 360.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
@@ -112,18 +94,13 @@ def line_chart(
     groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
     for index, (name, runs) in enumerate(shown):
         drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
-    together = "; ".join(
-        f"{_listed([shown[index][0] for index in group])} lie on one another" for group in groups
-    )
-    words = [
-        f"{title}: {y_label} over {x_label}",
-        _in_words(shown, x_label),
-        *([together] if together else []),
-    ]
-    svg = _svg(drawn, _HEIGHT, "; ".join(words)) + (quiet(f"{together}.") if together else "")
+    names_of = [[shown[index][0] for index in group] for group in groups]
+    together = "; ".join(f"{', '.join(names[:-1])} and {names[-1]} lie on one another" for names in names_of)
+    words = [f"{title}: {y_label} over {x_label}", _in_words(shown, x_label)] + [together] * bool(together)
+    svg = svg_chart(drawn, _WIDTH, _HEIGHT, "; ".join(words)) + (quiet(f"{together}.") if together else "")
     names = [f"{one.name} {one.note}".strip() for one in series]
-    marks = [_line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
-    return _figure(title, svg, _legend(names, marks), "plot")
+    marks = [line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
+    return figure(title, svg, legend(names, marks), "plot")
 
 
 def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
@@ -133,10 +110,7 @@ def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str
 
 
 def bar_chart(
-    bars: Sequence[tuple[str, float]],
-    *,
-    title: str,
-    show: Callable[[float], str] | None = None,
+    bars: Sequence[tuple[str, float]], *, title: str, show: Callable[[float], str] | None = None
 ) -> str:
     show = show or short_number
     finite = [value for _, value in bars if math.isfinite(value)]
@@ -144,12 +118,12 @@ def bar_chart(
     drawn: list[str] = []
     for index, (name, value) in enumerate(bars):
         y = index * _ROW
-        drawn.append(_row_name(name, y))
+        drawn.append(svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
         end = axis.at(max(0.0, value)) if math.isfinite(value) else axis.begin
-        drawn.append(_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}"))
-        drawn.append(_text(end + 5, y + _ROW / 2 + 4, show(value)))
+        drawn.append(svg_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}"))
+        drawn.append(svg_text(end + 5, y + _ROW / 2 + 4, show(value)))
     said = f"{title}: " + (", ".join(f"{name} {show(value)}" for name, value in bars) or "nothing yet")
-    return _figure(title, _svg(drawn, max(_ROW, _ROW * len(bars)), said, "chart rows"))
+    return figure(title, svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(bars)), said, "chart rows"))
 
 
 def share_bars(
@@ -165,8 +139,8 @@ def share_bars(
     drawn: list[str] = []
     for index, (name, shares) in enumerate(rows):
         y, before = index * _ROW, 0.0
-        drawn.append(_row_name(name, y))
-        drawn.append(_rect("track", axis.begin, y + 3, axis.end - axis.begin, _ROW - 6))
+        drawn.append(svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
+        drawn.append(svg_rect("track", axis.begin, y + 3, axis.end - axis.begin, _ROW - 6))
         for part, share, colour in zip(parts, shares, colours, strict=True):
             share = min(1.0 - before, max(0.0, share)) if math.isfinite(share) else 0.0
             left, right = axis.at(before), axis.at(before + share)
@@ -174,22 +148,23 @@ def share_bars(
             if share <= 0:
                 continue
             said = f"{name}: {part} {share:.0%}".replace("%", " %")
-            drawn.append(_rect(f"f{colour % NUM_COLOURS}", left, y + 3, right - left, _ROW - 6, said))
+            drawn.append(svg_rect(f"f{colour % NUM_COLOURS}", left, y + 3, right - left, _ROW - 6, said))
             if right - left >= 30:
                 percent = f"{100 * share:.0f} %"
-                drawn.append(_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
-    said = f"{title}: " + (
-        "; ".join(
-            (
-                f"{name} "
-                + ", ".join(f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True))
-            )
-            for name, shares in rows
-        )
-        or "none yet"
-    )
-    svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said, "chart rows")
-    return _figure(title, svg, _legend(parts, [_swatch(colour) for colour in colours]))
+                drawn.append(svg_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
+    each = [
+        ", ".join(f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True))
+        for _, shares in rows
+    ]
+    words = "; ".join(f"{name} {one}" for (name, _), one in zip(rows, each, strict=True))
+    said = f"{title}: {words or 'none yet'}"
+    svg = svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(rows)), said, "chart rows")
+    swatches = [
+        '<svg class="swatch" viewBox="0 0 12 10" aria-hidden="true">'
+        f'<rect class="f{colour % NUM_COLOURS}" width="12" height="10" rx="2"/></svg>'
+        for colour in colours
+    ]
+    return figure(title, svg, legend(parts, swatches))
 
 
 def histogram(
@@ -213,13 +188,13 @@ def histogram(
         name = str(first) if width == 1 else f"{first} to {first + width - 1}"
         left, right, top = xs.at(index + 0.1), xs.at(index + 0.9), ys.at(bins.get(index, 0))
         if bins.get(index, 0):
-            drawn.append(_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}"))
+            drawn.append(svg_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}"))
         if index % every == 0:
-            drawn.append(_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
+            drawn.append(svg_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
     total = sum(counts.values())
     mean = sum(value * count for value, count in counts.items()) / max(1, total)
     said = f"{title}: {total:,} in all, from {low} to {high}, mean {mean:.2f}"
-    return _figure(title, _svg(drawn, _HEIGHT, said), _legend((), ()), "plot")
+    return figure(title, svg_chart(drawn, _WIDTH, _HEIGHT, said), legend((), ()), "plot")
 
 
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
@@ -252,9 +227,9 @@ def _nothing(title: str, sentence: str) -> str:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     drawn = [
         f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
-        _text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
+        svg_text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
     ]
-    return _figure(title, _svg(drawn, _HEIGHT, f"{title}: {sentence}"), _legend((), ()), "plot")
+    return figure(title, svg_chart(drawn, _WIDTH, _HEIGHT, f"{title}: {sentence}"), legend((), ()), "plot")
 
 
 def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = True) -> str:
@@ -315,84 +290,23 @@ def _in_words(shown: Sequence[tuple[str, list[list[tuple[float, float]]]]], x_la
 
 
 def _frame(
-    xs: Axis,
-    x_ticks: Sequence[Tick],
-    ys: Axis,
-    y_ticks: Sequence[Tick],
-    x_label: str,
-    y_label: str,
+    xs: Axis, x_ticks: Sequence[Tick], ys: Axis, y_ticks: Sequence[Tick], x_label: str, y_label: str
 ) -> Iterator[str]:
     for place, said in y_ticks:
         y = ys.at(place)
-        yield f'<line class="grid" x1="{xs.begin:g}" y1="{y:.1f}" x2="{xs.end:g}" y2="{y:.1f}"/>'
-        yield _text(xs.begin - 5, y + 3.5, said, "tick y", "end")
+        yield svg_line("grid", xs.begin, y, xs.end, y)
+        yield svg_text(xs.begin - 5, y + 3.5, said, "tick y", "end")
     for place, said in x_ticks:
         x = xs.at(place)
-        yield f'<line class="axis" x1="{x:.1f}" y1="{ys.begin:g}" x2="{x:.1f}" y2="{ys.begin + 3:g}"/>'
-        yield _text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
-    yield f'<line class="axis" x1="{xs.begin:g}" y1="{ys.begin:g}" x2="{xs.end:g}" y2="{ys.begin:g}"/>'
-    yield _text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
+        yield svg_line("axis", x, ys.begin, x, ys.begin + 3)
+        yield svg_text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
+    yield svg_line("axis", xs.begin, ys.begin, xs.end, ys.begin)
+    yield svg_text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
     middle = (ys.begin + ys.end) / 2
     yield (
         f'<text class="label" x="8" y="{middle:g}" text-anchor="middle" transform="rotate(-90 8 {middle:g})">'
         f"{escape(y_label)}</text>"
     )
-
-
-def _legend(names: Sequence[str], marks: Sequence[str]) -> str:
-    """What each colour is; without names an empty line, so that pictures side by side begin at one height.
-
-    `marks` are pictures of them.
-    """
-    if not names:
-        return '<div class="legend"></div>'
-    items = "".join(f"<li>{mark}{escape(name)}</li>" for name, mark in zip(names, marks, strict=True))
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _line_mark(stroke: str) -> str:
-    line = f'<line {stroke} x1="1" y1="5" x2="25" y2="5"/>'
-    return f'<svg viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
-
-
-def _swatch(colour: int) -> str:
-    rect = f'<rect class="f{colour % NUM_COLOURS}" width="12" height="10" rx="2"/>'
-    return f'<svg class="swatch" viewBox="0 0 12 10" aria-hidden="true">{rect}</svg>'
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _row_name(name: str, y: float) -> str:
-    short = name if len(name) <= _NAME_LETTERS else name[: _NAME_LETTERS - 1] + "…"
-    return (
-        f'<text x="{_NAME - 7:g}" y="{y + _ROW / 2 + 4:g}" text-anchor="end">{escape(short)}'
-        f"<title>{escape(name)}</title></text>"
-    )
-
-
-def _rect(kind: str, x: float, y: float, width: float, height: float, said: str = "") -> str:
-    inside = f"<title>{escape(said)}</title>" if said else ""
-    return (
-        f'<rect class="{kind}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}">{inside}</rect>'
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(drawn: Iterable[str], height: float, said: str, kind: str = "chart") -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
-        f'aria-label="{escape(said)}">' + "".join(drawn) + "</svg>"
-    )
-
-
-def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
-    shape = f' class="{kind}"' if kind else ""
-    return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
 
 
 _NEAR = 1.5  # distance in picture units below which a stroke hides another

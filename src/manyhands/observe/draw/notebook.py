@@ -13,7 +13,9 @@ from typing import Any
 
 from manyhands.observe.analyse.remarks import headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot, WorkerTotals
-from manyhands.observe.draw.charts import STYLE, Series, data_table, loss_chart, short_number
+from manyhands.observe.draw.axes import short_number
+from manyhands.observe.draw.charts import Series, loss_chart
+from manyhands.observe.draw.paper import STYLE, data_table
 from manyhands.observe.draw.showing import Panel
 from manyhands.observe.record.final import final_loss
 

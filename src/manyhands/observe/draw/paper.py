@@ -44,12 +44,7 @@ _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def document(
-    title: str,
-    sections: Iterable[str],
-    *,
-    style: str = STYLE,
-    lead: str = "",
-    script: str = "",
+    title: str, sections: Iterable[str], *, style: str = STYLE, lead: str = "", script: str = ""
 ) -> str:
     """Return one self-contained page; `sections` and `lead` are HTML, `title` is text.
 
@@ -108,6 +103,61 @@ def quiet(sentence: str) -> str:
     return f'<p class="quiet">{escape(sentence)}</p>'
 
 
+def sentence_list(sentences: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def tile(name: str, value: str, small: str = "", kind: str = "") -> str:
+    shape, beside = (f' class="{kind}"' if kind else ""), (f"<small>{small}</small>" if small else "")
+    return f"<div{shape}><dt>{escape(name)}</dt><dd>{escape(value)}{beside}</dd></div>"
+
+
+def svg_text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", letters: int = 0) -> str:
+    """A text; one of more than so many letters is cut, and whole when pointed at."""
+    short = text if not letters or len(text) <= letters else f"{text[: letters - 1]}…"
+    whole = f"<title>{escape(text)}</title>" if short != text else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {place}>{escape(short)}{whole}</text>'
+
+
+def svg_rect(kind: str, x: float, y: float, width: float, height: float, said: str = "") -> str:
+    inside = f"<title>{escape(said)}</title>" if said else ""
+    place = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}"'
+    return f'<rect class="{kind}" {place}>{inside}</rect>'
+
+
+def svg_line(kind: str, x1: float, y1: float, x2: float, y2: float, said: str = "") -> str:
+    inside = f"<title>{escape(said)}</title>" if said else ""
+    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}">{inside}</line>'
+
+
+def svg_chart(drawn: Iterable[str], width: float, height: float, said: str, kind: str = "chart") -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{escape(said)}">{"".join(drawn)}</svg>'
+    )
+
+
+def line_mark(attributes: str) -> str:
+    """How a line looks, for a legend."""
+    return (
+        f'<svg viewBox="0 0 26 10" aria-hidden="true"><line {attributes} x1="1" y1="5" x2="25" y2="5"/></svg>'
+    )
+
+
+def legend(names: Sequence[str], marks: Sequence[str]) -> str:
+    """What each mark is; without names an empty line, so that pictures side by side begin at one height."""
+    if not names:
+        return '<div class="legend"></div>'
+    items = "".join(f"<li>{mark}{escape(name)}</li>" for name, mark in zip(names, marks, strict=True))
+    return f'<ul class="legend">{items}</ul>'
+
+
+def figure(title: str, picture: str, explained: str = "", kind: str = "") -> str:
+    shape = f' class="{kind}"' if kind else ""
+    return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{explained}{picture}</figure>"
+
+
 def matrix(
     values: Sequence[Sequence[float]],
     rows: Sequence[str],
@@ -127,7 +177,13 @@ def matrix(
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = ""
     for name, row in zip(rows, values, strict=True):
-        cells = "".join(_cell(value, greatest, show) for value in row)
+        cells = ""
+        for value in row:
+            if value == 0 or not math.isfinite(value):
+                cells += f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
+            else:
+                heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
+                cells += f'<td class="h{heat}">{escape(show(value))}</td>'
         body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
     return _scroll(
         title,
@@ -151,18 +207,11 @@ def data_table(
     it a table for those who listen. Where it `scrolls` it is a region of its own that the keyboard reaches.
     """
     rows = [tuple(row) for row in rows]
-    kinds = [
-        _kinds(
-            "" if index in words else "number",
-            "long"
-            if (
-                len(name) + max((len(cell) for cell in [row[index] for row in rows]), default=0)
-                > _HALF_LETTERS
-            )
-            else "",
-        )
-        for index, name in enumerate(columns)
-    ]
+    kinds = []
+    for index, name in enumerate(columns):
+        longest = len(name) + max((len(row[index]) for row in rows), default=0)
+        kind = " ".join(["number"] * (index not in words) + ["long"] * (longest > _HALF_LETTERS))
+        kinds.append(f' class="{kind}"' if kind else "")
     head = "".join(
         f'<th role="columnheader" scope="col"{kind}>{escape(name)}</th>'
         for name, kind in zip(columns, kinds, strict=True)
@@ -182,18 +231,6 @@ def data_table(
         f'<tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>',
         scrolls,
     )
-
-
-def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
-    if value == 0 or not math.isfinite(value):
-        return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
-    heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
-    return f'<td class="h{heat}">{escape(show(value))}</td>'
-
-
-def _kinds(*kinds: str) -> str:
-    named = " ".join(kind for kind in kinds if kind)
-    return f' class="{named}"' if named else ""
 
 
 def _scroll(title: str, table: str, scrolls: bool) -> str:

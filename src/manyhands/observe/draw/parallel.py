@@ -7,12 +7,12 @@ neighbour to grey, third by third, so that what good runs have in common can be 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 from manyhands.observe.draw.axes import Axis, linear, logarithmic, short_number, spans_powers
-from manyhands.observe.draw.paper import quiet
+from manyhands.observe.draw.paper import figure, legend, line_mark, quiet, svg_chart, svg_line, svg_text
 
 __all__ = ["ParallelAxis", "parallel_coordinates"]
 
@@ -58,26 +58,30 @@ def parallel_coordinates(
 
     A line with a value that is not finite is left out.
     """
-    keep = [n for n in range(len(names)) if all(_is_drawn(axis.values[n]) for axis in axes)]
+    keep = [
+        n
+        for n in range(len(names))
+        if all(isinstance(axis.values[n], str) or math.isfinite(axis.values[n]) for axis in axes)  # type: ignore[arg-type]
+    ]
     if not keep or not axes:
-        return f'<figure class="plot"><figcaption>{escape(title)}</figcaption>{quiet(empty)}</figure>'
+        return figure(title, quiet(empty), kind="plot")
     kept = [ParallelAxis(name=axis.name, values=[axis.values[n] for n in keep]) for axis in axes]
     width = max(_LEAST_WIDTH, 2 * _SIDE + _APART * (len(kept) - 1))
     gap = (width - 2 * _SIDE) / max(1, len(kept) - 1)
     placed = [_place(axis, _SIDE + gap * place) for place, axis in enumerate(kept)]
     lines = [_line(placed, names[n], rank, len(keep)) for rank, n in enumerate(keep)]
-    drawn = [*reversed(lines), *(text for one in placed for text in _axis(one))]
+    drawn = [*reversed(lines)]
+    for axis in placed:
+        drawn.append(svg_line("axis", axis.x, _TOP, axis.x, _HEIGHT - _BOTTOM))
+        drawn.append(svg_text(axis.x, 14.0, axis.name, "label", "middle", _NAME_LETTERS))
+        for y, words in axis.ticks:
+            drawn.append(svg_text(axis.x + 4, y + 3.5, words, "tick", "start", _VALUE_LETTERS))
     ranges = "; ".join(f"{axis.name} {_range(axis)}" for axis in kept)
     said = f"{title}: {len(keep)} runs; {ranges}; the best is {names[keep[0]]}"
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {_HEIGHT:g}" role="img" '
-        f'aria-label="{escape(said)}">{"".join(drawn)}</svg>'
-    )
-    return f'<figure class="plot"><figcaption>{escape(title)}</figcaption>{_legend(len(keep))}{svg}</figure>'
-
-
-def _is_drawn(value: str | float) -> bool:
-    return isinstance(value, str) or math.isfinite(value)
+    kinds = list(dict.fromkeys(_kind(rank, len(keep)) for rank in range(len(keep))))
+    marks = [line_mark(f'class="curve {colour}" stroke-width="{wide:g}"') for colour, wide, _, _ in kinds]
+    explained = legend([name for _, _, _, name in kinds], marks)
+    return figure(title, svg_chart(drawn, width, _HEIGHT, said), explained, "plot")
 
 
 def _place(axis: ParallelAxis, x: float) -> _Placed:
@@ -115,34 +119,8 @@ def _kind(rank: int, count: int) -> tuple[str, float, float, str]:
     return _KINDS[third + 1] if third < 2 else _LAST
 
 
-def _axis(axis: _Placed) -> Iterator[str]:
-    bottom = _HEIGHT - _BOTTOM
-    yield f'<line class="axis" x1="{axis.x:.1f}" y1="{_TOP:g}" x2="{axis.x:.1f}" y2="{bottom:g}"/>'
-    yield _text(axis.x, 14.0, axis.name, _NAME_LETTERS, "middle", "label")
-    for y, said in axis.ticks:
-        yield _text(axis.x + 4, y + 3.5, said, _VALUE_LETTERS, "start", "tick")
-
-
-def _text(x: float, y: float, text: str, letters: int, anchor: str, kind: str) -> str:
-    short = text if len(text) <= letters else f"{text[: letters - 1]}…"
-    whole = f"<title>{escape(text)}</title>" if short != text else ""
-    return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(short)}{whole}</text>'
-    )
-
-
 def _range(axis: ParallelAxis) -> str:
     numbers = axis.numbers
     if numbers is None:
         return ", ".join(dict.fromkeys(map(str, axis.values)))
     return f"from {short_number(min(numbers))} to {short_number(max(numbers))}"
-
-
-def _legend(count: int) -> str:
-    shown = dict.fromkeys(_kind(rank, count) for rank in range(count))
-    items = "".join(
-        f'<li><svg viewBox="0 0 26 10" aria-hidden="true"><line class="curve {colour}" stroke-width="{width:g}" '
-        f'x1="1" y1="5" x2="25" y2="5"/></svg>{name}</li>'
-        for colour, width, _, name in shown
-    )
-    return f'<ul class="legend">{items}</ul>'

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from manyhands.observe.analyse.view import PartiesView, PartyView, RunView
-from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet
-from manyhands.observe.draw.paper import PageSection
+from manyhands.observe.draw.charts import Series, histogram, line_chart
+from manyhands.observe.draw.paper import PageSection, data_table, matrix, quiet
 
 __all__ = ["parties", "skew_lines", "skew_picture"]
 

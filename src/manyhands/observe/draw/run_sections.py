@@ -9,19 +9,17 @@ from html import escape
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.recent import WINDOW_NS
 from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView
-from manyhands.observe.draw.charts import (
-    Series,
-    bar_chart,
+from manyhands.observe.draw.axes import short_number
+from manyhands.observe.draw.charts import Series, bar_chart, histogram, line_chart, loss_chart, share_bars
+from manyhands.observe.draw.paper import (
+    PART_COLOURS,
+    PageSection,
     data_table,
-    histogram,
-    line_chart,
-    loss_chart,
     matrix,
     quiet,
-    share_bars,
-    short_number,
+    sentence_list,
+    tile,
 )
-from manyhands.observe.draw.paper import PART_COLOURS, PageSection
 
 _TILE_LETTERS = 14
 _FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
@@ -41,32 +39,25 @@ def now(view: RunView) -> PageSection:
     if ended:
         del values["time left"]
     of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
-    tiles = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items()]
+    tiles = [tile(name, text) for name, text in values.items()]
     # A phone shows two tiles per row; a number that may be too long for one gets a full row.
-    kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
-    tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
-    tiles.insert(3, _best(view))
+    kind = "long" if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
+    tiles.insert(1, tile("step", f"{view.step:,}", of_all, kind))
+    best = tile("best metric", "–")  # reserved before there is one
+    if view.best is not None:
+        name, value, step = view.best
+        best = tile(f"best {_words(name)}", f"{value:.4g}", f" step {step:,}")
+    tiles.insert(3, best)
     done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
     bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
     heading = "The whole run" if ended else "Now"
-    said = _list(view.notices) if view.notices else ""
+    said = sentence_list(view.notices) if view.notices else ""
     return PageSection(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
-
-
-def _best(view: RunView) -> str:
-    """Return the tile of the best evaluation, which is reserved before there is one."""
-    if view.best is None:
-        return "<div><dt>best metric</dt><dd>–</dd></div>"
-    name, value, step = view.best
-    return (
-        f"<div><dt>best {escape(_words(name))}</dt>"
-        f"<dd>{escape(f'{value:.4g}')}<small> step {step:,}</small></dd></div>"
-    )
 
 
 def wrong(view: RunView) -> PageSection:
     if view.warnings:
-        body = _list(view.warnings)
+        body = sentence_list(view.warnings)
     elif view.phase is Phase.STARTING:
         body = quiet("Nothing so far; waiting for the first step.")
     else:
@@ -155,7 +146,7 @@ def waits(view: RunView) -> PageSection:
     table = matrix(
         view.waits,
         names,
-        [f"for {_number(name)}" for name in names],
+        [f"for {name.removeprefix('worker ')}" for name in names],
         title="Seconds that a row's worker waited",
         corner="waited",
         show=lambda seconds: f"{seconds:.2f}",
@@ -249,7 +240,7 @@ def members(view: RunView) -> PageSection:
 
 def notes(view: RunView) -> PageSection:
     heading = "What is missing here"
-    body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
+    body = sentence_list(view.notes) if view.notes else quiet("Nothing: every event was read.")
     return PageSection(heading, body, "wide slim")
 
 
@@ -272,19 +263,14 @@ def _is_large(view: RunView) -> bool:
 def _by_step(curve: Curve) -> Series:
     """Sort by step: asynchronous workers end their steps in another order."""
     points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
-    newest = (
-        f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
-    )  # already among the tiles
+    # That of the loss is already among the tiles.
+    newest = f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
     return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points], note=newest)
 
 
 def _fill(label: str, body: str) -> str:
     """Return the scrollable part of a section, focusable by keyboard."""
     return f'<div class="fill" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
-
-
-def _list(sentences: tuple[str, ...]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def _named(name: str, presence: Presence, phase: Phase) -> str:
@@ -301,10 +287,6 @@ def _shards(numbers: tuple[int, ...]) -> str:
         else:
             spans.append((number, number))
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans) or "–"
-
-
-def _number(name: str) -> str:
-    return name.removeprefix("worker ")
 
 
 def _words(name: str) -> str:

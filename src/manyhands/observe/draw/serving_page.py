@@ -6,9 +6,17 @@ import math
 from html import escape
 
 from manyhands.observe.analyse.serving_view import ServingView
-from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, quiet, section
+from manyhands.observe.draw.charts import Series, histogram, line_chart
 from manyhands.observe.draw.page import PAGE_STYLE
-from manyhands.observe.draw.paper import PageSection, document
+from manyhands.observe.draw.paper import (
+    PageSection,
+    data_table,
+    document,
+    quiet,
+    section,
+    sentence_list,
+    tile,
+)
 from manyhands.observe.draw.prometheus import Family, family_lines
 
 __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
@@ -39,37 +47,28 @@ def _now(view: ServingView) -> PageSection:
         "inputs in a batch": f"{view.batch_mean:.1f}",
         "waiting": f"{view.waiting:,}",
     }
-    tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items())
+    tiles = "".join(tile(name, text) for name, text in values.items())
     return PageSection("Now", f'<dl class="tiles">{tiles}</dl>', "wide")
 
 
 def _wrong(view: ServingView) -> PageSection:
     present = [one for one in view.workers if one.state != "starting"]
-    failed = sum(count for status, count in view.lately if status >= 500)
-    refused = sum(count for status, count in view.lately if 400 <= status < 500)
     found = []
     if len(present) < view.wanted:
         found.append(f"{len(present)} of {view.wanted} workers answer; the others are being started.")
-    if failed:
-        found.append(
-            f"{_requests(failed)} answered with 5xx in the last minute: the model failed, or no worker could answer in "
-            "time."
-        )
-    if refused:
-        found.append(
-            f"{_requests(refused)} answered with 4xx in the last minute: what was sent made no sense."
-        )
-    body = (
-        f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in found)}</ul>"
-        if found
-        else '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
-    )
+    for status, why in (
+        (5, "the model failed, or no worker could answer in time."),
+        (4, "what was sent made no sense."),
+    ):
+        count = sum(many for one, many in view.lately if one // 100 == status)
+        requests = "1 request was" if count == 1 else f"{count:,} requests were"
+        if count:
+            found.append(f"{requests} answered with {status}xx in the last minute: {why}")
+    body = '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
+    if found:
+        body = sentence_list(found)
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
     return PageSection("What is wrong", spoken, "wide alarm" if found else "wide")
-
-
-def _requests(count: int) -> str:
-    return "1 request was" if count == 1 else f"{count:,} requests were"
 
 
 def _latency(view: ServingView) -> PageSection:
@@ -126,8 +125,7 @@ def _notes(view: ServingView) -> PageSection:
         f"Answers by HTTP status: {counted}. Workers that died and were replaced: {view.deaths}.",
         *view.notes,
     ]
-    listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return PageSection("What happened", f"<ul>{listed}</ul>", "wide")
+    return PageSection("What happened", sentence_list(lines), "wide")
 
 
 def _ms(value: float) -> str:

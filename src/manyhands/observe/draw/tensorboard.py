@@ -167,11 +167,9 @@ def _add_rows(
 ) -> list[Mapping[str, Any]]:
     """Write the rows whose time is known from events; return the others, whose events may still arrive."""
     for index, row in enumerate(rows):
-        wall_s = follower.wall_of_step(int(row["step"]) - 1)
+        wall_s = follower.wall_of_row(row, guess=all_of_them)  # where its events were not kept
         if wall_s is None and not all_of_them:
             return list(rows[index:])
-        if wall_s is None:  # its events were not kept
-            wall_s = follower.wall_of_training(float(row.get("at_s") or 0.0))
         if wall_s is not None:
             files.add_row(row, wall_s)
     return []
@@ -189,10 +187,8 @@ def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) ->
         gather.meet(role, name)
     known_ns = np.maximum.accumulate(records["start_ns"] + records["duration_ns"]).astype(np.int64)
     moments = np.linspace(int(known_ns[0]), int(known_ns[-1]), _VIEWS + 1).astype(np.int64)[1:]
-    begin = 0
-    for now_ns, end in zip(
-        moments.tolist(), np.searchsorted(known_ns, moments, side="right").tolist(), strict=True
-    ):
+    begin, ends = 0, np.searchsorted(known_ns, moments, side="right")
+    for now_ns, end in zip(moments.tolist(), ends.tolist(), strict=True):
         gather.add_events(records[begin:end])
         begin = end
         view = gather.view(now_ns)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
-from xml.sax.saxutils import escape
 
 from manyhands.observe.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.observe.draw.axes import nice
+from manyhands.observe.draw.paper import svg_line, svg_rect, svg_text
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
@@ -34,17 +35,11 @@ _LETTER = 6.7  # approximate width of one
 _MIN_LABEL_PX = 26  # a narrower step gets no number
 _TICKS = 8
 
-_WORDS = {
-    EventKind.INPUT: "input",
-    EventKind.COMPUTE: "compute",
-    EventKind.EXCHANGE: "exchange",
-    EventKind.WAIT: "waiting",
-    EventKind.EVALUATE: "evaluate",
-    EventKind.CHECKPOINT: "checkpoint",
-    EventKind.APPLY: "apply",
-    EventKind.RECEIVE: "receive",
-    EventKind.SEND: "send",
-}
+_DRAWN = (
+    *(EventKind.INPUT, EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT, EventKind.EVALUATE),
+    *(EventKind.CHECKPOINT, EventKind.APPLY, EventKind.RECEIVE, EventKind.SEND),
+)
+_WORDS = {kind: "waiting" if kind is EventKind.WAIT else kind.name.lower() for kind in _DRAWN}
 _PEER_WORDS = {
     EventKind.WAIT: "for",
     EventKind.APPLY: "an update of",
@@ -92,21 +87,33 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
     for window in timeline.windows:
         body += _panel(timeline, window, top, names)
         top += height_of_panel + _SPACE
-    notes = [*timeline.left_out, *_faults(timeline)]
-    for note in notes:
-        body.append(_text(_LEFT, top, note, "faint"))
+    faults = [  # which may lie outside every panel
+        f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+        for row in timeline.rows
+        for mark in row.marks
+        if mark.kind is EventKind.FAULT
+    ]
+    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+    for note in [*timeline.left_out, *([f"faults: {', '.join(faults[:5])}{more}"] if faults else [])]:
+        body.append(svg_text(_LEFT, top, note, "faint"))
         top += 16
     height = math.ceil(top + 4)
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        f'height="{height}" role="img" aria-label="{escape(title)}">',
         f"<style>\n{_STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" '
         'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
         f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
-        _text(_LEFT, 26, title, "title"),
-        *(_legend_item(word, x, _TITLE + _LEGEND * line) for line, x, word in legend),
+        svg_text(_LEFT, 26, title, "title"),
     ]
+    for line, x, word in legend:
+        y, wide = _TITLE + _LEGEND * line, _MARK_WIDTHS.get(word, 12)
+        if word in _MARK_WIDTHS:
+            head.append(svg_line(f"{word} key", x, y + 6, x + wide, y + 6))
+        else:
+            head.append(f'<rect class="{word}" x="{x:g}" y="{y:g}" width="{wide}" height="12" rx="2"/>')
+        head.append(svg_text(x + wide + 5, y + 10, _LEGEND_WORDS.get(word, word)))
     return "\n".join([*head, *body, "</svg>", ""])
 
 
@@ -124,21 +131,12 @@ def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
         x += width + 15
 
 
-def _legend_item(word: str, x: float, y: float) -> str:
-    wide = _MARK_WIDTHS.get(word, 12)
-    if word in _MARK_WIDTHS:
-        mark = f'<line class="{word} key" x1="{x:g}" y1="{y + 6:g}" x2="{x + wide:g}" y2="{y + 6:g}"/>'
-    else:
-        mark = f'<rect class="{word}" x="{x:g}" y="{y:g}" width="{wide}" height="12" rx="2"/>'
-    return mark + _text(x + wide + 5, y + 10, _LEGEND_WORDS.get(word, word))
-
-
 def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, str]) -> Iterator[str]:
     scale = _scale(timeline, window, top + _HEAD)
     kept = range(window.first_step, window.last_step + 1)
     why = "" if window.label == "all" else f" ({window.label})"
     steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
-    yield _text(_LEFT, top + 14, steps + why, "panel")
+    yield svg_text(_LEFT, top + 14, steps + why, "panel")
     rows = len(timeline.rows)
     bottom = scale.top + _ROW * rows
     spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
@@ -146,22 +144,27 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
     tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
     while tick * spacing_ms * 1e6 <= scale.end_ns:
         x = scale.x(round(tick * spacing_ms * 1e6))
-        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
-        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        yield svg_line("line", x, scale.top, x, bottom + 4)
+        yield svg_text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", "middle")
         tick += 1
-    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
+    yield svg_text(_LEFT - 34, bottom + 17, "ms", "faint", "end")
     places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
     for row in timeline.rows:
         y = places[row.role]
-        yield _text(_LEFT - 10, y + _BAR / 2 + 4, row.name, "", 'text-anchor="end"')
+        yield svg_text(_LEFT - 10, y + _BAR / 2 + 4, row.name, "", "end")
         yield from (_step_box(step, row, scale, y) for step in row.steps if step.step in kept)
         yield from (
             _bar(part, row, names, scale, y)
             for part in row.slices
             if part.start_ns < scale.end_ns and part.end_ns > scale.begin_ns
         )
-        yield from (_boundary(step, scale, y) for step in row.steps if step.step in kept)
-        yield from (_mark(mark, row, names, scale, y) for mark in row.marks if scale.holds(mark.at_ns))
+        ends = [scale.x(step.end_ns) for step in row.steps if step.step in kept]
+        yield from (svg_line("end", x, y - 6, x, y + _BAR + 6) for x in ends)
+        for mark in row.marks:
+            if scale.holds(mark.at_ns):
+                x, kind = scale.x(mark.at_ns), "mark fault" if mark.kind is EventKind.FAULT else "mark"
+                said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+                yield svg_line(kind, x, y - 6, x, y + _BAR + 6, said)
     for arrow in timeline.arrows:
         if scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
             yield _arrow(arrow, names, scale, places)
@@ -195,39 +198,22 @@ def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:
     left, right = scale.x(step.start_ns), scale.x(step.end_ns)
     loss = f", loss {step.loss:.4g}" if math.isfinite(step.loss) else ""
     said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
-    box = _rect("step", left, y - 2, right - left, _BAR + 4, said)
+    box = svg_rect("step", left, y - 2, right - left, _BAR + 4, said)
     if right - left < _MIN_LABEL_PX:
         return box
-    return box + _text((left + right) / 2, y - 5, str(step.step), "faint", 'text-anchor="middle"')
-
-
-def _boundary(step: PictureStep, scale: _Scale, y: float) -> str:
-    x = scale.x(step.end_ns)
-    return f'<line class="end" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}"/>'
+    return box + svg_text((left + right) / 2, y - 5, str(step.step), "faint", "middle")
 
 
 def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
     left, right = map(scale.x, scale.cut(part.start_ns, part.end_ns))
     word = _WORDS[part.kind]
-    peer = (
-        f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"
-        if part.kind in _PEER_WORDS and part.peer != NOBODY
-        else ""
-    )
+    peer = ""
+    if part.kind in _PEER_WORDS and part.peer != NOBODY:
+        peer = f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"
     size = f", {part.num_bytes:,} bytes" if part.num_bytes else ""
     step = f", step {part.step}" if part.step != NO_STEP else ""
     said = f"{row.name}{step}: {word}{peer} {_ms(part.end_ns - part.start_ns)}{size}"
-    return _rect(word, left, y, max(0.4, right - left), _BAR, said)
-
-
-def _mark(mark: Mark, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
-    x = scale.x(mark.at_ns)
-    kind = "mark fault" if mark.kind is EventKind.FAULT else "mark"
-    said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.at_ns)}{_blame(mark, names)}"
-    return (
-        f'<line class="{kind}" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}">'
-        f"<title>{escape(said)}</title></line>"
-    )
+    return svg_rect(word, left, y, max(0.4, right - left), _BAR, said)
 
 
 def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mapping[int, float]) -> str:
@@ -239,40 +225,12 @@ def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mappin
     else:
         said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
     kind = "message" if arrow.is_message else "arrow"
-    return (
-        f'<line class="{kind}" x1="{scale.x(arrow.source_ns):.2f}" y1="{y1:g}" '
-        f'x2="{scale.x(arrow.target_ns):.2f}" y2="{y2:g}"><title>{escape(said)}</title></line>'
-    )
-
-
-def _faults(timeline: Timeline) -> list[str]:
-    """Return one line on the faults, which may lie outside every panel."""
-    names = {row.role: row.name for row in timeline.rows}
-    faults = [
-        f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"
-        for row in timeline.rows
-        for mark in row.marks
-        if mark.kind is EventKind.FAULT
-    ]
-    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-    return [f"faults: {', '.join(faults[:5])}{more}"] if faults else []
+    return svg_line(kind, scale.x(arrow.source_ns), y1, scale.x(arrow.target_ns), y2, said)
 
 
 def _blame(mark: Mark, names: Mapping[int, str]) -> str:
     blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
     return f" because of {names.get(mark.peer, mark.peer)}" if blamed else ""
-
-
-def _rect(kind: str, x: float, y: float, width: float, height: float, said: str) -> str:
-    return (
-        f'<rect class="{kind}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}">'
-        f"<title>{escape(said)}</title></rect>"
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
-    attributes = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:g}"{attributes}{" " + more if more else ""}>{escape(text)}</text>'
 
 
 def _ms(nanoseconds: int) -> str:

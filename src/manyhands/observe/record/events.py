@@ -98,10 +98,7 @@ RECORD = np.dtype(
         ("step", "<i8"),  # the global batch, from 0, or NO_STEP
         ("num_bytes", "<u8"),
         ("value", "<f8"),
-        (
-            "id",
-            "<u8",
-        ),  # events of this role before it, including lost ones: a gap is a loss; set by the ring
+        ("id", "<u8"),  # events of this role before it, including lost ones: a gap is a loss; set by the ring
         ("count", "<u4"),
         ("message", "<u4"),  # the number of a message, 0: none
     ]

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from manyhands.errors import DataError, UserError
 from manyhands.observe.record.event_files import EventFile, read_events, read_header
-from manyhands.observe.record.events import RECORD, EventKind, Records
+from manyhands.observe.record.events import EventKind, Records
 
-__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "step_keys"]
+__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "shift_clock", "step_keys"]
 
 _FILE = re.compile(r"(?P<name>[^.]+)(?:\.(?P<part>\d+))?\.bin")
 _PART_SHIFT = 40
@@ -88,20 +88,21 @@ def read_run_events(directory: Path) -> RunEvents:
             if names.setdefault(header.role, header.name) != header.name:
                 raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
             records = read_events(path)
-            by_ns = offset - first_offset
-            if by_ns:
-                records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
-                    np.uint64
-                )
+            shift_clock(records, offset - first_offset)
             pieces[header.role].append(records)
             missing = header.dropped + header.unwritten
             if missing:
                 notes.append(f"{path.name} misses {missing} events that were recorded and not kept")
-    roles = tuple(_joined(role, names[role], pieces[role]) for role in sorted(pieces))
-    return RunEvents(roles=roles, notes=tuple(notes))
+    roles = []
+    for role, parts in sorted(pieces.items()):
+        resumes = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())
+        records = np.concatenate(parts)
+        roles.append(RoleEvents(role=role, name=names[role], records=records, resumes=resumes))
+    return RunEvents(roles=tuple(roles), notes=tuple(notes))
 
 
-def _joined(role: int, name: str, pieces: list[Records]) -> RoleEvents:
-    resumes = np.cumsum([len(piece) for piece in pieces])[:-1]
-    records = np.concatenate(pieces) if pieces else np.zeros(0, RECORD)
-    return RoleEvents(role=role, name=name, records=records, resumes=tuple(resumes.tolist()))
+def shift_clock(records: Records, by_ns: int) -> None:
+    """Bring records of another clock onto this one, in place."""
+    if by_ns:
+        starts = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns)
+        records["start_ns"] = starts.astype(np.uint64)

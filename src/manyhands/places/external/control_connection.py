@@ -167,7 +167,7 @@ class ControlConnection(Closeable):
         self._same_clock = same_clock
         self._brackets: deque[Bracket] = deque(maxlen=_KEPT_BRACKETS)
         self._marked: ControlMarked | None = None
-        self._told: deque[Mapping[str, Any]] = deque()
+        self._messages: deque[Mapping[str, Any]] = deque()
         self._stop_requested = False
         self.over: Broken | None = None
         """Why the run ended early, or None."""
@@ -221,11 +221,11 @@ class ControlConnection(Closeable):
         self._ear.answer_any()
         if timeout_s > 0:
             with self._heard:
-                self._heard.wait_for(lambda: self._told or self.over is not None, timeout_s)
-        told = []
-        while self._told:
-            told.append(self._told.popleft())
-        return told
+                self._heard.wait_for(lambda: self._messages or self.over is not None, timeout_s)
+        messages = []
+        while self._messages:
+            messages.append(self._messages.popleft())
+        return messages
 
     def stop_requested(self) -> bool:
         """Whether the leader asked this process to stop, or the run is over."""
@@ -433,7 +433,7 @@ class ControlConnection(Closeable):
                 )
             case Note(payload=payload):
                 with self._heard:
-                    self._told.append(payload)
+                    self._messages.append(payload)
                     self._heard.notify_all()
                 self._ear.ring()
             case Stop():

@@ -146,7 +146,7 @@ class ControlServer(Closeable):
         self.register = Register(hello_of(place, terms))
         self._members: dict[int, _Member] = {}  # by rank, members that left included
         self._ranks: dict[int, int] = {}  # from the hub's number
-        self._untold: list[ControlEvent] = []
+        self._unreported: list[ControlEvent] = []
         self._closed = False
         self._seeing_off = False
         with ExitStack() as stack:
@@ -206,12 +206,12 @@ class ControlServer(Closeable):
         deadline = time.monotonic() + timeout_s
         while True:
             self._send_queued()
-            untold, self._untold = self._untold, []
-            left_s = 0.0 if untold else max(0.0, deadline - time.monotonic())
-            told = untold + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
+            unreported, self._unreported = self._unreported, []
+            left_s = 0.0 if unreported else max(0.0, deadline - time.monotonic())
+            events = unreported + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
             self._send_queued()
-            if told or left_s == 0.0:
-                return told
+            if events or left_s == 0.0:
+                return events
 
     # ── what they are told, by any thread ─────────────────────────────────────────────────────────────────────────
 
@@ -242,7 +242,7 @@ class ControlServer(Closeable):
             return
         self._hub.send(found.connection, ControlOver(rank=member, sentence=sentence))
         self._hub.disconnect(found.connection, sentence)
-        self._untold += self._lost(found.connection, sentence, False)
+        self._unreported += self._lost(found.connection, sentence, False)
 
     def shutdown(self, timeout_s: float) -> tuple[int, ...]:
         """Send everything and wait until all members have left; return the ranks that have not. Replaces `poll`."""
@@ -373,9 +373,9 @@ class ControlServer(Closeable):
             hello, connection, SendQueue(self._wakeup.ring), ProcessStatus(pid=hello.pid)
         )
         self._hub.send(connection, ControlWelcome(leader=self.name, clock=str(clock_id())))
-        told: list[ControlEvent] = [Started(hello.rank, hello.pid)]
+        events: list[ControlEvent] = [Started(hello.rank, hello.pid)]
         notice = clock_notice(hello.name, hello.unix_s, time.time())
-        return [*told, Warned(hello.rank, notice)] if notice is not None else told
+        return [*events, Warned(hello.rank, notice)] if notice is not None else events
 
     def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
         rank = self._ranks.pop(connection, None)

@@ -208,12 +208,12 @@ def lead_group(
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
         with ExitStack() as stack:
             control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
-            told = {"unix": control_server.listen("unix")}
+            offer = {"unix": control_server.listen("unix")}
             if address:
-                told["tcp"] = control_server.listen(f"tcp:{address}:0")
+                offer["tcp"] = control_server.listen(f"tcp:{address}:0")
             if not security.token:
-                told["token"] = token.hex()
-            store.set("leader", json.dumps({**_mine(place), **told}))
+                offer["token"] = token.hex()
+            store.set("leader", json.dumps({**_mine(place), **offer}))
             stack.pop_all()
         return ProcessGroup(place, control_server, token, address, security, timeout_s)
     except ManyhandsError as error:
@@ -250,22 +250,22 @@ def join_group(
         return GroupMember(place, line, token, address, security, timeout_s)
     store = _store(place, name, timeout_s)
     _sit_down(store, place, follows_another=comes_again)
-    told = _read_leader(store, place, timeout_s)
-    token = security.token or bytes.fromhex(str(told.get("token", "")))
+    offer = _read_leader(store, place, timeout_s)
+    token = security.token or bytes.fromhex(str(offer.get("token", "")))
     if not token:
         raise UserError(
-            f"{place.name} has no certificate, and the leader, {told['name']}, has one: give every process --tls DIR, "
+            f"{place.name} has no certificate, and the leader, {offer['name']}, has one: give every process --tls DIR, "
             "with the folder that `manyhands certificates` made for its host"
         )
-    near = told["host"] == host_identity()
-    if not near and "tcp" not in told:
+    near = offer["host"] == host_identity()
+    if not near and "tcp" not in offer:
         raise UserError(
-            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            f"{place.name} comes to a run that began on one host, that of {offer['name']}, and listens nowhere else; "
             "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
         )
-    contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
+    contact = Contact(name=offer["name"], address=offer["unix"] if near else offer["tcp"], token=token)
     line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
-    address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
+    address = address_towards(offer["tcp"].split(":")[1]) if "tcp" in offer else ""
     return GroupMember(place, line, token, address, security, timeout_s)
 
 
@@ -370,12 +370,12 @@ def _read_leader(store: Store, place: ProcessPlace, timeout_s: float) -> dict[st
             "whether it was started, and whether it failed before it called fit",
             0,
         )
-    told: dict[str, str] = json.loads(store.get("leader").decode())
-    _require_version(told, place)
-    if "refused" in told:
+    offer: dict[str, str] = json.loads(store.get("leader").decode())
+    _require_version(offer, place)
+    if "refused" in offer:
         store.set(f"heard/{place.rank}", "")
-        raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
-    return told
+        raise ManyhandsError(f"the leader, {offer['name']}, cannot begin: {offer['refused']}")
+    return offer
 
 
 def _listen(control_server: ControlServer, leader: str) -> None:

@@ -68,8 +68,8 @@ class Register:
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         """The sentence on ranks that did not join in time, with what is known of rejected processes."""
         who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
-        told = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
-        return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{told}"
+        reasons = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
+        return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{reasons}"
 
     def _check(self, hello: ControlHello) -> ControlRefused | None:
         mine = self._leader

@@ -112,7 +112,7 @@ class ClusterSpec:
         if kind not in ROLE_TYPES:
             raise UserError(f"task.type={_shown(kind)} is no type of role; {nearest(str(kind), ROLE_TYPES)}")
         if type(index) is not int or index < 0:
-            raise UserError(f"task.index={_shown(index)} must be a whole number from 0 on")
+            raise UserError(f"task.index={_shown(index)} must be an integer from 0 on")
         listed = self.addresses.get(kind, ())
         if kind == "evaluator" and not listed and index == 0:
             return ClusterRole(kind, index)

@@ -108,12 +108,12 @@ def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
     short = _short_of(need, room)
     if not short:
         return
-    told = " and ".join(_told(name, need, room) for name in short)
+    needs = " and ".join(_need_text(name, need, room) for name in short)
     most = most_workers(cost, room)
     fits = f"at most {most} workers fit" if most > 1 else "one worker fits" if most else "not even one fits"
     each = format_bytes(cost.per_worker.memory_bytes)
     raise Overload(
-        f"workers={workers}: the run needs about {told}; {fits} (a worker takes about {each} before its activations); "
+        f"workers={workers}: the run needs about {needs}; {fits} (a worker takes about {each} before its activations); "
         "use fewer, or free some, or insist with Options(allow_overload=True) or --allow-overload",
         most,
     )
@@ -127,7 +127,7 @@ def _short_of(need: Amount, room: Room) -> list[str]:
     ]
 
 
-def _told(name: str, need: Amount, room: Room) -> str:
+def _need_text(name: str, need: Amount, room: Room) -> str:
     wanted, free = getattr(need, name), getattr(room, name)
     what, there = _WORDS[name]
     if name == "memory_bytes":

@@ -110,7 +110,7 @@ class Child:
         self.rank = spec.rank
         self.line = spec.line
         self.is_closed = False
-        self._told_bytes = 0
+        self._read_bytes = 0
         with ExitStack() as stack:
             self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
             stack.callback(os.close, self._stacks)
@@ -137,14 +137,14 @@ class Child:
 
     def ask_for_stacks(self) -> None:
         """Have it write its stacks, for `read_stacks` a moment later; only once its job has begun."""
-        self._told_bytes = os.fstat(self._stacks).st_size
+        self._read_bytes = os.fstat(self._stacks).st_size
         if self.process.returncode is None:
             os.kill(self.process.pid, STACK_SIGNAL)
 
     def read_stacks(self) -> str:
         """What it has written since it was asked; nothing if it is stopped."""
-        num_bytes = os.fstat(self._stacks).st_size - self._told_bytes
-        return os.pread(self._stacks, num_bytes, self._told_bytes).decode(errors="replace")
+        num_bytes = os.fstat(self._stacks).st_size - self._read_bytes
+        return os.pread(self._stacks, num_bytes, self._read_bytes).decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process and all of its group; harmless once it is reaped."""
@@ -208,7 +208,7 @@ class Children:
         self._children: dict[int, Child] = {}
         self._lines: dict[int, int] = {}
         self._free_lines = deque(range(capacity))
-        self._untold: list[Heard | Garbled | Exited] = []
+        self._unreported: list[Heard | Garbled | Exited] = []
         self._batches: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -263,13 +263,13 @@ class Children:
         What was seen before an exception (a signal handler of the application may raise anywhere) is returned by
         the next call.
         """
-        ready = self._selector.select(0.0 if self._untold else timeout_s)
+        ready = self._selector.select(0.0 if self._unreported else timeout_s)
         ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
         for child in dict.fromkeys(key.data for key, _ in ready):
-            self._untold += self._attend(child)
+            self._unreported += self._attend(child)
             if child in ended:
                 self._bury(child)
-        events, self._untold = self._untold, []
+        events, self._unreported = self._unreported, []
         return events
 
     def line(self, rank: int) -> StatusRow:
@@ -349,7 +349,7 @@ class Children:
 
     def _bury(self, child: Child) -> None:
         status = child.bury()
-        self._untold.append(Exited(child.rank, status, child.stderr.last_words))
+        self._unreported.append(Exited(child.rank, status, child.stderr.last_words))
         self._release(child)
 
     def _release(self, child: Child) -> None:

@@ -269,7 +269,7 @@ class RoleContext:
         self._channel = channel
         self._status_table = status_table
         self._line = spec.line
-        self._told: list[Mapping[str, Any]] = []
+        self._messages: list[Mapping[str, Any]] = []
         self._stop_requested = False
 
     def descriptor(self, name: str) -> int:
@@ -314,8 +314,8 @@ class RoleContext:
     def received(self) -> list[Mapping[str, Any]]:
         """What the launcher told this role since the last call, in order; does not wait."""
         self._sort(self._channel.receive())
-        told, self._told = self._told, []
-        return told
+        messages, self._messages = self._messages, []
+        return messages
 
     def control_fileno(self) -> int:
         """A descriptor for a selector, readable when the launcher sent something (or is gone).
@@ -330,4 +330,4 @@ class RoleContext:
                 case Stop():
                     self._stop_requested = True
                 case Note(payload=payload):
-                    self._told.append(payload)
+                    self._messages.append(payload)

@@ -118,12 +118,12 @@ class Failure:
             vars(kept).update(reported.details)
             kept.add_note(f"{self.sentence}\n{reported.traceback}")
             return kept
-        told = [self.sentence]
+        parts = [self.sentence]
         if reported is not None:
-            told.append(reported.traceback.rstrip())
+            parts.append(reported.traceback.rstrip())
         elif self.last_words.strip():
-            told.append(f"its last words on stderr:\n{self.last_words.strip()}")
-        return WorkerFailed("\n\n".join(told), worker_rank=self.rank)
+            parts.append(f"its last words on stderr:\n{self.last_words.strip()}")
+        return WorkerFailed("\n\n".join(parts), worker_rank=self.rank)
 
 
 def describe_exit(status: int) -> str:

@@ -274,14 +274,14 @@ def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
 def _fork_leader() -> int:
     """The process id of a child that leads a session; 0 in that child."""
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", 0) as told, os.fdopen(writer, "wb", 0) as telling:
+    with os.fdopen(reader, "rb", 0) as message, os.fdopen(writer, "wb", 0) as telling:
         worker = os.fork()
         if worker == 0:
             os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
             telling.write(b".")
             return 0
         telling.close()
-        if not told.read(1):
+        if not message.read(1):
             raise OSError("it ended as soon as it was made")
         return worker
 
@@ -299,10 +299,10 @@ def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[i
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
     if not data:
         return None
-    told = json.loads(data)
-    if "role" not in told:
-        return told, []
-    request = ForkRequest(**told)
+    message = json.loads(data)
+    if "role" not in message:
+        return message, []
+    request = ForkRequest(**message)
     while len(passed) < request.num_descriptors:
         more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
         if not more:
@@ -313,8 +313,8 @@ def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[i
     return request, passed
 
 
-def _tell(control: socket.socket, **told: Any) -> None:
-    control.send(json.dumps(told).encode())
+def _tell(control: socket.socket, **message: Any) -> None:
+    control.send(json.dumps(message).encode())
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

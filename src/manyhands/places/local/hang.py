@@ -272,8 +272,8 @@ def _stack_lines(stack: Sequence[Frame]) -> list[str]:
             inside.append(f"{PurePath(frame.file).stem}.{frame.function}")
             continue
         if inside:
-            told = inside if len(inside) <= 6 else [*inside[:2], "…", *inside[-3:]]
-            lines.append(f"… {' → '.join(told)}")
+            shown = inside if len(inside) <= 6 else [*inside[:2], "…", *inside[-3:]]
+            lines.append(f"… {' → '.join(shown)}")
             inside = []
         if frame is not None:
             lines.append(f"{frame.place} in {frame.function}:  {frame.text}".rstrip())

@@ -104,23 +104,21 @@ def _hear(line: socket.socket, asked: deque[dict[str, Any]]) -> bool:
             return False
         if not data:
             return False
-        told = json.loads(data)
-        if "forget" in told:
-            kept = [one for one in asked if one["ticket"] not in told["forget"]]
+        message = json.loads(data)
+        if "forget" in message:
+            kept = [one for one in asked if one["ticket"] not in message["forget"]]
             asked.clear()
             asked.extend(kept)
         else:
-            asked.append(told)
+            asked.append(message)
 
 
 def _hand_over(line: socket.socket, ticket: int, found: Any) -> None:
     try:
         descriptor = pack(found)
     except UserError as error:
-        told = f"a loader process cannot hand over what it read ({error.__cause__ or error}); let collate give tensors"
-        descriptor = pack(
-            _failure(UserError(f"{told}, arrays and plain objects, or set loading's workers=0"))
-        )
+        why = f"a loader process cannot hand over what it read ({error.__cause__ or error}); let collate give tensors"
+        descriptor = pack(_failure(UserError(f"{why}, arrays and plain objects, or set loading's workers=0")))
     try:
         socket.send_fds(line, [json.dumps({"ticket": ticket}).encode()], [descriptor])
     except (BrokenPipeError, ConnectionResetError):  # the worker is gone, which the next `recv` says

@@ -129,8 +129,8 @@ class Loaders(Closeable, Generic[_Key]):
         try:
             self._loaders = self._born() or self._forked()
             for loader in self._loaders:
-                told = json.dumps({"path": sys.path}).encode()
-                socket.send_fds(loader.line, [told], [job, stacks])
+                message = json.dumps({"path": sys.path}).encode()
+                socket.send_fds(loader.line, [message], [job, stacks])
                 self._poll.register(loader.line, select.POLLIN)
                 self._poll.register(loader.process.pidfd, select.POLLIN)
         finally:
@@ -177,10 +177,10 @@ class Loaders(Closeable, Generic[_Key]):
             del self._asked[key]
             self._arrived.pop(key, None)
         for loader in self._loaders:
-            told = [ticket for ticket in loader.reading if ticket in unwanted]
-            if told:
-                loader.tell(forget=told)
-                for ticket in told:
+            message = [ticket for ticket in loader.reading if ticket in unwanted]
+            if message:
+                loader.tell(forget=message)
+                for ticket in message:
                     del loader.reading[ticket]
 
     def _await(self, key: _Key) -> None:
@@ -234,10 +234,10 @@ class Loaders(Closeable, Generic[_Key]):
 
     def _where(self, loader: _Loader[_Key]) -> str:
         """In which line of the user's code."""
-        told = os.fstat(self._stacks).st_size
+        message = os.fstat(self._stacks).st_size
         os.kill(loader.process.pid, STACK_SIGNAL)
         time.sleep(_ANSWER_S)
-        written = os.pread(self._stacks, os.fstat(self._stacks).st_size - told, told)
+        written = os.pread(self._stacks, os.fstat(self._stacks).st_size - message, message)
         return call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
 
 
@@ -252,9 +252,9 @@ class _Loader(Generic[_Key]):
     def __str__(self) -> str:
         return f"{self.name} (pid {self.process.pid})"
 
-    def tell(self, **told: Any) -> None:
+    def tell(self, **message: Any) -> None:
         try:
-            self.line.send(json.dumps(told).encode())
+            self.line.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):  # it has ended, which its process descriptor tells
             pass
         except BlockingIOError as error:

@@ -93,7 +93,7 @@ class _Entry:
 
     member: Member
     failure: Failure | None = None
-    told_silent: bool = False
+    reported_silent: bool = False
 
 
 class Roster:
@@ -129,20 +129,20 @@ class Roster:
         """What follows from the current status table; called before the events of every poll."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
-        told: list[Event | KillProcess] = []
+        events: list[Event | KillProcess] = []
         for number, entry in list(self._entries.items()):
             member = entry.member
             member.look(lines[number], seconds)
             if member.killed_ns:
-                told += self._go_on_killing(number, now_ns)
+                events += self._go_on_killing(number, now_ns)
             elif member.is_late(self._patience, now_ns):
                 sentence = member.late(self._patience, now_ns)
-                told += self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
+                events += self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
             elif member.is_overdue(now_ns):
-                told += self.kill(number, now_ns)
+                events += self.kill(number, now_ns)
             else:
-                told += self._listen(number, now_ns)
-        return told
+                events += self._listen(number, now_ns)
+        return events
 
     def handle(self, event: Heard | Garbled | Exited, now_ns: int) -> list[Event | KillProcess]:
         """What follows from what a member did; nothing if it was given up before."""
@@ -158,8 +158,8 @@ class Roster:
 
     def _listen(self, number: int, now_ns: int) -> list[Event | KillProcess]:
         entry = self._entries[number]
-        was_told, entry.told_silent = entry.told_silent, entry.member.is_silent(self._patience)
-        if entry.told_silent and not was_told:
+        was_reported, entry.reported_silent = entry.reported_silent, entry.member.is_silent(self._patience)
+        if entry.reported_silent and not was_reported:
             return [Silent(number, entry.member.silent(now_ns))]
         return []
 

@@ -79,9 +79,9 @@ class Supervisor:
         self._watchdog = Watchdog(watched or Watched(deadline_s=0.0), time.monotonic_ns())
         self._numbers: set[int] = set()
         self._signals: list[int] = []
-        self._signals_told = 0
+        self._signals_reported = 0
         self._arrived: deque[Heard | Garbled | Exited] = deque()
-        self._untold: list[Event | Hung] = []
+        self._unreported: list[Event | Hung] = []
         self._stack = ExitStack()
         self._children: Children | None = None
 
@@ -101,10 +101,10 @@ class Supervisor:
             self._stack.close()
         finally:
             self._children = None
-        untold = self._signals[self._signals_told :]
-        self._signals_told = len(self._signals)
-        if untold:
-            raise as_exception(untold[0])
+        unreported = self._signals[self._signals_reported :]
+        self._signals_reported = len(self._signals)
+        if unreported:
+            raise as_exception(unreported[0])
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ class Supervisor:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             events = self._poll(min(TICK_S, left_s))
-            for number in self._signals[self._signals_told :]:
-                self._signals_told += 1
+            for number in self._signals[self._signals_reported :]:
+                self._signals_reported += 1
                 events.append(Interrupted(signal.Signals(number)))
             if events or left_s == 0.0:
                 return events
@@ -185,21 +185,21 @@ class Supervisor:
     def _poll(self, timeout_s: float) -> list[Event | Hung]:
         """Everything on the way is kept here: an exception of a user's signal handler must not lose an event."""
         children = self._open_children()
-        self._arrived.extend(children.wait(0.0 if self._untold else timeout_s))
+        self._arrived.extend(children.wait(0.0 if self._unreported else timeout_s))
         lines = {number: children.line(number) for number in self._roster.members}
-        self._untold += self._do(self._roster.look(lines, time.monotonic_ns()))
+        self._unreported += self._do(self._roster.look(lines, time.monotonic_ns()))
         while self._arrived:
-            self._untold += self._do(self._roster.handle(self._arrived.popleft(), time.monotonic_ns()))
+            self._unreported += self._do(self._roster.handle(self._arrived.popleft(), time.monotonic_ns()))
         found = self._watchdog.look(self._roster.known(), children, time.monotonic_ns())
         if found is not None:
-            self._untold.append(Hung(found))
-        events, self._untold = self._untold, []
+            self._unreported.append(Hung(found))
+        events, self._unreported = self._unreported, []
         return events
 
-    def _do(self, told: Sequence[Event | KillProcess]) -> list[Event]:
+    def _do(self, items: Sequence[Event | KillProcess]) -> list[Event]:
         """Kill the members that the roster wants killed; the other events are for the caller."""
         events: list[Event] = []
-        for item in told:
+        for item in items:
             if isinstance(item, KillProcess):
                 self._open_children().kill(item.rank)
             else:

@@ -120,9 +120,9 @@ class Template:
                     # Have what was forked begin: when `done` is told, this process is its parent.
                     self._in_batch = False
                     self._send(end=True)
-                    told: dict[str, Any] = {}
-                    while self._control.fileno() >= 0 and "done" not in told:
-                        told, _ = self._hear("a batch of processes")
+                    message: dict[str, Any] = {}
+                    while self._control.fileno() >= 0 and "done" not in message:
+                        message, _ = self._hear("a batch of processes")
 
     def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
         """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
@@ -151,17 +151,17 @@ class Template:
                 socket.send_fds(self._control, [request.to_bytes()], passed[:MOST_PASSED])
                 for begin in range(MOST_PASSED, len(passed), MOST_PASSED):
                     socket.send_fds(self._control, [b"+"], passed[begin : begin + MOST_PASSED])
-                told: dict[str, Any] = {}
-                while not ("pid" in told or "error" in told):
-                    told, descriptors = self._hear(name)
+                message: dict[str, Any] = {}
+                while not ("pid" in message or "error" in message):
+                    message, descriptors = self._hear(name)
             except OSError as error:
                 raise self._gone(name) from error
             except (KeyboardInterrupt, SystemExit):  # a late answer would be taken for that of the next
                 self.close()
                 raise
-            if "error" in told:
-                raise ManyhandsError(f"{name} cannot be started: {told['error']}")
-            return AdoptedProcess(told["pid"], descriptors[0])
+            if "error" in message:
+                raise ManyhandsError(f"{name} cannot be started: {message['error']}")
+            return AdoptedProcess(message["pid"], descriptors[0])
 
     def foresee(self, modules: Sequence[str]) -> None:
         """Have it import what forks will need before one is asked for; returns at once."""

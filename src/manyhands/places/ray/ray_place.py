@@ -47,7 +47,7 @@ from manyhands.places.ray.actor_placement import (
 from manyhands.places.ray.actor_store import ActorStore
 from manyhands.places.ray.role_actors import RayRoles, RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS
-from manyhands.strategy import Strategy, check_choice, read_settings, setting, settings_of, whole_number
+from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
 __all__ = ["RayCluster"]
 
@@ -72,7 +72,7 @@ class RayCluster(Place):
     """Where workers are put: `pack` them on few nodes, or `spread` them over many."""
     servers: str = setting("spread", str)
     """Where parameter servers are put; spread, the death of a node takes fewer of them."""
-    cpus: int = setting(1, whole_number)
+    cpus: int = setting(1, integer)
     """What each role takes of Ray's CPUs, and how many threads it computes with."""
     address: str = setting("ray", str)
     """`ray`, `auto`, `ray://HOST:PORT` or `HOST:PORT`."""

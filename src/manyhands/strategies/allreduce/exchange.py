@@ -29,14 +29,17 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.collective import (
     Collective,
-    ScheduleCollective,
+    Reducer,
     SharedCollective,
-    across_hosts,
+    gradient_layouts,
+    remember_kept,
+)
+from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.strategies.common.collectives.schedule_collective import (
+    ScheduleCollective,
+    barrier_in,
     over_links,
 )
-from manyhands.strategies.common.collectives.piggyback import remember_kept
-from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
-from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
@@ -62,11 +65,9 @@ class AllReduceExchange(Exchange):
         return self._collective.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
         self.lay_out(model, optimizer).broadcast([*model.parameters(), *model.buffers()])
 
     def lay_out(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
-        """Collective: lay the gradients out in buckets, without exchanging weights."""
         check_optimizer(self._collective.codec, optimizer)
         self._optimizer = optimizer
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
@@ -83,13 +84,12 @@ class AllReduceExchange(Exchange):
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
-        self._collective.settle()
+        self._collective.synchronize()
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: return the model state on worker 0; no worker needs another afterwards for a pending sum."""
-        if self._collective.settle():
+        if self._collective.synchronize():
             self.total(torch.zeros(1, dtype=torch.float64))
         return super().model_state(model)
 
@@ -111,17 +111,16 @@ class AllReduceExchange(Exchange):
 
 
 def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
-    """Return this worker's collective, for workers that all run on one host."""
     if not strategy.facts.uses_links:
         return SharedCollective(resources.group())
     if strategy.helpers:
         return helped_collective(resources, strategy.codec)
     algorithm = algorithm_of(strategy, resources.world)
-    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    arrive = barrier_in(resources.group())
+    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback, arrive=arrive)
 
 
 def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
-    """Return the algorithm that sums over links between the workers of one host."""
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
@@ -130,9 +129,9 @@ def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
 def collective_across_hosts(
     strategy: AllReduce, resources: Resources
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """Return this worker's collectives over links between hosts: one for gradients, one for small exact values."""
     if strategy.helpers:
         both = helped_collective(resources, strategy.codec)
         return both, both
     algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-    return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    return gradients, gradients.of_words()

@@ -80,30 +80,21 @@ def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
 
     what = f"worker {resources.rank} connects its GPU with those of {resources.world - 1} others"
     try:
-        group = done_in_time(
-            connect,
-            what,
-            timeout_s=timeout_s,
-            alarm=resources.alarm,
-            peer=1 if resources.rank == 0 else 0,
-        )
+        peer = 1 if resources.rank == 0 else 0
+        group = done_in_time(connect, what, timeout_s=timeout_s, alarm=resources.alarm, peer=peer)
     except RuntimeError as error:
         raise ManyhandsError(
             f"{what} by NCCL, which fails: {first_line(error)}; NCCL_DEBUG=INFO tells more, and allreduce link=tcp "
             "does without it"
         ) from error
-    words = _words(strategy, resources)
+    # Small exact values lie in host memory.
+    if resources.several_hosts:
+        over_links = strategy.across_hosts(resources.hosts)
+        assert isinstance(over_links, AllReduce), "whatever it is on one host"
+        words: Collective = collective_across_hosts(over_links, resources)[1]
+    else:
+        words = collective_for(replace(strategy, link="shared"), resources)
     return TorchCollective(group, device, words, timeout_s, resources.alarm)
-
-
-def _words(strategy: AllReduce, resources: Resources) -> Collective:
-    """Return the collective for small exact values, which lie in host memory."""
-    if not resources.several_hosts:
-        return collective_for(replace(strategy, link="shared"), resources)
-    over_links = strategy.across_hosts(resources.hosts)
-    assert isinstance(over_links, AllReduce), "whatever it is on one host"
-    _, words = collective_across_hosts(over_links, resources)
-    return words
 
 
 SUMS: Final = "sums"
@@ -120,13 +111,10 @@ class GpuSeat:
 
     host: str
     """The identity of the worker's host."""
-
     gpu: str
     """The UUID of the worker's GPU, unique across hosts; empty if the worker computes on the CPU."""
-
     nccl: str
     """The worker's NCCL version; empty if its torch has none."""
-
     nccl_host: str = ""
     """The host identity that NCCL uses, if NCCL_HOSTID sets one."""
 
@@ -172,8 +160,7 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
 
     `in_the_clear` says that the user trusts the network between hosts.
     """
-    forced = strategy.link == "nccl"
-    asks = strategy.instead_of_nccl
+    forced, asks = strategy.link == "nccl", strategy.instead_of_nccl
     found = (asks, "leave that out") if asks else _hindrance(seats, forced=forced, in_the_clear=in_the_clear)
     if found is None:
         return SumsChoice(nccl=True, why=f"each of {len(seats)} workers has a GPU of its own")
@@ -183,11 +170,10 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
     return SumsChoice(nccl=False, why=why)
 
 
-def sums_sentence(told: dict[str, Any]) -> str:
-    """Return the sentence that reports a choice, from what `SumsChoice.summary` returned."""
-    if told["by"] == "nccl":
-        return f"gradients are summed on the GPUs by NCCL: {told['why']}"
-    return f"gradients are summed in the host's memory or over links, not by NCCL: {told['why']}"
+def sums_sentence(choice: dict[str, Any]) -> str:
+    if choice["by"] == "nccl":
+        return f"gradients are summed on the GPUs by NCCL: {choice['why']}"
+    return f"gradients are summed in the host's memory or over links, not by NCCL: {choice['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
@@ -207,8 +193,8 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
             )
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
-        told = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
-        first = owners.setdefault((told, seat.gpu), worker)
+        named = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
+        first = owners.setdefault((named, seat.gpu), worker)
         if first != worker:
             return (
                 f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each",

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from heapq import heapify, heappop, heappush
 from math import gcd
 from typing import Final, NamedTuple
@@ -38,11 +38,15 @@ from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
 from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import ScheduleCollective, barrier_in, carrier
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
-from manyhands.transport.link.interface import Closed, Link, Message, PeerDied, Received, TimedOut
+from manyhands.strategies.common.collectives.schedule_collective import (
+    ScheduleCollective,
+    barrier_in,
+    carrier,
+)
+from manyhands.transport.link.interface import Closed, Link, PeerDied, Received
 from manyhands.transport.link.wire import wire_of
 from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
@@ -69,10 +73,8 @@ class HelperSplit:
 
     workers: int
     helpers: int
-    worker_pieces: int
-    """The number of pieces that each worker sums."""
+    worker_pieces: int  # that each worker sums
     helper_pieces: int
-    """The number of pieces that each helper sums."""
 
     @property
     def pieces(self) -> int:
@@ -84,14 +86,12 @@ class HelperSplit:
 
     @property
     def helper_share(self) -> Fraction:
-        """The fraction of the vector that each helper sums; 0 without helpers."""
         return Fraction(self.helper_pieces, self.pieces)
 
     @property
     def busiest(self) -> Fraction:
         """What the busiest process sends, and also receives, as a multiple of the vector."""
-        worker = 1 + (self.workers - 2) * self.worker_share
-        return max(worker, self.workers * self.helper_share)
+        return max(1 + (self.workers - 2) * self.worker_share, self.workers * self.helper_share)
 
     def span(self, rank: int) -> range:
         """The pieces that a rank sums; helpers are the ranks after the workers."""
@@ -102,7 +102,6 @@ class HelperSplit:
 
 
 def split_load(workers: int, helpers: int) -> HelperSplit:
-    """Return the split that minimizes the load of the busiest link."""
     if workers < 2 or helpers < 0:
         raise UserError(f"workers={workers}, helpers={helpers}: two workers or more have something to sum")
     if helpers >= workers:
@@ -121,23 +120,22 @@ def segments_for(num_bytes: int) -> int:
 
 @cache
 def helped(workers: int, helpers: int, segments: int = 1) -> Algorithm:
-    """The all-reduce of `workers`, ranks 0 and up, with `helpers`, the ranks after them."""
     split = split_load(workers, helpers)
+
+    def table(rank: int, world: int) -> Table:
+        """In round q, push segment q to the processes that sum it and return the sums of segment q - 1."""
+        if world != workers + helpers:
+            raise UserError(f"world={world}: it is {workers} workers and {helpers} helpers")
+        return tuple(_round(split, segments, rank, number) for number in range(segments + 1))
+
     return Algorithm(
         name=f"{helpers} helpers",
-        schedule=partial(_table, split, segments),
+        schedule=table,
         chunks=lambda _world: split.pieces * segments,
         description="helpers and workers sum a share each, and segments come back while others leave",
         source="BytePS: Jiang et al., OSDI 2020",
         helpers=helpers,
     )
-
-
-def _table(split: HelperSplit, segments: int, rank: int, world: int) -> Table:
-    """In round q, push segment q to the processes that sum it and return the sums of segment q - 1."""
-    if world != split.workers + split.helpers:
-        raise UserError(f"world={world}: it is {split.workers} workers and {split.helpers} helpers")
-    return tuple(_round(split, segments, rank, number) for number in range(segments + 1))
 
 
 def _round(split: HelperSplit, segments: int, rank: int, number: int) -> Step:
@@ -179,21 +177,30 @@ def _order(split: HelperSplit) -> tuple[_Message, ...]:
     Each port carries one message at a time. A free sender picks, among the free receivers, the one with the most left
     to receive, and the longest message for it (list scheduling of an open shop: Gonzalez and Sahni, JACM 1976).
     """
-    waiting = _messages(split)
+    world = split.workers + split.helpers
+    waiting: dict[int, list[_Message]] = {
+        rank: [] for rank in range(world)
+    }  # by sender, to the next rank first
+    for rank in range(world):
+        for to in ((rank + distance) % world for distance in range(1, world)):
+            if split.span(rank) and to < split.workers:
+                waiting[rank].append(_Message(rank, to, is_sum=True))
+            if split.span(to) and rank < split.workers:
+                waiting[rank].append(_Message(rank, to, is_sum=False))
     to_get: Counter[int] = Counter()
     for messages in waiting.values():
         for one in messages:
             to_get[one.to] += len(split.span(one.summer))
     free_at: Counter[int] = Counter()  # the port in, by rank
-    turns = [(0, 0, source) for source in waiting]
-    heapify(turns)
+    senders = [(0, 0, source) for source in waiting]
+    heapify(senders)
     begun: list[tuple[int, int, _Message]] = []
-    while turns:
-        now, tried, source = heappop(turns)
+    while senders:
+        now, tried, source = heappop(senders)
         ready = [one for one in waiting[source] if free_at[one.to] <= now]
         if not ready:
             if waiting[source]:
-                heappush(turns, (min(free_at[one.to] for one in waiting[source]), tried + 1, source))
+                heappush(senders, (min(free_at[one.to] for one in waiting[source]), tried + 1, source))
             continue
         one = max(ready, key=lambda one: (to_get[one.to], len(split.span(one.summer))))
         size = len(split.span(one.summer))
@@ -201,27 +208,13 @@ def _order(split: HelperSplit) -> tuple[_Message, ...]:
         to_get[one.to] -= size
         free_at[one.to] = now + size
         begun.append((now, len(begun), one))
-        heappush(turns, (now + size, 0, source))
+        heappush(senders, (now + size, 0, source))
     return tuple(one for *_, one in sorted(begun))
 
 
 @cache
 def _of_rank(split: HelperSplit, rank: int) -> tuple[_Message, ...]:
     return tuple(one for one in _order(split) if rank in (one.source, one.to))
-
-
-def _messages(split: HelperSplit) -> dict[int, list[_Message]]:
-    """Return what each rank sends in a round, starting with the next rank."""
-    world = split.workers + split.helpers
-    found: dict[int, list[_Message]] = {rank: [] for rank in range(world)}
-    for rank in range(world):
-        for distance in range(1, world):
-            to = (rank + distance) % world
-            if split.span(rank) and to < split.workers:
-                found[rank].append(_Message(rank, to, is_sum=True))
-            if split.span(to) and rank < split.workers:
-                found[rank].append(_Message(rank, to, is_sum=False))
-    return found
 
 
 _ORDERS: Final = 6  # the kind of these messages; those of an executor's are below it
@@ -253,19 +246,17 @@ class HelpedCollective(ScheduleCollective):
         codec: str = "raw",
     ) -> None:
         super().__init__(words, links, arrive, codec)
-        self._sums = sums
-        self._orders = orders
-        self._ordered = 0
+        self._sums, self._orders, self._ordered = sums, orders, 0
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Allocate this worker's plain memory; worker 0 announces the buckets to the helpers."""
         buckets = super().allocate(parcels)
-        summed = self._summed(parcels)
+        summed = [one for one in parcels if not one.exact]
+        # Exact buckets come last, so those that helpers sum are numbered by their index.
+        assert summed == list(parcels[: len(summed)]), "helpers know buckets by their places"
         self._order([len(summed), *(n for one in summed for n in (one.count, CODES[one.dtype]))])
         return buckets
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Whether the parcel is encoded on its way to the processes that sum it."""
         return self._sums.encodes(parcel)
 
     def _sum(self, launched: Sequence[int]) -> None:
@@ -281,7 +272,6 @@ class HelpedCollective(ScheduleCollective):
                 self._sums.all_reduce(bucket, parcel=parcel, algorithm=_way(self._sums, parcel))
 
     def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """Return what went to and came from workers and helpers since the last call."""
         posts = dict(super()._take_traffic())
         for more in (self._sums.mailbox.take_traffic(), self._orders.take_traffic()):
             for peer, post in more.items():
@@ -294,13 +284,6 @@ class HelpedCollective(ScheduleCollective):
     def traffic(self) -> Traffic:
         return super().traffic() + self._sums.mailbox.traffic() + self._orders.traffic()
 
-    @staticmethod
-    def _summed(parcels: Sequence[Parcel]) -> list[Parcel]:
-        """The buckets that helpers sum. Exact buckets come last, so these are numbered by their index."""
-        found = [one for one in parcels if not one.exact]
-        assert found == list(parcels[: len(found)]), "helpers know buckets by their places"
-        return found
-
     def _order(self, numbers: Sequence[int]) -> None:
         if self.rank != 0:
             return
@@ -312,13 +295,11 @@ class HelpedCollective(ScheduleCollective):
 
 
 def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
-    """Return the algorithm for a parcel: longer ones are cut into more segments."""
     helpers = executor.algorithm.helpers
     return helped(executor.world - helpers, helpers, segments_for(parcel.num_bytes))
 
 
 def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
-    """Return one process's end, worker or helper, of the gradient sums."""
     world = resources.world + resources.helpers
     carries = carrier(codec, feedback=False, seed=resources.seed, rank=resources.rank, world=world)
     return ScheduleExecutor(
@@ -369,9 +350,7 @@ class _Helper:
         worker_context: WorkerContext,
         codec: str,
     ) -> None:
-        self._executor = executor
-        self._leader = leader
-        self._alarm = alarm
+        self._executor, self._leader, self._alarm = executor, leader, alarm
         self._worker_context = worker_context
         self._wire = wire_of(leader.wire, codec)
         self._room = torch.empty(_MOST_NUMBERS, dtype=torch.int64)
@@ -392,32 +371,27 @@ class _Helper:
             return False
         if self._parcels is None:
             self._lay_out(order)
-        else:
-            self._sum(order[0], [self._parcel(number) for number in order[1:]])
+            return True
+        for number in order[1:]:
+            if not 0 <= number < len(self._parcels):
+                raise ManyhandsError(f"worker 0 named bucket {number}, and there are {len(self._parcels)}")
+        self._sum(order[0], [self._parcels[number] for number in order[1:]])
         return True
 
     def _lay_out(self, numbers: Sequence[int]) -> None:
         buckets, *rest = numbers
         if len(rest) != 2 * buckets:
-            raise ManyhandsError(
-                f"worker 0 told of {buckets} buckets by {len(rest)} numbers, not two for each"
-            )
+            raise ManyhandsError(f"worker 0 sent {len(rest)} numbers for {buckets} buckets, not two for each")
         sizes = list(zip(rest[::2], rest[1::2], strict=True))
         for count, code in sizes:
             if count < 0 or BY_CODE.get(code) not in SUMMED:
-                raise ManyhandsError(f"worker 0 told of a bucket of {count} items of type {code}")
+                raise ManyhandsError(f"worker 0 announced a bucket of {count} items of type {code}")
         self._parcels = [
             Parcel.whole(number, count, BY_CODE[code]) for number, (count, code) in enumerate(sizes)
         ]
         for dtype in {parcel.dtype for parcel in self._parcels}:
             most = max(parcel.count for parcel in self._parcels if parcel.dtype == dtype)
             self._vectors[dtype] = torch.empty(most, dtype=dtype)  # memory is taken for what is summed here
-
-    def _parcel(self, number: int) -> Parcel:
-        assert self._parcels is not None, "sizes come before sums"
-        if not 0 <= number < len(self._parcels):
-            raise ManyhandsError(f"worker 0 told of bucket {number}, and there are {len(self._parcels)}")
-        return self._parcels[number]
 
     def _sum(self, step: int, parcels: Sequence[Parcel]) -> None:
         begin = time.monotonic_ns()
@@ -448,24 +422,19 @@ class _Helper:
                 except ProtocolError as error:
                     raise ManyhandsError(f"from worker 0: {error}") from error
                 if isinstance(outcome, Received):
-                    return self._read(outcome.message)
+                    size, kind = outcome.message.payload_bytes, outcome.message.kind
+                    if kind != _ORDERS or size % _NUMBER_BYTES or not size:
+                        raise ManyhandsError(
+                            f"worker 0 sent {size} bytes of kind {kind} to a helper that awaits orders"
+                        )
+                    return self._room[: size // _NUMBER_BYTES].tolist()
                 if isinstance(outcome, Closed):
                     return None
-                self._heed(outcome)
+                # Worker 0 is gone, or the alarm names another lost worker.
+                died = isinstance(outcome, PeerDied)
+                lost = self._alarm.lost(_CAUSE_S if died else 0.0) if self._alarm is not None else None
+                if lost is None and isinstance(outcome, PeerDied):
+                    lost = 0, outcome.reason
+                if lost is not None:
+                    raise WorkerFailed(f"rank {self._executor.rank}, waiting for orders: {lost[1]}", lost[0])
                 wait.goes_on(0)
-
-    def _heed(self, outcome: PeerDied | TimedOut) -> None:
-        """Raise WorkerFailed if worker 0 is gone, or if the alarm names another lost worker."""
-        died = isinstance(outcome, PeerDied)
-        lost = self._alarm.lost(_CAUSE_S if died else 0.0) if self._alarm is not None else None
-        if lost is None and isinstance(outcome, PeerDied):
-            lost = 0, outcome.reason
-        if lost is not None:
-            raise WorkerFailed(f"rank {self._executor.rank}, waiting for orders: {lost[1]}", lost[0])
-
-    def _read(self, message: Message) -> list[int]:
-        if message.kind != _ORDERS or message.payload_bytes % _NUMBER_BYTES or not message.payload_bytes:
-            raise ManyhandsError(
-                f"worker 0 sent {message.payload_bytes} bytes of kind {message.kind} to a helper that awaits orders"
-            )
-        return self._room[: message.payload_bytes // _NUMBER_BYTES].tolist()

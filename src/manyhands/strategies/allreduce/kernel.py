@@ -16,7 +16,6 @@ class AllReduceKernels(KernelProcesses):
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """Build the step; workers exchange through shared memory that the step lays out."""
         del strategy
         step = task.step_on_copies(group, Control.num_bytes(group.world))
         assert step.segment is not None, "the workers share memory"

@@ -16,12 +16,12 @@ from manyhands.strategy import (
     check_buckets,
     check_choice,
     check_link,
+    integer,
     link_setting,
     parse_size,
     setting,
     show_size,
     switch_setting,
-    whole_number,
 )
 from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
@@ -49,11 +49,10 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
-
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
-    group: int = setting(0, whole_number)
+    group: int = setting(0, integer)
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     """How processes of one host talk: by `shared` memory or `tcp`; `nccl` insists that gradients are summed on GPUs."""
@@ -67,7 +66,7 @@ class AllReduce(Strategy):
     """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
     credit: int = setting(_CREDIT, parse_size, show_size)
     """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
-    helpers: int = setting(0, whole_number)
+    helpers: int = setting(0, integer)
     """How many more processes take part that only sum, so that less goes over each worker's own link."""
 
     def __post_init__(self) -> None:
@@ -99,7 +98,6 @@ class AllReduce(Strategy):
         self._check_helpers()
 
     def _check_helpers(self) -> None:
-        """UserError for settings that make no sense with helpers."""
         if self.helpers < 0:
             raise UserError(f"helpers={self.helpers} must not be negative; 0 means none")
         if not self.helpers:
@@ -214,7 +212,6 @@ class AllReduce(Strategy):
         return replace(self, algorithm="hierarchical", group=len(hosts[0]))
 
     def advice(self, workers: int, *, sparse: bool) -> str:
-        """With two workers there is nothing that helpers could take off their links."""
         if self.helpers and workers == 2:
             return (
                 f"helpers={self.helpers}: each of two workers sends its gradient once, with or without helpers; they "

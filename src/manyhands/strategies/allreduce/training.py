@@ -20,10 +20,8 @@ from manyhands.strategies.allreduce.gpu_sums import SUMS, chosen_sums, sums_on_g
 from manyhands.strategies.allreduce.helpers import help_workers
 from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.strategies.common.collectives.collective import (
-    Collective,
-    without_barrier,
-)
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.schedule_collective import over_links
 from manyhands.strategy import Strategy
 
 __all__ = ["AllReduceTraining"]
@@ -34,7 +32,6 @@ class AllReduceTraining(ExchangeTraining):
 
     @classmethod
     def end(cls, strategy: AllReduce, resources: Resources) -> Exchange:
-        """Return this worker's exchange; NCCL sums if every worker has its own GPU."""
         choice = chosen_sums(strategy, resources) if resources.world > 1 else None
         if choice is not None and choice.nccl:
             exchange: Exchange = AllReduceExchange(sums_on_gpus(strategy, resources), strategy.buckets)
@@ -50,7 +47,7 @@ class AllReduceTraining(ExchangeTraining):
             return SingleExchange()  # nobody to exchange with
         if strategy.order == "priority":
             algorithm = algorithm_of(strategy, resources.world)
-            gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
             return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
@@ -58,13 +55,11 @@ class AllReduceTraining(ExchangeTraining):
     def helper(
         cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
     ) -> Mapping[str, Any]:
-        """Run a helper process: sum until the workers are done."""
         assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
         return {"sent": SentFor(gradients=help_workers(resources, strategy.codec, worker_context)).to_dict()}
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
-        """Return elastic training if the strategy asks for it, otherwise training with a fixed number of workers."""
         assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
         if not strategy.elastic:
             return cls
@@ -78,18 +73,15 @@ class AllReduceTraining(ExchangeTraining):
     def exchange_across_hosts(
         cls, strategy: AllReduce, resources: Resources
     ) -> tuple[Exchange, Collective | None]:
-        """Return this worker's exchange across hosts, where every algorithm runs over links."""
         gradients, words = collective_across_hosts(strategy, resources)
         if strategy.order == "priority":
             return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Gather the workers' results and, on GPUs, how gradients were summed."""
         samples, besides = super().gather(finished)
         return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return the notices of the run; on GPUs these say how gradients were summed, and why."""
-        told = finished[0].get(SUMS)
-        return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
+        choice = finished[0].get(SUMS)
+        return (*super().said(finished), *((sums_sentence(choice),) if choice is not None else ()))

@@ -28,12 +28,9 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.background import Background
-from manyhands.strategies.common.collectives.collective import (
-    Collective,
-    ScheduleCollective,
-    SharedCollective,
-)
+from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
@@ -54,10 +51,8 @@ class BetweenHosts:
         self.hosts = [tuple(host) for host in resources.hosts]
         self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
         """The number of this host."""
-
         self.here = self.hosts[self.number]
         """The workers of this host."""
-
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links = resources.links()
@@ -97,7 +92,6 @@ class BetweenHosts:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all given work is done."""
         return self._background.is_idle
 
     def words(self) -> ScheduleCollective:
@@ -116,7 +110,6 @@ class BetweenHosts:
         return 0
 
     def wait(self, number: int) -> None:
-        """Wait until work `number` is done, or raise its error."""
         self._background.wait(number)
 
     def sum(self, buffer: torch.Tensor) -> None:
@@ -126,7 +119,6 @@ class BetweenHosts:
         self._need().broadcast(buffer, root)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """Return what went to and came from each other leader since the last call."""
         return self._executor.mailbox.take_traffic() if self._executor is not None else {}
 
     def traffic(self) -> Traffic:
@@ -161,7 +153,6 @@ class HostsCollective(Collective):
         self.world = between.world
         self.inside = SharedCollective(group, owned)
         """Among the workers of this host."""
-
         self._group = group
         self._owned = owned
         self._between = between

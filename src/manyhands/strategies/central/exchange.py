@@ -38,8 +38,7 @@ from manyhands.strategies.central.shared_parameters import (
     keep_whole,
 )
 from manyhands.strategies.central.strategy import Central
-from manyhands.strategies.common.collectives.collective import SharedCollective
-from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
+from manyhands.strategies.common.collectives.collective import Reducer, SharedCollective, gradient_layouts
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.transport.link.wire import Wire
@@ -127,11 +126,9 @@ class CentralExchange(Exchange):
         return keep_whole(layouts, self._group.world, most)
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: this worker's slices of the gradient are now the sum; every backward has ended."""
         return self._reducer.finish(local)
 
     def apply(self) -> None:
-        """Collective: update this worker's slices of the shared copy, and wait until all are written."""
         self._slices.step()
         self._optimizer.zero_grad()
         self._group.barrier()

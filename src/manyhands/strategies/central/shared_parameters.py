@@ -85,7 +85,6 @@ class _Extent:
 
 
 def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
-    """Return where each parameter begins, in bytes, and the total size."""
     begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
     by_slot = {
         slot.parameter: begin + slot.offset * layout.dtype.itemsize
@@ -98,7 +97,6 @@ def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]
 
 
 def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise UserError for parameters that one shared copy cannot represent."""
     for name, parameter in named:
         if parameter.device.type not in ("cpu", "cuda"):
             raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")
@@ -137,10 +135,8 @@ class Ownership:
 
     layouts: tuple[BucketLayout, ...]
     """The buckets, with slots possibly reordered."""
-
     ranges: tuple[tuple[range, ...], ...]
     """By bucket and worker: the items of the bucket that the worker owns."""
-
     pieces: tuple[tuple[Piece, ...], ...]
     """By worker: what it owns, in the order of the parameters; at most one piece of each."""
 
@@ -223,11 +219,9 @@ class Carrier:
     rank: int
     parts: Sequence[Tensor]
     """The parts as bytes, equally many for each worker, and at least 8."""
-
     barrier: Callable[[], None]
 
     def sizes(self, num_bytes: int) -> list[int]:
-        """Collective: return how many bytes each worker has to send."""
         numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in self.parts]
         numbers[self.rank][0] = num_bytes
         self.barrier()
@@ -308,7 +302,6 @@ class _Assembly:
             self.wanted.append(places)
 
     def state(self) -> dict[int, Any]:
-        """Return the state by parameter, once all bytes are in place."""
         merged = MergedState()
         for tensors, tree in zip(self._tensors, self._trees, strict=True):
             for position, state in unflatten(tensors, tree).items():
@@ -330,7 +323,6 @@ class _Assembly:
 
 
 def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return this worker's tensors as flat bytes, and their description."""
     named, tree = flatten({one.position: one.state for one in owned})
     by_position = {one.position: one for one in owned}
     rows, flat = [], []

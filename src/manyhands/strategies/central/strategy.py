@@ -21,7 +21,6 @@ class Central(Strategy):
     word: ClassVar[str] = "central"
     about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
     truth: ClassVar[Truth] = Truth.ONE_COPY
-
     buckets: int = buckets_setting()
 
     def __post_init__(self) -> None:

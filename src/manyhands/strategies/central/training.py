@@ -22,6 +22,5 @@ class CentralTraining(ExchangeTraining):
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Central, resources: Resources) -> tuple[Exchange, Collective]:
-        """Return this worker's exchange with one copy per host, and the collective for small exact values."""
         between = BetweenHosts(resources)
         return CentralExchange(resources.host_group(), strategy.buckets, between), between.words()

@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Waits
@@ -87,20 +87,17 @@ class Policy(ABC):
     1903.03934), and FedBuff after it: the rate times (1 + tau) to the power of -1/2, which falls more slowly.
     """
 
+    stepwise: ClassVar[bool] = False
+    """Whether all updates of one clock make one step."""
+    each_alone: ClassVar[bool] = False
+    """Whether every update is a step of its own, as it comes."""
+    outlives_read: ClassVar[bool] = False
+    """Whether an update may still wait for its group when its worker's next read is answered."""
+
     @property
     @abstractmethod
     def lag(self) -> int | None:
         """A read at clock c waits for every slot's updates below c - lag; None: it waits for no other slot."""
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether all updates of one clock make one step."""
-        return False
-
-    @property
-    def each_alone(self) -> bool:
-        """Whether every update is a step of its own, as it comes."""
-        return False
 
     @property
     def lockstep(self) -> bool:
@@ -114,7 +111,6 @@ class Policy(ABC):
 
     @property
     def waits_for(self) -> Waits:
-        """Whom a worker waits for under it."""
         if self.stepwise:
             return Waits.ALL
         return Waits.LAGGARDS if self.lag is not None else Waits.NOBODY
@@ -128,11 +124,6 @@ class Policy(ABC):
     def by_clock(self) -> bool:
         """Whether slot and clock say the batch; otherwise the lead gives batches out in the order of asking."""
         return self.lag is not None
-
-    @property
-    def outlives_read(self) -> bool:
-        """Whether an update may still wait for its group when its worker's next read is answered."""
-        return False
 
     def includes_own(self, num_active: int) -> bool:
         """Whether a read waits until the steps with the reader's own updates are taken, among so many slots."""
@@ -148,11 +139,9 @@ class Policy(ABC):
 
         `first` is the clock from which they are active, and the first batch they share out. Asked only if `by_clock`.
         """
-        first_clock, first_batch = first
-        return BatchPlace(first_batch + (clock - first_clock) * count + rank)
+        return BatchPlace(first[1] + (clock - first[0]) * count + rank)
 
     def rate(self, staleness: int) -> float:
-        """What the learning rate is multiplied by for an update of this staleness."""
         return _RATES[self.rates](staleness) if self.rates else 1.0
 
     @property
@@ -192,7 +181,6 @@ class Sync(Policy):
     """
 
     backup: int = 0
-
     lag = 0
     stepwise = True
 
@@ -213,7 +201,6 @@ class Sync(Policy):
         return self.backup > 0  # with backup workers, only the lead knows which parts were in time
 
     def next_group(self, book: Book) -> Group | None:
-        """The step of the next clock, in the order of the slots."""
         clock = book.step
         slots = book.slots_at(clock)
         if not slots or book.num_arrived(clock) < max(1, len(slots) - self.backup):
@@ -286,8 +273,7 @@ class _ByArrival(Policy):
     outlives_read = True
 
     @abstractmethod
-    def group_size(self, num_active: int) -> int:
-        """Return how many updates make a step, given the number of workers."""
+    def group_size(self, num_active: int) -> int: ...
 
     def includes_own(self, num_active: int) -> bool:
         return self.group_size(num_active) == 1
@@ -353,7 +339,6 @@ class Buffered(_ByArrival):
 
 
 def parse_consistency(text: str) -> Policy:
-    """The policy that `text` names; a UserError names what is wrong with it and what is allowed."""
     word, colon, rest = text.partition(":")
     word = _OTHER_WORDS.get(word, word)
     if word not in _FORMS:
@@ -363,11 +348,6 @@ def parse_consistency(text: str) -> Policy:
     if colon and not rest:
         raise UserError(f"consistency={text!r}: nothing follows the colon")
     return _FORMS[word](text, rest)
-
-
-def _bounded(text: str, rest: str) -> Policy:
-    bound = _number(text, rest)
-    return Bounded(bound) if bound else Sync()
 
 
 def _rated(text: str, rest: str) -> Policy:
@@ -393,7 +373,7 @@ _RATES: dict[str, Callable[[int], float]] = {
 }
 _FORMS: dict[str, Callable[[str, str], Policy]] = {
     "sync": lambda text, rest: Sync(_number(text, rest)) if rest else Sync(),
-    "bounded": _bounded,
+    "bounded": lambda text, rest: Bounded(bound) if (bound := _number(text, rest)) else Sync(),
     "async": lambda _text, _rest: Async(),
     "softsync": lambda text, rest: SoftSync(_number(text, rest)),
     "aware": _rated,

@@ -48,9 +48,7 @@ class MemberProcesses(Protocol):
         """The events so far, waiting up to `timeout_s` for the first."""
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has
-        ended.
-        """
+        """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has ended."""
 
     def kill(self, member: int) -> None:
         """Kill the member now, or stop listening to it; `poll` reports its end."""
@@ -76,7 +74,6 @@ class ChildMembers(Supervisor):
             raise
 
     def close(self) -> None:
-        """End all children; idempotent."""
         try:
             super().close()
         finally:
@@ -92,7 +89,6 @@ class ChildMembers(Supervisor):
         files: Mapping[str, int],
         env: Mapping[str, str],
     ) -> str:
-        """Start a child that inherits the packed job and `files`, and return its name."""
         self.start(
             Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=env), member
         )
@@ -133,7 +129,6 @@ class ExternalMembers(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the child; the control server notifies the connected processes."""
         if self._child is not None:
             self._child.close()
 
@@ -143,7 +138,6 @@ class ExternalMembers(ABC):
         return (*self._at, *(self._child.members if self._child is not None else ()))
 
     def together(self) -> AbstractContextManager[None]:
-        """A no-op: all processes except the leader's child have been started already."""
         return nullcontext()
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
@@ -175,7 +169,6 @@ class ExternalMembers(ABC):
         self._wanted = {rank: wanted for rank, wanted in self._wanted.items() if wanted[0] != member}
 
     def ask_to_stop(self, member: int) -> None:
-        """Ask the member to leave, if it has connected."""
         if member in self._at:
             self._control_server.ask_to_stop(self._at[member])
         elif self._child is not None and member in self._child.members:
@@ -245,10 +238,8 @@ class ExternalMembers(ABC):
         """Store what a process sent, or refuse it."""
 
     def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
-        """What the launcher should hear of a member's message."""
         return [Said(self._member_of[rank], payload)]
 
     def _ended(self, rank: int, ended: Ended) -> Ended:
-        """The end of a process, as the launcher should know it."""
         del rank
         return ended

@@ -43,12 +43,10 @@ class MemberLog:
         self._lost: dict[str, float] = {}  # what is missing, and since when
         self.names: dict[int, str] = {}
         """The name of every member that was ever started."""
-
         self.recoveries: list[dict[str, Any]] = []
 
     @property
     def seconds(self) -> float:
-        """Since the first view."""
         return 0.0 if self._began_s is None else self._clock() - self._began_s
 
     def tell(self, event: str, member: int, **details: Any) -> None:
@@ -56,7 +54,6 @@ class MemberLog:
         self._on_event({"event": event, "at_s": self.seconds, "member": member, **known, **details})
 
     def view(self, epoch: int, shards: Sequence[Any], slots: Sequence[Any], members: Iterable[int]) -> None:
-        """Record which members serve and work from now on."""
         self._began_s = self._clock() if self._began_s is None else self._began_s
         names = {str(member): self.names[member] for member in members if member in self.names}
         self._on_event(
@@ -71,7 +68,6 @@ class MemberLog:
         )
 
     def lost(self, event: str, member: int, what: str, sentence: str) -> None:
-        """Record a loss: `what` is missing until it has recovered."""
         self._lost.setdefault(what, self._clock())
         self.tell(event, member, sentence=sentence)
 
@@ -131,7 +127,6 @@ class RunLauncher(ABC, Generic[_M]):
         self._closing = False  # all results are in place: a death is no longer a loss
 
     def _run(self) -> None:
-        """Start all members and drive the run to its end."""
         with self._assemble(self._watched()) as members:
             self._members = members
             with members.together():

@@ -31,8 +31,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import broadcast, total
+from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_updates import (
     ClientAssignment,
@@ -384,12 +383,12 @@ class FederatedExchange(Exchange):
     def summary(self) -> Mapping[str, Any]:
         """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
-        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
-        told["updates_rejected"] = self._norms.total_rejected
-        told["algorithm"] = dict(self._algorithm.summary())
+        summary: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
+        summary["updates_rejected"] = self._norms.total_rejected
+        summary["algorithm"] = dict(self._algorithm.summary())
         if self._rounds is not None and not self._rounds.all_report:
-            told["participation"] = self._rounds.summary()
-        return told if self._private is None else {**told, "privacy": self._private.summary()}
+            summary["participation"] = self._rounds.summary()
+        return summary if self._private is None else {**summary, "privacy": self._private.summary()}
 
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
@@ -436,17 +435,17 @@ class FederatedExchange(Exchange):
         kinds = {"measured": self._own_models(*self._trained, mine)}
         if self._strategy.gives_own_models:
             kinds["measured_common"] = ((client, self._weights) for client in mine)
-        told: dict[str, Any] = {}
+        summary: dict[str, Any] = {}
         failed: dict[str, str] = {}
         for kind, models in kinds.items():
             found = self._measure(models, each)
-            told[kind] = {str(client): one for client, one in found.values.items()}
+            summary[kind] = {str(client): one for client, one in found.values.items()}
             failed |= found.failed
-        told["failed"] = sorted(failed)
-        told["unmeasured"] = [
+        summary["failed"] = sorted(failed)
+        summary["unmeasured"] = [
             f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
         ]
-        return told
+        return summary
 
     def _own_models(self, task: Task, model: nn.Module, clients: Sequence[int]) -> Tuned:
         """What each of these clients uses itself, fine-tuned where the strategy says so."""

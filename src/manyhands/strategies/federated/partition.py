@@ -55,7 +55,7 @@ class Partition:
         except ValueError:
             value = 0.0
         if not 0 < value < 1e6 or (word == "shards" and value != int(value)):
-            kind = "a whole number of at least 1" if word == "shards" else "a number above 0"
+            kind = "an integer of at least 1" if word == "shards" else "a number above 0"
             raise UserError(f"partition={text}: after {word}: stands {kind}, as in {word}:{default:g}")
         return cls(word, value)
 
@@ -98,7 +98,7 @@ def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[I
 
 
 def labels_of(data: Any, samples: int) -> Indices:
-    """The label of each sample: the last column of whole numbers, or the data set's `targets`."""
+    """The label of each sample: the last column of integers, or the data set's `targets`."""
     columns: Sequence[Any] = ()
     if isinstance(data, TensorDataset):
         columns = data.tensors
@@ -117,7 +117,7 @@ def labels_of(data: Any, samples: int) -> Indices:
         if labels.shape == (samples,) and labels.dtype.kind in "iub":
             return labels.astype(np.int64)
     raise UserError(
-        "partition: the data has no labels to split by (a last column of whole numbers, or `targets`); use iid, "
+        "partition: the data has no labels to split by (a last column of integers, or `targets`); use iid, "
         "quantity or natural"
     )
 

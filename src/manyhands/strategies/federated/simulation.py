@@ -178,9 +178,9 @@ def _trial(task: Task, model: nn.Module) -> str:
             found, _ = StackedGradients(task, model)(stacked, batch)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"torch.func.vmap cannot follow the loss ({_first_line(error)})"
-    for told in (str(one.message) for one in warned):
-        if _WITHOUT_RULE in told:
-            [operation] = _OPERATION.findall(told)[:1] or ["an operation"]
+    for warning in (str(one.message) for one in warned):
+        if _WITHOUT_RULE in warning:
+            [operation] = _OPERATION.findall(warning)[:1] or ["an operation"]
             return f"torch.func.vmap has no rule for {operation}, and would take one client after another"
     for position, gradients in enumerate(plain):
         for gradient, stack in zip(gradients, found, strict=True):

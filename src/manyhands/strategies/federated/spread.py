@@ -61,7 +61,7 @@ def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
     shown = shown_clients(len(samples_of))
     names = task.data.names if isinstance(task.data, Parties) else ()
     named = len(names) == len(samples_of)
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "clients": len(samples_of),
         "numbers": shown,
         "names": [names[client] if named else f"client {client}" for client in shown],
@@ -71,12 +71,12 @@ def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
     try:
         labels = labels_of(data, task.samples)
     except UserError:  # it has none
-        return told
+        return summary
     kinds = np.unique(labels)
     if len(kinds) > _MOST_LABELS:
-        return told
+        return summary
     counts = [[int((labels[samples_of[client]] == kind).sum()) for kind in kinds] for client in shown]
-    return {**told, "labels": kinds.tolist(), "counts": counts}
+    return {**summary, "labels": kinds.tolist(), "counts": counts}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from manyhands.strategies.federated.partition import NATURAL, Partition
 from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.strategies.federated.states import EVERYTHING_SHARED
-from manyhands.strategy import Strategy, setting, switch_setting, whole_number
+from manyhands.strategy import Strategy, integer, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
 __all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "Tuning"]
@@ -41,7 +41,7 @@ _SUMS = 3  # of updates whose norms lie within a factor of 4, and their total
 
 
 def _read_batch(text: str) -> int:
-    return ALL if text == "all" else whole_number(text)
+    return ALL if text == "all" else integer(text)
 
 
 def _read_together(text: str) -> int:
@@ -49,7 +49,7 @@ def _read_together(text: str) -> int:
         return AUTO
     if text == "0":
         raise UserError("'0' is not a number of at least 1, nor auto")
-    return whole_number(text)
+    return integer(text)
 
 
 def _number(kind: str) -> Callable[[str], float]:
@@ -106,11 +106,11 @@ class Federated(Strategy):
     about: ClassVar[str] = "many clients train on data of their own; a server averages what they send"
     truth: ClassVar[Truth] = Truth.SERVER_OF_CLIENTS
 
-    clients: int = setting(_CLIENTS, whole_number)
+    clients: int = setting(_CLIENTS, integer)
     """How many there are; with partition=natural, as many as there are parties."""
     fraction: float = setting(1.0, _number("a number above 0 and up to 1"), lambda value: f"{value:g}")
     """Which part of them takes part in a round, at least one."""
-    epochs: int = setting(1, whole_number)
+    epochs: int = setting(1, integer)
     """How often a client goes through its data in a round."""
     batch: int = setting(_BATCH, _read_batch, lambda value: "all" if value == ALL else str(value))
     """Samples in a client's batch; `all`: one batch of all it has."""
@@ -126,13 +126,13 @@ class Federated(Strategy):
     """How likely a client that was asked says nothing more."""
     deadline: float = setting(0.0, _read_number, lambda value: f"{value:g}")
     """How long a round waits for reports, where a typical client takes 1; 0: for all that come."""
-    min_reports: int = setting(1, whole_number)
+    min_reports: int = setting(1, integer)
     """Reports without which a round is abandoned, and tried again with others."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
     range: float = setting(_RANGE, _number("a number above 0"), lambda value: f"{value:g}")
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
-    bits: int = setting(_BITS, whole_number)
+    bits: int = setting(_BITS, integer)
     """With secure=yes, how many an item is rounded to, its sign included."""
     keep: str = setting(EVERYTHING_SHARED, str)
     """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
@@ -144,7 +144,7 @@ class Federated(Strategy):
     """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
     feedback: bool = feedback_setting()
     """Whether a client keeps what a codec leaves out, and adds it to its next update."""
-    max_samples: int = setting(MOST_WEIGHT, whole_number)
+    max_samples: int = setting(MOST_WEIGHT, integer)
     """For how many samples a client counts at most, whatever it says that it has."""
     norm_ratio: float = setting(_NORM_RATIO, _read_number, lambda value: f"{value:g}")
     """How many times the median of a round's norms an update may have, or it is rejected (of 3 or more); 0: any."""
@@ -166,17 +166,13 @@ class Federated(Strategy):
     def __post_init__(self) -> None:
         for name in ("clients", "epochs", "max_samples", "min_reports"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError(
-                    f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
-                )
+                raise UserError(f"federated {name}={getattr(self, name)}: must be an integer of at least 1")
         if not 0 < self.fraction <= 1:
             raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
         if self.batch < 0:
-            raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
+            raise UserError(f"federated batch={self.batch}: must be an integer of at least 1, or all")
         if self.together < 0:
-            raise UserError(
-                f"federated together={self.together}: must be a whole number of at least 1, or auto"
-            )
+            raise UserError(f"federated together={self.together}: must be an integer of at least 1, or auto")
         algorithm = algorithm_named(self.algorithm)
         self._check_whole_batches(algorithm)
         if Partition.parse(self.partition).word != NATURAL:

@@ -71,11 +71,11 @@ class FederatedTraining(ExchangeTraining):
         besides["updates_rejected"] = _count(finished, "updates_rejected")
         parties["held_out"] = strategy.held_out
         failed = {name for one in finished for name in one.get("failed", ())}
-        for told, here, over in (
+        for reported, here, over in (
             ("measured", "measures", "fairness"),
             ("measured_common", "measures_common", "fairness_common"),
         ):
-            measures = _columns([one.get(told, {}) for one in finished], parties["numbers"], failed)
+            measures = _columns([one.get(reported, {}) for one in finished], parties["numbers"], failed)
             if measures:
                 parties[here] = measures
                 besides[over] = {name: spread_of(values) for name, values in measures.items()}
@@ -83,27 +83,27 @@ class FederatedTraining(ExchangeTraining):
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """How the clients were played, what was not counted or measured, and what is promised to whom."""
-        told = [one.get("played") for one in finished]
-        told += [sentence for one in finished for sentence in one.get("unmeasured", ())]
+        reported = [one.get("played") for one in finished]
+        reported += [sentence for one in finished for sentence in one.get("unmeasured", ())]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
         if isinstance(task, Task) and isinstance(task.data, Parties) and strategy.partition != NATURAL:
-            told.append(
+            reported.append(
                 f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
                 f"partition={NATURAL} leaves each its own"
             )
         refused = _count(finished, "updates_refused")
         if refused and not strategy.noise:  # even the number of rejected updates reveals something
-            told.append(
+            reported.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
         rejected = _count(finished, "updates_rejected")
         if rejected:
-            told.append(
+            reported.append(
                 f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
                 f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
             )
-        told.append(finished[0].get("privacy", {}).get("sentence"))
-        return (*super().said(finished), *dict.fromkeys(sentence for sentence in told if sentence))
+        reported.append(finished[0].get("privacy", {}).get("sentence"))
+        return (*super().said(finished), *dict.fromkeys(sentence for sentence in reported if sentence))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
@@ -118,13 +118,13 @@ def _count(finished: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def _columns(
-    told: Sequence[Mapping[str, Mapping[str, float]]], clients: Sequence[int], failed: Collection[str]
+    reported: Sequence[Mapping[str, Mapping[str, float]]], clients: Sequence[int], failed: Collection[str]
 ) -> dict[str, list[float | None]]:
     """Each measure of these clients, of what each worker told of its own; None for those without a sample to measure.
 
     Left out are those that some worker has `failed` to take.
     """
-    found = {client: one for worker in told for client, one in worker.items()}
+    found = {client: one for worker in reported for client, one in worker.items()}
     rows = [found.get(str(client), {}) for client in clients]
     names = dict.fromkeys(name for row in rows for name in row if name not in failed)
     return {name: [row.get(name) for row in rows] for name in names}

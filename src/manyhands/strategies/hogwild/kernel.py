@@ -25,7 +25,6 @@ class _Processes(KernelProcesses):
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """Build the step; the model's memory follows the control words in the segment."""
         control_bytes = Control.num_bytes(group.world)
         segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
         control = Control(segment, group, strategy.facts.record_order or "free", task)
@@ -50,7 +49,6 @@ class HogwildKernels(Training):
         return self._training.notes
 
     def run(self, stage: Stage) -> Result:
-        """Train to the end, with a notice if the data did not keep all workers busy."""
         result = self._training.run(stage)
         idle = self._idle(result)
         if idle:

@@ -74,7 +74,6 @@ class SharedModel:
         group.barrier()
 
     def slot(self, parameter: nn.Parameter) -> SharedStateSlot:
-        """Return the slot of `parameter`; KeyError if the optimizer does not have it."""
         return self._slots[parameter]
 
     def adopt(self, slot: SharedStateSlot) -> bool:
@@ -232,12 +231,10 @@ class SharedStepper:
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's `state_dict()`, with the state of all workers; only while none steps."""
         self.home.adopt_all()
         return self._optimizer.state_dict()
 
     def take_waits(self) -> dict[int, int]:
-        """Return nanoseconds waited for each worker since the last call; waits occur only while state is created."""
         return self._first.take_waits()
 
     def close(self) -> None:

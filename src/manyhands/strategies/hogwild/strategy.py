@@ -39,7 +39,6 @@ class Hogwild(Strategy):
     word: ClassVar[str] = "hogwild"
     about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
     truth: ClassVar[Truth] = Truth.ONE_MEMORY
-
     order: str = setting("free", str)
     """`free`, or to compare with: `locked` (one at a time) or `turns` (round-robin)."""
     hands: str = setting("auto", str)
@@ -65,7 +64,6 @@ class Hogwild(Strategy):
             )
 
     def advice(self, workers: int, *, sparse: bool) -> str:
-        """Say it where it is used for what it is not made for."""
         if self.order != "free" or workers == 1 or sparse:
             return ""
         return (

@@ -131,12 +131,10 @@ class HogwildTrainer:
         return torch.cat(sums)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective, while all are synchronized: return the state on worker 0, None elsewhere."""
         assert self._stepper is not None, "run comes first"
         return self._stepper.optimizer_state() if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Return the model state on worker 0, None elsewhere; all workers share it."""
         return model.state_dict() if self.rank == 0 else None
 
     def close(self) -> None:
@@ -178,7 +176,6 @@ class HogwildTrainer:
         return loop.order.done(), self._agree()
 
     def _agree(self) -> bool:
-        """Collective: the mean loss over all batches since the last synchronization, and whether any worker stops."""
         mine = (*self._since_met, float(self._worker_context.stop_requested()))
         self._since_met = (0.0, 0)
         loss, samples, stops = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
@@ -192,7 +189,6 @@ class HogwildTrainer:
         book.waits({peer: waited for peer, waited in waits if waited})
 
     def _step(self, loop: _Loop, step: int) -> None:
-        """Train on global batch `step`, from 0, all of it."""
         worker_context, order = self._worker_context, loop.order
         worker_context.mark(step + 1, State.COMPUTING)
         loop.schedule(step)
@@ -269,7 +265,6 @@ class _Loop:
     order: Order
     bad: Counter
     """The rank of a worker whose loss was not finite, plus one; 0: none."""
-
     stepper: SharedStepper
     scheduled: int
     """The number of steps that the learning-rate schedule has taken."""

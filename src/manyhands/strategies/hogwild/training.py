@@ -31,7 +31,6 @@ class HogwildTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Yield the training function of a worker, which steps on the shared memory."""
         assert isinstance(job.strategy, Hogwild), "the registry leads here from hogwild alone"
         trainer = HogwildTrainer(job.plan, job.strategy.order, resources.group(), worker_context, checkpoints)
         with closing(trainer):
@@ -43,6 +42,5 @@ class HogwildTraining(ProcessTraining):
             yield train
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Sum the workers' samples, as each worker has different ones, and summarize the overlap."""
         overlap = overlap_summary([one["overlap"] for one in finished])
         return sum(one["samples"] for one in finished), {"overlap": overlap}

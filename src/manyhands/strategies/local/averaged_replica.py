@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import (
+from manyhands.strategies.common.collectives.collective import (
+    Collective,
     broadcast,
     kept_by_codecs,
     room_for_buffers,
@@ -47,7 +47,6 @@ class _Held:
 
     number: int
     """The parameter's number among the trainable ones."""
-
     state: str | None
     shape: torch.Size
     dtype: torch.dtype
@@ -163,7 +162,6 @@ class Replica:
         return nullcontext()
 
     def residuals(self) -> Mapping[str, Any]:
-        """Collective: return the codec residuals of all workers, on worker 0."""
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
     def close(self) -> None:
@@ -199,7 +197,6 @@ class Replica:
             listener()
 
     def _agree_on_parts(self) -> tuple[list[bool], list[bool]]:
-        """Collective: which parameters any worker has reached, and which have state on any worker."""
         kept = [bool(self._optimizer.state.get(parameter)) for parameter in self._parameters]
         said = self.total(torch.tensor([*self._reached, *kept], dtype=torch.float64)).bool().tolist()
         return said[: len(kept)], said[len(kept) :]
@@ -212,7 +209,6 @@ class Replica:
         return value if isinstance(value, Tensor) else None
 
     def _keep(self, held: _Held, mean: Tensor) -> None:
-        """Store the mean of a state; a worker that has no such state yet starts with it."""
         tensor = self._tensor(held)
         if tensor is not None:
             tensor.copy_(mean)

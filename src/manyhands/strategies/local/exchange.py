@@ -2,8 +2,7 @@
 
 Between averages nothing is sent: every worker steps with the gradient of its part of each batch. At an average the
 parameters and the optimizer's state of all workers become their mean, each weighted by the samples it has seen since
-the last one. All replicas are equal afterwards, so a checkpoint taken there is consistent. One vector travels with
-it:
+the last one. All replicas are equal afterwards, so a checkpoint taken there is consistent. One vector travels with it:
 
     stop · one flag per worker whose loss is not finite · the loss of each step since the last average
 """
@@ -32,8 +31,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.piggyback import remember_kept
+from manyhands.strategies.common.collectives.collective import Collective, remember_kept
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.local.averaged_replica import Replica
 from manyhands.strategies.local.outer import Mean, OuterStep
@@ -90,7 +88,6 @@ class LocalExchange(Exchange):
         return self._collective.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: give every worker worker 0's weights, and allocate buckets for one replica."""
         self._optimizer = optimizer
         self.hooks = Replica(self._collective, model, optimizer, self._outer)
         self.hooks.broadcast()
@@ -152,7 +149,6 @@ class LocalExchange(Exchange):
             return {name: value.clone() for name, value in state.items()}
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the state on worker 0, None elsewhere; it is equal on all workers after an average."""
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def _memory(self) -> Mapping[str, Any]:
@@ -256,11 +252,9 @@ class Gossip:
         return self._group.traffic()
 
     def take_waits(self) -> Mapping[int, int]:
-        """Return how long this worker waited for each other one since the last call, in nanoseconds."""
         return self._group.take_waits()
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """Return what went to and came from each worker since the last call."""
         return self._group.take_traffic()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.local.outer import MEAN, check_outer
-from manyhands.strategy import Strategy, check_link, link_setting, setting, switch_setting, whole_number
+from manyhands.strategy import Strategy, check_link, integer, link_setting, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["Local"]
@@ -29,7 +29,7 @@ def _read_steps(text: str) -> float:
     if text == "inf":
         return math.inf
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise UserError(f"local steps={text}: must be a whole number of at least 1, or inf")
+        raise UserError(f"local steps={text}: must be an integer of at least 1, or inf")
     return int(text)
 
 
@@ -46,10 +46,9 @@ class Local(Strategy):
     word: ClassVar[str] = "local"
     about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
     truth: ClassVar[Truth] = Truth.EVERYONE
-
     steps: float = setting(8, _read_steps)
     """How many steps of its own a worker takes between two averages."""
-    first: int = setting(0, whole_number)
+    first: int = setting(0, integer)
     """How many steps at the beginning of the run end with an average each, which is then the plain mean."""
     outer: str = setting(MEAN, str)
     """What becomes of the mean: `mean`, `nesterov:RATE:MOMENTUM` (DiLoCo) or `elastic:PULL` (elastic averaging)."""
@@ -75,7 +74,7 @@ class Local(Strategy):
         )
         check_outer(self.outer)
         if self.first < 0 or self.first != int(self.first):
-            raise UserError(f"local first={self.first}: must be a whole number, 0 or more")
+            raise UserError(f"local first={self.first}: must be an integer, 0 or more")
         if self._keeps_apart and self.codec != RAW:
             raise UserError(
                 f"local outer={self.outer} codec={self.codec}: a codec sends how far a worker has come since all were "
@@ -86,7 +85,7 @@ class Local(Strategy):
                 f"local outer={self.outer} gossip=yes: both say how replicas are drawn together; leave one out"
             )
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
-            raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
+            raise UserError(f"local steps={self.steps}: must be an integer of at least 1, or inf")
 
     @property
     def _keeps_apart(self) -> bool:

@@ -9,12 +9,8 @@ from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective import (
-    Collective,
-    SharedCollective,
-    across_hosts,
-    over_links,
-)
+from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
+from manyhands.strategies.common.collectives.schedule_collective import barrier_in, over_links
 from manyhands.strategies.local.exchange import Gossip, LocalExchange
 from manyhands.strategies.local.outer import outer_step
 from manyhands.strategies.local.strategy import Local
@@ -28,15 +24,15 @@ class LocalTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
-        """Return this worker's exchange: in the shared memory of one host, or in a ring of links."""
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one
         links = resources.links() if strategy.facts.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
         if strategy.uses_network:
+            arrive = barrier_in(resources.group())
             collective: Collective = over_links(
-                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback, arrive=arrive
             )
         else:
             collective = SharedCollective(resources.group())
@@ -44,19 +40,15 @@ class LocalTraining(ExchangeTraining):
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
-        """Return this worker's exchange across hosts, which averages in a ring of links."""
         links = resources.links()
         resources = replace(resources, links=lambda: links)
-        replicas, words = across_hosts(
-            ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
-        )
-        return _end(strategy, replicas, links, resources.timeout_s), words
+        replicas = over_links(ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback)
+        return _end(strategy, replicas, links, resources.timeout_s), replicas.of_words()
 
 
 def _end(
     strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
 ) -> LocalExchange:
-    """Return this worker's exchange, which averages over a collective and gossips over links."""
     rank, world = collective.rank, collective.world
     gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
     outer = outer_step(strategy.outer, world)

@@ -16,19 +16,19 @@ from manyhands.strategy import (
     Strategy,
     check_choice,
     check_link,
+    integer,
     link_setting,
     parse_size,
     setting,
     show_size,
     switch_setting,
-    whole_number,
 )
 
 __all__ = ["Pipeline"]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(whole_number(number) for number in text.split(","))
+    return tuple(integer(number) for number in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,15 @@ class Pipeline(Strategy):
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
     }
-    stages: int = setting(2, whole_number)
+    stages: int = setting(2, integer)
     """Into how many stages the model's layers are cut."""
-    microbatches: int = setting(4, whole_number)
+    microbatches: int = setting(4, integer)
     """In how many pieces a worker's share of a batch flows through the stages; `wavefront` cuts time into so many."""
     schedule: str = setting("1f1b", str)
     """In which order a stage works: naive, gpipe, 1f1b, interleaved, zb-h1 or wavefront."""
-    data: int = setting(0, whole_number)
+    data: int = setting(0, integer)
     """How many replicas of the pipeline share out a batch; 0: as many as there are workers for."""
-    tensor: int = setting(1, whole_number)
+    tensor: int = setting(1, integer)
     """Over how many workers each layer of a stage is sliced."""
     recompute: bool = switch_setting()
     """Keep only a stage's inputs until backward, and compute the rest again: less memory, a third more time."""

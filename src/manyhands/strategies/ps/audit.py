@@ -94,13 +94,13 @@ class _Whole:
     def _check_versions(self) -> None:
         for number, version in sorted((self._evidence.versions or {}).items()):
             shard = self._shards.get(number)
-            told = shard.summary.versions if shard is not None else 0
-            if told < version:
+            recorded = shard.summary.versions if shard is not None else 0
+            if recorded < version:
                 self.missing.append(
-                    f"shard {number}: its log ends at version {told}, the run at version {version}"
+                    f"shard {number}: its log ends at version {recorded}, the run at version {version}"
                 )
-            elif told > version and shard is not None:
-                shard.say(f"its log has version {told}, and it ended with version {version}")
+            elif recorded > version and shard is not None:
+                shard.say(f"its log has version {recorded}, and it ended with version {version}")
 
     def _check_batches(self, shard: ShardAuditor) -> None:
         """Check that every batch of the run is there; the cost is linear in the rows, not in the length of the
@@ -235,7 +235,7 @@ class _Whole:
             if not number < len(row.versions) == len(row.rows_versions):
                 shard.say(f"{name}: its worker recorded {len(row.versions)} shards")
                 return
-        told = [
+        recorded = [
             {
                 "batch": row.batch,
                 "part": (row.part, row.parts),
@@ -244,10 +244,10 @@ class _Whole:
             }
             for row in made
         ]
-        if logged not in told:
-            what = next(what for what in logged if logged[what] != told[-1][what])
+        if logged not in recorded:
+            what = next(what for what in logged if logged[what] != recorded[-1][what])
             shard.say(
-                f"{name}: its {what} is logged as {logged[what]}, and its worker recorded {told[-1][what]}"
+                f"{name}: its {what} is logged as {logged[what]}, and its worker recorded {recorded[-1][what]}"
             )
 
     def _check_acknowledged(self, shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:

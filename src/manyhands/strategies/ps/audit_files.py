@@ -67,13 +67,13 @@ def audit_run(run: Path) -> AuditedRun:
 def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) -> Iterator[Violation]:
     """The settings for which config.json and updates/run.json disagree."""
     try:
-        told: Strategy | str = Strategy.parse(record.strategy)
+        recorded: Strategy | str = Strategy.parse(record.strategy)
     except UserError:
-        told = record.strategy
-    if isinstance(told, Ps):
-        told = replace(told, link=strategy.link)  # externally started members use their own links
+        recorded = record.strategy
+    if isinstance(recorded, Ps):
+        recorded = replace(recorded, link=strategy.link)  # externally started members use their own links
     known = {"strategy": str(strategy), "workers": config.get("workers"), "seed": config.get("seed")}
-    said = {"strategy": str(told), "workers": record.workers, "seed": record.seed}
+    said = {"strategy": str(recorded), "workers": record.workers, "seed": record.seed}
     for name, value in said.items():
         if known[name] not in (None, value):
             shown = f"{name}={value}, and config.json says {name}={known[name]}"
@@ -94,7 +94,7 @@ def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], fl
     for name, value in sizes.items():
         if (whole(value) or 0) < 1:
             raise DataError(
-                f"{run / 'config.json'}: {name} is {printable(repr(value))}; it must be a whole number of at least 1"
+                f"{run / 'config.json'}: {name} is {printable(repr(value))}; it must be an integer of at least 1"
             )
     if len(sizes) < 2:
         return None

@@ -182,7 +182,7 @@ class ShardReplica:
         for shard in self.core.decisions.kept:
             epoch, primary = self._primaries.get(shard, (0, 0))
             if primary and (everyone or before.get(shard) != (epoch, primary)):
-                actions += [self._tell(primary, told) for told in self.core.greetings_to(shard)]
+                actions += [self._tell(primary, messages) for messages in self.core.greetings_to(shard)]
         return actions
 
     def _tell(self, to: int, message: Chosen | ChosenKept) -> SendMessage:
@@ -386,8 +386,9 @@ class ShardReplica:
             return []  # it is in flight, and acknowledged when it is safe
         if self.config.confirms and self._unconfirmed.awaits(push, self._held.get(push.slot, (-1, 0))[0]):
             return self._hold(push)
+        # No update before it is missing: a worker reports how far it is (Hello) before it pushes to a new primary.
         actions: list[Action] = [] if push.skip else [self._keep(push)]
-        actions += self._count(push)
+        actions += self._append(push)
         return actions
 
     def _hold(self, push: Push) -> list[Action]:
@@ -401,17 +402,10 @@ class ShardReplica:
         if push is not None:
             # The Read confirms the held push before it; any other is dropped, as its worker computes it again.
             counts = push.clock < clock and self._is_open(push)
-            actions += self._count(push) if counts else self._drop(push)
+            actions += self._append(push) if counts else self._drop(push)
         self._held[slot] = (clock, member)
         actions += self._look_at(slot)
         return actions
-
-    def _count(self, push: Push) -> list[Action]:
-        """Make a kept push the next entry."""
-        known = self._next_to_take(push.slot)
-        if known is not None and known < push.clock:
-            return [*self._append_lost(push.slot, push.clock), *self._append(push)]
-        return self._append(push)
 
     def _drop(self, push: Push) -> list[Action]:
         return [] if push.skip else [Drop(shard=self.config.shard, slot=push.slot, clock=push.clock)]
@@ -436,7 +430,7 @@ class ShardReplica:
             return []  # of a primary that was replaced; its successor asks
         if not kept.asks:
             return self._append(kept)
-        return [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
+        return [self._tell(sender, messages) for messages in self.core.greetings_to(kept.shard)]
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -501,8 +495,8 @@ class ShardReplica:
         for shard in core.decisions.kept if change.decisions else ():
             primary = self._primaries.get(shard, (0, 0))[1]
             if primary:
-                told = core.messages_to(shard, change.decisions)
-                actions += [self._tell(primary, message) for message in told]
+                messages = core.messages_to(shard, change.decisions)
+                actions += [self._tell(primary, message) for message in messages]
         gone = self._view.gone
         if gone and change.moved and not core.awaiting:
             actions += self._lose_owed()

@@ -22,7 +22,7 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
-from manyhands.strategy import Strategy, check_choice, check_link, link_setting, setting, whole_number
+from manyhands.strategy import Strategy, check_choice, check_link, integer, link_setting, setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
@@ -49,11 +49,11 @@ class Ps(Strategy):
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
 
-    servers: int = setting(1, whole_number)
+    servers: int = setting(1, integer)
     """How many processes hold the parameters, a shard each."""
     consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
     """When replicas must agree: `sync`, `bounded:s`, `async` or `softsync:n`."""
-    replicas: int = setting(0, whole_number)
+    replicas: int = setting(0, integer)
     """How many other servers keep a copy of each shard: 0 or 1."""
     link: str = link_setting()
     codec: str = codec_setting()

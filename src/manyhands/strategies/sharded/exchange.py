@@ -108,9 +108,9 @@ class ShardedExchange(Exchange):
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
         self._held = [(pieces, held) for pieces in self._pieces for held in pieces.held()]
-        told = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
-        told = {name: buffer for name, buffer in told.items() if name in outline.keys}
-        self._whole = HeldModel(outline, optimizer, [held for _, held in self._held], told)
+        reduced = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
+        reduced = {name: buffer for name, buffer in reduced.items() if name in outline.keys}
+        self._whole = HeldModel(outline, optimizer, [held for _, held in self._held], reduced)
         self._optimizer = optimizer
         lasting = [one.unit.number for one in self._pieces if one.unit.module is None]
         self._flow = UnitFlow(len(self._pieces), lasting)
@@ -122,7 +122,6 @@ class ShardedExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward of this worker's part; layers are gathered as they are needed."""
         self._flow.begin("training")
         with self._need_visits().watching():
             return super().compute(computer, model, step)
@@ -130,13 +129,11 @@ class ShardedExchange(Exchange):
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
-        """Collective: each worker evaluates its part of the batches, or all; layers are gathered as needed."""
         self._flow.begin("evaluation")
         with self._need_visits().watching():
             return super().evaluate(computer, model, alike=alike)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward of this worker's weighted loss; a layer's gradients are sent as soon as they are complete."""
         self._flow.backward()
         (loss * share).backward()  # type: ignore[no-untyped-call]
         for pieces in self._pieces:
@@ -154,13 +151,13 @@ class ShardedExchange(Exchange):
         status[_FLAGS + self.rank] = float(not local.is_finite)
         reached = [number in pieces.reached for pieces, number in self._places]
         status[_FLAGS + self.world :] = torch.tensor(reached, dtype=torch.float64)
-        told = self._run(lambda: self._group.all_reduce(status)).tolist()
-        self._reached = [flag > 0 for flag in told[_FLAGS + self.world :]]
-        bad = tuple(rank for rank in range(self.world) if told[_FLAGS + rank])
+        reduced = self._run(lambda: self._group.all_reduce(status)).tolist()
+        self._reached = [flag > 0 for flag in reduced[_FLAGS + self.world :]]
+        bad = tuple(rank for rank in range(self.world) if reduced[_FLAGS + rank])
         if bad:
             self._show_pieces()
-        loss = float("nan") if bad else told[_LOSS]
-        return SharedStep(loss=loss, bad_workers=bad, stop=told[_STOP] > 0)
+        loss = float("nan") if bad else reduced[_LOSS]
+        return SharedStep(loss=loss, bad_workers=bad, stop=reduced[_STOP] > 0)
 
     def apply(self) -> None:
         """Step this worker's pieces; no worker reads them before it requests their units again."""
@@ -190,7 +187,6 @@ class ShardedExchange(Exchange):
         return self._run(lambda: self._group.all_reduce(values))
 
     def _take_times(self) -> Times:
-        """How long exchanges blocked this worker, and for whom it waited at their end."""
         waited, self._waited_ns = self._waited_ns, 0
         waits, self._unit_rounds.waits = self._unit_rounds.waits, {}
         return Times(exchange_ns=waited, wait_ns=waits, posts=self._group.take_traffic())
@@ -244,7 +240,6 @@ class ShardedExchange(Exchange):
             self._waited_ns += time.monotonic_ns() - begin
 
     def _run(self, work: Callable[[], Result]) -> Result:
-        """Run collective work over the links, after all earlier requests."""
         return self._wait_for(self._thread.submit(work))
 
     def _meet(self) -> None:

@@ -56,7 +56,6 @@ class KeptPieces:
             self._group.exchange({index: piece for index, piece in pieces.items() if piece.numel()}, {})
 
     def held(self) -> Iterator[Held]:
-        """Yield this worker's pieces as separate parameters, in the memory of `values`."""
         for layout, ranges, values in zip(self.unit.layouts, self._ranges, self.values, strict=True):
             for piece, begin in pieces_in(layout, ranges[self._group.index]):
                 parameter = self.unit.parameters[piece.parameter]
@@ -76,7 +75,6 @@ class KeptPieces:
                 yield piece.parameter, self._sums[row][begin:end] if self._sums else None
 
     def add_gradient(self, number: int, gradient: Tensor) -> bool:
-        """Add the gradient of a parameter; return whether the unit's gradient is complete."""
         if not self._gradients:
             self._gradients = [torch.zeros_like(flat_like) for flat_like in self._rows()]
             for layout, flat in zip(self.unit.layouts, self._gradients, strict=True):
@@ -88,7 +86,6 @@ class KeptPieces:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients have come that were not handed on."""
         return bool(self._gradients)
 
     def hand_on(self) -> None:
@@ -238,11 +235,13 @@ class UnitRounds:
     def take(self, stop_request: UnitRequest) -> None:
         while True:
             self._group.take_waits()
-            told = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))
+            requests = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))
             if stop_request.want is Want.RENDEZVOUS:
                 for worker, waited in self._group.take_waits().items():
                     self.waits[worker] = self.waits.get(worker, 0) + waited
-            granted = grant([UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in told)])
+            granted = grant(
+                [UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in requests)]
+            )
             if granted.stop_request.want is not Want.RENDEZVOUS:
                 self._act(granted)
             if self._group.index in granted.members:

@@ -28,7 +28,6 @@ class Sharded(Strategy):
         "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
         "device_memory": ONE_DEVICE,
     }
-
     link: str = link_setting()
 
     def __post_init__(self) -> None:

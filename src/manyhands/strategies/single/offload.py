@@ -103,7 +103,6 @@ class OffloadExchange(Exchange):
         self._saved = OffloadedTensors(self._mover, budget.activations)
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward; layers are fetched as they are needed, and may be stepped during backward."""
         self._defers = computer.task.clips or computer.task.microbatches > 1
         self._flow.begin("training")
         with self._watching():
@@ -136,13 +135,11 @@ class OffloadExchange(Exchange):
         self._flow.begin("training")
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Return this worker's report as the result, as there is only one worker."""
         if not local.is_finite:
             self._show_home()
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def _waiting(self) -> list[Tensor]:
-        """The gradients that are kept in host memory for their step."""
         self._mover.finish()
         return [gradient for layer in self._layers for gradient in layer.waiting.values()]
 
@@ -296,11 +293,9 @@ class _Layer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients have come that were not used."""
         return self._has_gradient
 
     def add_gradient(self, number: int) -> bool:
-        """Note that a gradient is present; return whether all are."""
         self._has_gradient = True
         self._missing.discard(number)
         return not self._missing
@@ -320,7 +315,6 @@ class _Layer:
         self._begin_gradient()
 
     def take_back_gradients(self) -> None:
-        """Copy the kept gradients to the device, for the step."""
         for number, gradient in self.waiting.items():
             parameter = self.unit.parameters[number]
             parameter.grad = gradient.to(parameter.device)
@@ -445,7 +439,6 @@ def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
 
 
 def _state_sizes(optimizer: Optimizer) -> Mapping[nn.Parameter, int]:
-    """By parameter: the bytes of state that the optimizer will keep for it."""
     try:
         return {one: sum(kept.nbytes for kept in all_kept) for one, all_kept in kept_by(optimizer).items()}
     except UserError:  # not item by item: at most two numbers for each, as far as is known

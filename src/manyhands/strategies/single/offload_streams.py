@@ -78,7 +78,6 @@ class ThreadMover(Mover):
         self._last: Move | None = None
 
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """Copy in the thread, which does one copy after the other."""
         del after
         return self.take(pairs)
 
@@ -122,7 +121,6 @@ class StreamMover(Mover):
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """Copy on the inbound stream, after what was computed in that memory."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         if isinstance(after, _Queued):
             self._in.wait_event(after.done)

@@ -36,7 +36,6 @@ class Single(Strategy):
     truth: ClassVar[Truth] = Truth.ONE_PROCESS
     refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process, and nothing travels"}
     most_workers: ClassVar[int | None] = 1
-
     device_memory: int = setting(0, parse_size, show_size)
     """Bytes of the device that layers, gradients, optimizer state and activations may take; 0: all there are."""
     offload: str = setting("host", str)
@@ -49,7 +48,6 @@ class Single(Strategy):
             )
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """What is compiled has no layers; the folder for them must be there."""
         super().check(workers, device, compiled=compiled)
         if compiled and self.device_memory:
             raise UserError(
@@ -61,7 +59,6 @@ class Single(Strategy):
             )
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Everything, or, with a limit, what is on the device and where the rest is."""
         if not self.device_memory:
             return super().needs(model, workers)
         plan_budget(self.device_memory, _units(model), model.buffers)  # refuses what is too little
@@ -74,7 +71,6 @@ class Single(Strategy):
 
     @property
     def facts(self) -> Facts:
-        """What the others are held against; with a limit, layers come, are stepped and go."""
         limited = self.device_memory > 0
         same = Promise(answer=Answer.YES, words="it is the one process")
         return Facts(
@@ -94,7 +90,6 @@ class Single(Strategy):
 
 
 def _units(model: ModelFootprint) -> list[UnitBytes]:
-    """Its layers; each has its part of the optimizer's state, by its size."""
     gradients, state = (
         part / model.parameters if model.parameters else 0.0 for part in (model.gradients, model.state)
     )
@@ -136,7 +131,6 @@ class Budget:
 
     ahead: bool
     """Whether the next unit is prefetched while one is computed with."""
-
     activations: int
     """Bytes of tensors saved by autograd that may stay on the device; the rest is offloaded to host memory."""
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
-from manyhands.strategy import Strategy, check_link, link_setting, setting, whole_number
+from manyhands.strategy import Strategy, check_link, integer, link_setting, setting
 
 __all__ = ["Tensor"]
 
@@ -22,9 +22,9 @@ class Tensor(Strategy):
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
 
-    slices: int = setting(0, whole_number)
+    slices: int = setting(0, integer)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
-    data: int = setting(0, whole_number)
+    data: int = setting(0, integer)
     """How many replicas of the sliced model share each batch; 0: as many as the workers make."""
     link: str = link_setting()
 

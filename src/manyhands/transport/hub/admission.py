@@ -81,7 +81,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.total = 0
-        self._told = 0
+        self._reported = 0
         self._reason = ""
         self._claimed: int | None = None
         self._pause_s = _FIRST_PAUSE_S
@@ -92,9 +92,9 @@ class Tally:
         self._reason, self._claimed = reason, claimed
 
     def due(self, now_s: float) -> Rejected | None:
-        if self.total == self._told or now_s < self._not_before_s:
+        if self.total == self._reported or now_s < self._not_before_s:
             return None
-        count, self._told = self.total - self._told, self.total
+        count, self._reported = self.total - self._reported, self.total
         self._not_before_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return Rejected(printable(self._reason), self._claimed, count)

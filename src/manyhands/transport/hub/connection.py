@@ -60,7 +60,7 @@ class Outbox:
         self._later: list[Part] = []
         self._later_bytes = 0
         self._closed = False
-        self._told_pending = False
+        self._reported_pending = False
         self.pending_bytes = 0
         self.writes = 0
         """How often bytes have left: a beat that sees no change since the last one knows that the line is idle."""
@@ -93,7 +93,7 @@ class Outbox:
             self._queue.extend(parts)
             self.pending_bytes += num_bytes
             self._drop(sent)
-            if not at_once and not self._told_pending:
+            if not at_once and not self._reported_pending:
                 self._pump()
             self._tell_pending()
             return True
@@ -116,9 +116,9 @@ class Outbox:
             self._later, self._later_bytes = [], 0
 
     def _tell_pending(self) -> None:
-        if bool(self._queue) is not self._told_pending:
-            self._told_pending = not self._told_pending
-            self._on_pending(self._told_pending)
+        if bool(self._queue) is not self._reported_pending:
+            self._reported_pending = not self._reported_pending
+            self._on_pending(self._reported_pending)
 
     def _pump(self) -> None:
         while self._queue and not self._closed:

@@ -226,7 +226,9 @@ def _check_length(payload_bytes: int, dtype: torch.dtype | None, max_payload_byt
     if dtype is None and payload_bytes:
         raise ProtocolError("payload_bytes", f"{payload_bytes} bytes announced without a dtype")
     if dtype is not None and payload_bytes % dtype.itemsize:
-        raise ProtocolError("payload_bytes", f"{payload_bytes} bytes are no whole number of {dtype} items")
+        raise ProtocolError(
+            "payload_bytes", f"{payload_bytes} bytes are not a multiple of the size of {dtype} items"
+        )
 
 
 DEFAULT_QUEUE_BYTES: Final = 64 << 20

@@ -1,6 +1,6 @@
 """Compiled histograms: fixed-point gradients summed by bin, rows divided between two leaves, scores moved by a leaf.
 
-A row has two words: its gradient, and its hessian with a one in the low bits, which counts rows. Both are whole numbers
+A row has two words: its gradient, and its hessian with a one in the low bits, which counts rows. Both are integers
 of 64 bits, in units that no sum over all rows can overflow. So sums are exact, whatever their order, and a histogram
 is the same however its rows are split over workers, and the difference of two that of the rows between them.
 """
@@ -187,7 +187,7 @@ def largest_error(scores: Any, targets: Any, weights: Any) -> float:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def binary_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
-    """The log loss of rows in whole numbers of `unit` to 1: as a sum it is the same in any order."""
+    """The log loss of rows in integer multiples of `unit` to 1: as a sum it is the same in any order."""
     total = np.int64(0)
     for i in range(scores.size):
         away = -scores[i] if targets[i] > 0 else scores[i]

@@ -29,7 +29,7 @@ from manyhands.workloads.gbdt.binning import ByteLayout
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.split_kernels import RECORD_WORDS
 
-__all__ = ["SEARCHES", "LocalRows", "SharedHistograms", "SplitSearch", "area_words", "told_words"]
+__all__ = ["SEARCHES", "LocalRows", "SharedHistograms", "SplitSearch", "area_words", "gathered_words"]
 
 Words = NDArray[np.int64]
 _HISTOGRAM_WORDS = 2
@@ -38,28 +38,28 @@ _HISTOGRAM_WORDS = 2
 class SharedHistograms:
     """One worker's side; `areas` are those of all workers, a row each, of whole cache lines."""
 
-    def __init__(self, rank: int, areas: Words, told: Words, barrier: Callable[[], None]) -> None:
+    def __init__(self, rank: int, areas: Words, gathered: Words, barrier: Callable[[], None]) -> None:
         self.rank, self.world, self.areas = rank, len(areas), areas
         self.area: Words = areas[rank]
         """This worker's: written before `meet`, read by all after it."""
-        self._told, self._barrier = told, barrier
+        self._gathered, self._barrier = gathered, barrier
         self._next = self.bytes_sent = 0
 
     @classmethod
     def alone(cls, options: GbdtOptions, offsets: Words) -> SharedHistograms:
         areas = np.zeros((1, _whole_lines(area_words(options, offsets))), np.int64)
-        return cls(0, areas, np.zeros((2, 1, told_words(options)), np.int64), lambda: None)
+        return cls(0, areas, np.zeros((2, 1, gathered_words(options)), np.int64), lambda: None)
 
     @classmethod
     def shared(
         cls, group: SharedGroup, control_bytes: int, options: GbdtOptions, offsets: Words
     ) -> tuple[SharedHistograms, Segment]:
-        wide, narrow = _whole_lines(area_words(options, offsets)), _whole_lines(told_words(options))
+        wide, narrow = _whole_lines(area_words(options, offsets)), _whole_lines(gathered_words(options))
         begin, world = round_up(control_bytes, CACHE_LINE), group.world
         segment = group.share(begin + 8 * world * (wide + 2 * narrow), "histograms")
         areas = segment.array(begin, world * wide, np.int64).reshape(world, wide)
-        told = segment.array(begin + 8 * world * wide, 2 * world * narrow, np.int64)
-        return cls(group.rank, areas, told.reshape(2, world, narrow), group.barrier), segment
+        gathered = segment.array(begin + 8 * world * wide, 2 * world * narrow, np.int64)
+        return cls(group.rank, areas, gathered.reshape(2, world, narrow), group.barrier), segment
 
     def meet(self, words: int) -> None:
         """Collective: all have written their areas, of which the others read `words`."""
@@ -68,11 +68,11 @@ class SharedHistograms:
 
     def gather(self, words: Words) -> Words:
         """Collective: the words of each worker, a row each; to be read before the next but one."""
-        told = self._told[self._next]
+        gathered = self._gathered[self._next]
         self._next = 1 - self._next
-        told[self.rank, : len(words)] = words
+        gathered[self.rank, : len(words)] = words
         self.meet(len(words))
-        found: Words = told[:, : len(words)]
+        found: Words = gathered[:, : len(words)]
         return found
 
     def largest(self, value: float) -> float:
@@ -122,7 +122,7 @@ def area_words(options: GbdtOptions, offsets: Words) -> int:
     return whole if options.parallel == "data" else 2 * whole
 
 
-def told_words(options: GbdtOptions) -> int:
+def gathered_words(options: GbdtOptions) -> int:
     """How many words workers `gather` at most."""
     return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
@@ -159,10 +159,10 @@ class SplitSearch(ABC):
         rendezvous = self._rendezvous
         if rendezvous.world == 1:
             return self._records[:count].copy()
-        told = np.ascontiguousarray(rendezvous.gather(self._records[:count].reshape(-1)))
-        told = told.reshape(rendezvous.world, count, RECORD_WORDS)
+        gathered = np.ascontiguousarray(rendezvous.gather(self._records[:count].reshape(-1)))
+        gathered = gathered.reshape(rendezvous.world, count, RECORD_WORDS)
         best = np.empty((count, RECORD_WORDS), np.int64)
-        split_kernels.best_of_all(told, told.view(np.float64), best)
+        split_kernels.best_of_all(gathered, gathered.view(np.float64), best)
         return best
 
 
@@ -251,10 +251,10 @@ class VotingSearch(SplitSearch):
         if len(self._kinds) <= most:
             return [np.arange(len(self._kinds)) for _ in leaves]
         votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
-        told = self._rendezvous.gather(votes).reshape(world, len(leaves), -1)
+        gathered = self._rendezvous.gather(votes).reshape(world, len(leaves), -1)
         elected = []
         for number in range(len(leaves)):  # those with most votes, of equal ones the first; ascending
-            names, counts = np.unique(told[:, number][told[:, number] >= 0], return_counts=True)
+            names, counts = np.unique(gathered[:, number][gathered[:, number] >= 0], return_counts=True)
             elected.append(np.sort(names[np.lexsort((names, -counts))[:most]]))
         return elected
 

@@ -1,7 +1,7 @@
 """Compiled search for the best split of a leaf, from the histograms of some of its features.
 
 A split gains G_l²/(H_l + λ) + G_r²/(H_r + λ) - G²/(H + λ), where G and H are sums of gradients and hessians (Friedman,
-2001; Chen and Guestrin, 2016). All sums are whole numbers until they are divided, and of splits that gain the same the
+2001; Chen and Guestrin, 2016). All sums are integers until they are divided, and of splits that gain the same the
 first is taken, by feature and then by bin: so all workers come to the same one, however many they are.
 """
 
@@ -222,16 +222,16 @@ def best_pair(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def best_of_all(told: Any, gains: Any, best: Any) -> None:
+def best_of_all(gathered: Any, gains: Any, best: Any) -> None:
     """Of each worker's splits of some leaves the best, of equal ones that of the first feature."""
-    for leaf in range(told.shape[1]):
+    for leaf in range(gathered.shape[1]):
         chosen = 0
-        for worker in range(1, told.shape[0]):
+        for worker in range(1, gathered.shape[0]):
             gain, most = gains[worker, leaf, GAIN], gains[chosen, leaf, GAIN]
-            is_earlier = told[worker, leaf, FEATURE] < told[chosen, leaf, FEATURE]
+            is_earlier = gathered[worker, leaf, FEATURE] < gathered[chosen, leaf, FEATURE]
             if gain > most or (gain == most and is_earlier):
                 chosen = worker
-        best[leaf] = told[chosen, leaf]
+        best[leaf] = gathered[chosen, leaf]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -252,6 +252,6 @@ def warm() -> None:
     best_split(hist, none, starts, none, hist, rule, record, record.view(np.float64))
     pool, records = hist.reshape(1, 2), record.reshape(1, -1)
     best_pair(pool, none, none, starts, none, pool, rule, records, records.view(np.float64))
-    told = records.reshape(1, 1, -1)
-    best_of_all(told, told.view(np.float64), records.copy())
+    gathered = records.reshape(1, 1, -1)
+    best_of_all(gathered, gathered.view(np.float64), records.copy())
     feature_gains(hist, starts, none, hist, rule, np.zeros(0))

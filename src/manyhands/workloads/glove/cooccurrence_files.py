@@ -39,7 +39,7 @@ _WRITE_BYTES = 1 << 30  # one write takes less than 2 GiB on Linux
 
 
 def record_count(path: Path | str) -> int:
-    """How many records a file holds; a DataError where its size is no whole number of them."""
+    """How many records a file holds; a DataError where its size is not a multiple of theirs."""
     try:
         size = os.stat(path).st_size
     except OSError as error:

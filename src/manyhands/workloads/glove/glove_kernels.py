@@ -156,7 +156,7 @@ _float_of = converter(
     types.int64, types.float64, lambda builder, value: builder.bitcast(value, ir.DoubleType())
 )
 _HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the root of 1/2
-_ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to a whole number, which the low bits then are
+_ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to an integer, which the low bits then are
 _ROUND_BITS = 0x4338000000000000
 _NOTHING = np.empty(0, np.int32), np.empty(0, np.float64)
 

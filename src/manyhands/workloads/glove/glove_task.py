@@ -84,7 +84,7 @@ class GloveTask(GloveWork, KernelTask):
 
     @property
     def batch_size(self) -> int:
-        """Records of a step: a whole number of batches, or of records that pass a gate at once."""
+        """Records of a step: a multiple of the batch, or of the records that pass a gate at once."""
         wanted = min(_MOST, -(-self.num_records // _PER_PASS))
         if self.glove.batch == 1:
             return round_up(wanted, STEP)

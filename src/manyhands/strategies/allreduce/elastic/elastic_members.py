@@ -8,10 +8,10 @@ send: weights at the end, and the checkpoints that are due while the lowest work
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
@@ -23,7 +23,7 @@ from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
-from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView
+from manyhands.strategies.allreduce.elastic.elastic_membership import EpochView
 from manyhands.strategies.allreduce.elastic.epochs import EpochFiles, send_files, write_file
 from manyhands.strategies.allreduce.elastic.member_process import (
     CHECKPOINT,
@@ -74,7 +74,6 @@ class LocalElasticMembers(ChildMembers):
         self._files: EpochFiles | None = None
 
     def close(self) -> None:
-        """End all children; idempotent."""
         try:
             super().close()
         finally:
@@ -106,7 +105,7 @@ class LocalElasticMembers(ChildMembers):
 
     def abort(self) -> None:
         assert self._files is not None, "an epoch that is ended was begun"
-        self._files.abort(None)
+        self._files.abort()
 
     def poll(self, timeout_s: float) -> list[Event | Hung]:
         events = super().poll(timeout_s)
@@ -152,17 +151,10 @@ class ExternalElasticMembers(ExternalMembers):
     ) -> None:
         super().__init__(process_group.control_server, child, say)
         self._local, self._keeper = child, keeper
-        self._start: Mapping[str, Any] | None = None
-        if start is not None:
-            self._start = {
-                "step": start.step,
-                "model": start.model,
-                "optimizer": start.optimizer,
-                "extra": start.extra,
-            }
+        names = ("step", "model", "optimizer", "extra")
+        self._start = {name: getattr(start, name) for name in names} if start is not None else None
 
     def start_worker(self, member: int, slot: int) -> str:
-        """Request a member; the process of that rank gets its slot once it is connected."""
         if slot == 0:
             return self._local.start_worker(member, slot)
         self._want(slot, member)

@@ -1,20 +1,8 @@
-"""Who takes part in an elastic all-reduce: the launcher's decisions, as a pure state machine.
+"""Messages between the workers of an elastic run and its launcher, and the launcher's decisions: frozen values.
 
-`handle(event)` returns the actions to take. The rules:
-
-- The first epoch begins when every requested worker is ready; all begin with the state of rank 0.
-- A member of the epoch **dies**: every wait in the epoch is ended, and every other member reports its progress. The
-  highest count of exchanges among them decides. A step that one survivor has taken is taken by all, because its
-  result is in the memory of all; a step that no survivor has taken is computed again by the survivors.
-- A **silent** member is killed first, so that a paused process never writes into memory that others use.
-- A **new** member gets its state from a donor, the lowest slot that has it, and joins at a step boundary: at once if
-  a death has brought all members there, otherwise members are asked to gather before the next step, which loses no
-  work.
-- A lost worker is replaced in its slot, until the run is over or the slot's workers have died five times in a row
-  without a step.
-- If fewer than `min_workers` members have the state of the run, the run fails with a message that names the lost
-  ones.
-- When all steps are done, the lowest slot leaves the weights. If it dies first, the next one does.
+A **member** is one process; its number is never reused. A **slot** is the place of a worker, such as `worker 2`,
+independent of the process that fills it. An **epoch** is a set of members that exchange only with each other, in
+memory or over links that belong to the epoch.
 """
 
 from __future__ import annotations
@@ -24,32 +12,211 @@ from enum import Enum, auto
 
 from manyhands.errors import UserError
 from manyhands.places.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.allreduce.elastic.elastic_messages import (
-    Abort,
-    ArrivedInEpoch,
-    Ask,
-    BeginEpoch,
-    Dismiss,
-    Done,
-    ElasticAction,
-    ElasticEvent,
-    EpochSeat,
-    EpochView,
-    LeftEpoch,
-    MemberReady,
-    RunOver,
-)
 from manyhands.strategies.common.membership import (
     Died,
+    Fail,
     KillMember,
     Membership,
     MemberSilent,
     MemberState,
     RunMember,
     SlotPhase,
+    StartWorker,
 )
 
-__all__ = ["ElasticMembership", "ElasticPlan"]
+__all__ = [
+    "Abort",
+    "ArrivedInEpoch",
+    "Ask",
+    "BeginEpoch",
+    "Depart",
+    "Dismiss",
+    "Done",
+    "ElasticAction",
+    "ElasticEvent",
+    "ElasticMembership",
+    "ElasticPlan",
+    "EndSoon",
+    "EpochSeat",
+    "EpochView",
+    "GatherEpoch",
+    "LeaveEpoch",
+    "LeftEpoch",
+    "MemberReady",
+    "RunOver",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSeat:
+    """One worker of an epoch; its rank is its index among the seats."""
+
+    slot: int
+    member: int
+    fresh: bool = False
+    """Whether the member has no state yet and takes that of the donor."""
+    host: str = ""
+    """The identity of the member's host; empty if all are on one host."""
+    address: str = ""
+    """The `host:port` at which it accepts members of higher rank; empty if all share memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochView:
+    """An epoch: its members in the order of slots, and how the epoch before it ended."""
+
+    epoch: int
+    seats: tuple[EpochSeat, ...]
+    donor: int | None = None
+    """The member whose state the fresh members take; None if no member has any and all begin with that of rank 0."""
+    passed: int = 0
+    """How many exchanges of the previous epoch count.
+
+    A member that has passed one fewer has the result of the last one in its memory, and takes it as well.
+    """
+
+    def rank_of(self, member: int) -> int:
+        return next(rank for rank, seat in enumerate(self.seats) if seat.member == member)
+
+    @property
+    def has_fresh(self) -> bool:
+        return any(seat.fresh for seat in self.seats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberReady:
+    """A new member has started and waits for an epoch with a seat for it."""
+
+    member: int
+    host: str = ""
+    """As in `EpochSeat`."""
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedInEpoch:
+    """A member has all resources of the epoch and takes part in its exchanges from now on."""
+
+    member: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftEpoch:
+    """A member exchanges nothing more in this epoch and waits for the next view."""
+
+    member: int
+    epoch: int
+    passed: int
+    """How many exchanges of the epoch the member knows to be complete."""
+    step: int
+    """The number of steps that the member has taken."""
+    at_border: bool
+    """Whether its next action is a step; otherwise a collective action between two steps, or nothing more."""
+    began: bool = False
+    """Whether it had begun to compute a step that it has not taken."""
+    settled: bool = True
+    """Whether it has the state of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The run is over, and this member has left the weights for the launcher."""
+
+    member: int
+    epoch: int
+    steps_done: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    """The duration of training."""
+    stopped_early: bool = False
+
+
+ElasticEvent = (
+    MemberReady | ArrivedInEpoch | LeftEpoch | Done | Died | MemberSilent | AddWorker | RemoveWorker
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherEpoch:
+    """A member waits to join or leave: all leave the epoch together before the next step."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveEpoch:
+    """A member of the epoch is lost: leave it now."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """The member is no longer needed: it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndSoon:
+    """The run ends after the next step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Send `GatherEpoch` to the members of the epoch."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End every wait in the epoch, and send `LeaveEpoch` to its members."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginEpoch:
+    """Give the members of this view the resources of its epoch, then send them the view."""
+
+    view: EpochView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Send `Depart` to this member."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOver:
+    """The weights are in place, and the run is over."""
+
+
+ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | Fail | RunOver
+
+
+# Who takes part in an elastic all-reduce: the launcher's decisions, as a pure state machine.
+#
+# `handle(event)` returns the actions to take. The rules:
+#
+# - The first epoch begins when every requested worker is ready; all begin with the state of rank 0.
+# - A member of the epoch **dies**: every wait in the epoch is ended, and every other member reports its progress. The
+#   highest count of exchanges among them decides. A step that one survivor has taken is taken by all, because its
+#   result is in the memory of all; a step that no survivor has taken is computed again by the survivors.
+# - A **silent** member is killed first, so that a paused process never writes into memory that others use.
+# - A **new** member gets its state from a donor, the lowest slot that has it, and joins at a step boundary: at once if
+#   a death has brought all members there, otherwise members are asked to gather before the next step, which loses no
+#   work.
+# - A lost worker is replaced in its slot, until the run is over or the slot's workers have died five times in a row
+#   without a step.
+# - If fewer than `min_workers` members have the state of the run, the run fails with a message that names the lost
+#   ones.
+# - When all steps are done, the lowest slot leaves the weights. If it dies first, the next one does.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +254,12 @@ class ElasticMembership(Membership):
         self._has_state = False  # whether any member has ever had the state of the run
         self.view = EpochView(epoch=0, seats=())
         """The view of the newest epoch."""
-
         self.changes = 0
         """The number of members that were lost from an epoch, joined one or left it."""
-
         self.redone = 0
         """The number of steps that were begun and then computed again."""
 
     def begin(self) -> list[ElasticAction]:
-        """Return the actions that start all members."""
         return [self._start_worker(self._new_slot()) for _ in range(self._plan.workers)]
 
     def handle(self, event: ElasticEvent) -> list[ElasticAction]:
@@ -133,10 +297,7 @@ class ElasticMembership(Membership):
             case Died(sentence=sentence):
                 return self._bury(member, sentence)
 
-    # ── joining and leaving ───────────────────────────────────────────────────────────────────────────────────────────
-
     def _open(self) -> list[ElasticAction]:
-        """Begin the first epoch once every requested worker is ready."""
         wanted = [one for one in self._members.values() if not self._is_retiring(one)]
         if any(member.state is not MemberState.READY for member in wanted):
             return []
@@ -198,8 +359,6 @@ class ElasticMembership(Membership):
             self._phase = _Phase.CHANGING
             aborts = [Abort(epoch=self.view.epoch, members=self._numbers())]
         return [*aborts, *replaced, *self._change()]
-
-    # ── from one epoch to the next ────────────────────────────────────────────────────────────────────────────────────
 
     def _change(self) -> list[ElasticAction]:
         """Begin the next epoch once every member of this one has left it."""
@@ -269,14 +428,11 @@ class ElasticMembership(Membership):
             *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
         ]
 
-    # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _is_retiring(self, member: RunMember) -> bool:
         slot = self._slot_of(member)
         return slot is not None and slot.phase is SlotPhase.RETIRING
 
     def _in_view(self) -> list[RunMember]:
-        """The live members of the epoch, whether or not they have left it."""
         return self._in_state(MemberState.WORKING, MemberState.PAUSED)
 
     def _numbers(self) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
-"""Elastic training as `fit` requests it: sets up memory and processes, runs the launcher, returns the model."""
+"""Elastic training as `fit` requests it: sets up memory and processes, and launches, watches and replaces workers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,17 +15,19 @@ import torch
 from torch import nn
 
 from manyhands.data.store.tensorfile import read_tensors
+from manyhands.engine.exchange import SentFor
 from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
 from manyhands.engine.training import Result, Stage, Training
+from manyhands.errors import PeerTimeout, WorkerFailed
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember
+from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import MORE_WORKERS
-from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLauncher, ElasticOutcome
+from manyhands.places.run_commands import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,
     ElasticKeeper,
@@ -31,37 +35,248 @@ from manyhands.strategies.allreduce.elastic.elastic_members import (
     ExternalElasticMembers,
     LocalElasticMembers,
 )
-from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticPlan
-from manyhands.strategies.allreduce.elastic.linked import Wiring
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
+    Abort,
+    ArrivedInEpoch,
+    Ask,
+    BeginEpoch,
+    Depart,
+    Dismiss,
+    Done,
+    ElasticAction,
+    ElasticMembership,
+    ElasticPlan,
+    EndSoon,
+    EpochView,
+    GatherEpoch,
+    LeaveEpoch,
+    MemberReady,
+    RunOver,
+)
+from manyhands.strategies.allreduce.elastic.epochs import Wiring
+from manyhands.strategies.allreduce.elastic.member_control import ORDERS, REPORTS
 from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, take_slot, wiring_of
 from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 
-__all__ = ["ElasticTraining"]
+__all__ = ["ElasticLauncher", "ElasticOutcome", "ElasticTraining"]
+
+
+class ElasticLog(MemberLog):
+    """The rows of members.jsonl, and the counts of the summary."""
+
+    def __init__(
+        self, on_event: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(on_event, clock)
+        self._view = EpochView(epoch=0, seats=())
+        self._arrived: set[int] = set()
+        self._redone = 0  # steps computed twice up to the last reported epoch
+        self._num_lost = self._num_joined = 0
+
+    def lose(self, event: str, member: int, sentence: str) -> None:
+        if event == "silent":
+            sentence = f"{sentence}; it is killed, and the others continue without it"
+        self._num_lost += event == "died"
+        self.lost(event, member, self.names[member], sentence)
+
+    def published(self, view: EpochView) -> None:
+        self._view, self._arrived = view, set()
+        seats = [{"slot": seat.slot, "member": seat.member, "fresh": seat.fresh} for seat in view.seats]
+        self.view(view.epoch, [], seats, [seat.member for seat in view.seats])
+
+    def arrived(self, report: ArrivedInEpoch, redone: int) -> None:
+        """Record that a member takes part in an epoch; with the last one the run is complete again.
+
+        `redone` steps were computed twice so far.
+        """
+        view = self._view
+        if report.epoch != view.epoch or report.member in self._arrived:
+            return
+        self._arrived.add(report.member)
+        if view.epoch == 1:
+            self.tell("joined", report.member)
+        elif view.seats[view.rank_of(report.member)].fresh:
+            self._num_joined += 1
+            donor = self.names[view.donor] if view.donor is not None else "nobody"
+            sentence = (
+                f"{self.names[report.member]} joined after step {report.step}, with the state of {donor}"
+            )
+            self.tell("joined", report.member, sentence=sentence)
+        if len(self._arrived) < len(view.seats):
+            return
+        again, self._redone = redone - self._redone, redone
+        if not self._lost:
+            return
+        what, count = " and ".join(self._lost), len(view.seats)
+        were = "were" if len(self._lost) > 1 else "was"
+        self._lost = {what: min(self._lost.values())}
+        there = f"{count} workers continue" if count > 1 else "1 worker continues"
+        twice = f"; step {report.step + 1} is computed again" if again else ""
+        sentence = f"{there} after step {report.step}, {{seconds}} s after {what} {were} lost{twice}"
+        self.recovered(view.seats[0].member, what, sentence)
+
+    def summary(self, membership: ElasticMembership) -> Mapping[str, Any]:
+        return {
+            "epochs": membership.view.epoch,
+            "changes": membership.changes,
+            "lost": self._num_lost,
+            "joined": self._num_joined,
+            "steps_computed_twice": membership.redone,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticOutcome:
+    """What the members reported at the end of the run."""
+
+    done: Done  # of the member that left the weights
+    sent: SentFor
+    membership: Mapping[str, Any]
+    recoveries: Sequence[Mapping[str, Any]]
+
+
+class ElasticLauncher(RunLauncher[ElasticMembers]):
+    """Runs one job to its end; `run` is called once.
+
+    `rings` has one ring for each possible slot; `assemble` creates the members. `on_note` receives what workers
+    report, `on_event` what happens to members. Commands, from any thread, change the slots during the run.
+    """
+
+    _membership: ElasticMembership
+    _log: ElasticLog
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        rings: Sequence[EventRing],
+        assemble: AssembleElastic,
+        *,
+        timeout_s: float,
+        on_note: Callable[[WorkerNote], None],
+        on_event: Callable[[dict[str, Any]], None],
+        stop_wanted: Callable[[], bool],
+        commands: queue.SimpleQueue[Command] | None = None,
+        watchdog_s: float = 0.0,
+    ) -> None:
+        super().__init__(
+            assemble,
+            rings,
+            most_slots=len(rings),
+            reports=REPORTS,
+            orders=ORDERS,
+            commands=commands,
+            watchdog_s=watchdog_s,
+        )
+        self._timeout_s, self._on_note, self._stop_wanted = timeout_s, on_note, stop_wanted
+        self._membership = ElasticMembership(plan)
+        self._log = ElasticLog(on_event)
+        self._last_lost = -1  # the slot
+        self._payloads: dict[int, Mapping[str, Any]] = {}
+        self._done: Done | None = None
+        self._ending = False
+
+    def run(self) -> ElasticOutcome:
+        self._run()
+        assert self._done is not None, "a run is over when somebody is done"
+        return ElasticOutcome(
+            done=self._done,
+            sent=sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor()),
+            membership=self._log.summary(self._membership),
+            recoveries=self._log.recoveries,
+        )
+
+    def _poll(self) -> None:
+        super()._poll()
+        if not self._closing and self._stop_wanted():
+            self._stop()
+
+    def _stop(self) -> None:
+        if not self._ending:
+            self._ending = True
+            for member in self._members.members:
+                self._send(member, EndSoon())
+
+    def _hear(self, member: int, report: Any) -> None:
+        if isinstance(report, WorkerNote):
+            self._on_note(report)
+            return
+        if self._closing:
+            return
+        match report:
+            case Done():
+                self._done = report
+            case ArrivedInEpoch():
+                self._log.arrived(report, self._membership.redone)
+            case MemberReady() if self._ending:
+                self._send(member, EndSoon())  # it was not there when the others were told
+        self._do(self._membership.handle(report))
+
+    def _lost(self, event: str, member: int, sentence: str) -> None:
+        if event == "died":
+            self._last_lost = self._slots[member]
+        self._log.lose(event, member, sentence)
+
+    def _ended_well(self, member: int, payload: Mapping[str, Any]) -> None:
+        self._payloads[member] = payload
+        if not self._closing:
+            self._log.tell("left", member)
+
+    def _failed_late(self, member: int, failure: Failure) -> None:
+        """The weights are already in place, so failures are harmless."""
+
+    def _failed(self, sentence: str) -> Exception:
+        return WorkerFailed(sentence, worker_rank=self._last_lost)
+
+    def _act(self, action: ElasticAction) -> None:
+        match action:
+            case Ask(epoch=epoch, members=members):
+                for member in members:
+                    self._send(member, GatherEpoch(epoch=epoch))
+            case Abort(epoch=epoch, members=members):
+                self._members.abort()
+                for member in members:
+                    self._send(member, LeaveEpoch(epoch=epoch))
+            case BeginEpoch(view=view):
+                self._members.begin(view)  # each member has the resources of the epoch before its view
+                for seat in view.seats:
+                    self._send(seat.member, view)
+                self._log.published(view)
+            case Dismiss(member=member):
+                self._send(member, Depart())
+            case RunOver():
+                self._over = True
+
+    def _finish(self) -> None:
+        self._closing = True
+        deadline = time.monotonic() + self._timeout_s
+        while self._members.members:
+            if time.monotonic() > deadline:
+                names = ", ".join(self._log.names[member] for member in self._members.members)
+                raise PeerTimeout(f"{names} did not end within {self._timeout_s:g} s of the run's end", -1)
+            self._poll()
 
 
 class FirstRows:
     """Passes every row of the history once: a worker that replaces worker 0 reports the newest rows again. Pure."""
 
     def __init__(self, steps_done: int = 0) -> None:
-        self._told = steps_done  # every step up to this one was reported
-        self._ahead: set[int] = set()  # reported steps after a gap that another worker is about to fill
+        self._all_until = steps_done  # every step up to this one was reported
+        self._steps: set[int] = set()  # reported steps after a gap that another worker is about to fill
         self._evaluated: set[int] = set()
 
     def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows that no worker has reported before."""
-        return [row for row in rows if self._is_first(row["step"], "metrics" in row)]
-
-    def _is_first(self, step: int, is_evaluation: bool) -> bool:
-        if is_evaluation:
-            told, self._evaluated = step in self._evaluated, self._evaluated | {step}
-            return not told
-        if step <= self._told or step in self._ahead:
-            return False
-        self._ahead.add(step)
-        while self._told + 1 in self._ahead:
-            self._told += 1
-            self._ahead.remove(self._told)
-        return True
+        found = []
+        for row in rows:
+            step, reported = row["step"], self._evaluated if "metrics" in row else self._steps
+            if step not in reported and (reported is self._evaluated or step > self._all_until):
+                reported.add(step)
+                found.append(row)
+        while self._all_until + 1 in self._steps:
+            self._all_until += 1
+            self._steps.remove(self._all_until)
+        return found
 
 
 class ElasticTraining(Training):
@@ -76,7 +291,6 @@ class ElasticTraining(Training):
         self._strategy = request.strategy
 
     def run(self, stage: Stage) -> Result:
-        """Train to the end while workers join and leave."""
         request, options, process_group = self._request, self._request.options, stage.process_group
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
@@ -126,7 +340,6 @@ class ElasticTraining(Training):
         return self._result(outcome, observed)
 
     def take_part(self, member: GroupMember) -> None:
-        """Be a worker of a run that another process leads."""
         line = member.line
         try:
             line.end(take_slot(member, self._job(None, wiring_of(member))))

@@ -14,6 +14,7 @@ member continues from it as a resumed run continues from a checkpoint; no disk i
 from __future__ import annotations
 
 import array
+import hmac
 import json
 import os
 import select
@@ -22,34 +23,44 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.data.store.checkpoint import Loaded
-from manyhands.data.store.state_tree import flatten, unflatten
+from manyhands.data.store.state_tree import flatten, pack_tree, unflatten, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView, MemberReady
+from manyhands.places.external.links import meet_all
+from manyhands.places.external.sharing import no_group
+from manyhands.places.local.host import host_identity
+from manyhands.places.local.rendezvous import hosts_of
+from manyhands.strategies.allreduce.elastic.elastic_membership import EpochView, MemberReady
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
-from manyhands.strategies.allreduce.exchange import collective_for
+from manyhands.strategies.allreduce.exchange import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.liveness import SILENT_AFTER_S, Alarm
+from manyhands.transport.security import Security
 
 __all__ = [
     "Epoch",
     "EpochFiles",
     "Epochs",
+    "LinkedEpochs",
     "SharedEpochs",
-    "State",
+    "Wiring",
     "restore_buffers",
     "send_files",
     "state_tree",
@@ -64,16 +75,12 @@ _MOST_IN_A_PACKET = 128  # the kernel's limit is 253
 _PACKET_BYTES = 64 * 2**10
 
 
-State = Callable[[], Mapping[str, Any]]
-"""Returns a `state_tree`."""
-
-
 class Epoch(ABC):
     """One member's end of one epoch; a wait for a lost member raises `epoch_collective.LOST`."""
 
     @abstractmethod
-    def hand_over(self, state: State | None) -> None:
-        """Collective among members that are not fresh, if some are: the donor passes its `state`, the others None."""
+    def hand_over(self, state: Mapping[str, Any] | None) -> None:
+        """Collective among members that are not fresh, if some are: the donor passes a `state_tree`, others None."""
 
     @abstractmethod
     def take(self) -> Loaded:
@@ -111,24 +118,21 @@ class SharedEpochs(Epochs):
         self._files, self._timeout_s = files, timeout_s
 
     def ready(self, member: int) -> MemberReady:
-        """Return the message that asks for a seat; all members are on one host."""
         return MemberReady(member=member)
 
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Receive the memory, which the launcher sent before the view."""
-        return _SharedEpoch(
-            receive_files(self._files, view.epoch, self._timeout_s), view, line.member, self._timeout_s
-        )
+        files = receive_files(
+            self._files, view.epoch, self._timeout_s
+        )  # the launcher sent them before the view
+        return _SharedEpoch(files, view, line.member, self._timeout_s)
 
     def close(self) -> None:
-        """Close the socket."""
         self._files.close()
 
 
 class _SharedEpoch(Epoch):
     def __init__(self, files: dict[str, int], view: EpochView, member: int, timeout_s: float) -> None:
-        self._files = files
-        self._timeout_s = timeout_s
+        self._files, self._timeout_s = files, timeout_s
         self._group = SharedGroup(
             control=files.pop("control"),
             arena=files.pop("arena"),
@@ -138,24 +142,30 @@ class _SharedEpoch(Epoch):
             roles=[seat.member for seat in view.seats],
         )
 
-    def hand_over(self, state: State | None) -> None:
+    def hand_over(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            write_state(*self._state_files, state())
+            write_state(self._files[_STATE_FILES[0]], self._files[_STATE_FILES[1]], state)
         self._group.barrier()
 
     def take(self) -> Loaded:
         self._group.barrier()
-        return read_state(*self._state_files)
+        return read_state(*(self._files[name] for name in _STATE_FILES))
 
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         _close_all(self._files.pop(name) for name in _STATE_FILES if name in self._files)
         group = self._group
+
+        def links() -> Mapping[int, Link]:
+            kind = mesh_kind(network=strategy.uses_network)
+            ends = {
+                peer: [self._files.pop(f"link {peer} {part}") for part in kind.parts]
+                for peer in range(group.world)
+                if peer != group.rank
+            }
+            return kind.attach(group.rank, ends)
+
         resources = Resources(
-            rank=group.rank,
-            world=group.world,
-            timeout_s=self._timeout_s,
-            group=lambda: group,
-            links=lambda: self._links(strategy),
+            rank=group.rank, world=group.world, timeout_s=self._timeout_s, group=lambda: group, links=links
         )
         return collective_for(strategy, resources), group.barrier if strategy.facts.uses_links else None
 
@@ -163,23 +173,6 @@ class _SharedEpoch(Epoch):
         self._group.close()
         files, self._files = self._files, {}
         _close_all(files.values())
-
-    def _links(self, strategy: AllReduce) -> Mapping[int, Link]:
-        kind = mesh_kind(network=strategy.uses_network)
-        ends = {
-            peer: [self._files.pop(f"link {peer} {part}") for part in kind.parts]
-            for peer in range(self._group.world)
-            if peer != self._group.rank
-        }
-        return kind.attach(self._group.rank, ends)
-
-    @property
-    def _state_files(self) -> tuple[int, int]:
-        tensors, tree = (self._files[name] for name in _STATE_FILES)
-        return tensors, tree
-
-
-# ── the memory of an epoch ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class EpochFiles:
@@ -215,15 +208,12 @@ class EpochFiles:
         return files
 
     def let_go(self) -> None:
-        """Close what members have received; called once all have theirs."""
         self._passed.close()
 
-    def abort(self, rank: int | None) -> None:
-        """End every wait in the epoch."""
-        self._group.abort(rank)
+    def abort(self) -> None:
+        self._group.abort()
 
     def close(self) -> None:
-        """Close every descriptor."""
         self._passed.close()
         self._group.close()
 
@@ -257,7 +247,17 @@ def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> di
             raise PeerTimeout(
                 f"the launcher has not sent the memory of epoch {epoch} for {timeout_s:g} s", -1
             )
-        head, descriptors = _receive(connection)
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        data, control, _, _ = connection.recvmsg(
+            _PACKET_BYTES, socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET), flags
+        )
+        if not data:
+            raise Aborted("the launcher is gone")
+        descriptors = array.array("i")
+        for level, kind, content in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        head = json.loads(data)
         if head["epoch"] != epoch:
             _close_all(descriptors)
             continue
@@ -266,26 +266,9 @@ def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> di
             return found
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    room = socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET)
-    data, control, _, _ = connection.recvmsg(_PACKET_BYTES, room, flags)
-    if not data:
-        raise Aborted("the launcher is gone")
-    descriptors = array.array("i")
-    for level, kind, content in control:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return json.loads(data), descriptors.tolist()
-
-
 def _close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that are not needed."""
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-# ── the state of the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def state_tree(model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,24 +284,18 @@ def state_tree(model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping
 
 
 def write_state(tensors: int, tree: int, state: Mapping[str, Any]) -> None:
-    """Write a `state_tree` into two memory files."""
     flat, meta = flatten(dict(state))
     write_file(tensors, encode_tensors(flat))
     write_file(tree, [json.dumps(meta, allow_nan=False).encode()])
 
 
 def read_state(tensors: int, tree: int) -> Loaded:
-    """Read what `write_state` wrote, in the form that a checkpoint is loaded in."""
+    # Opened again, with separate file offsets: members that read at once share those of the descriptors.
+    flat, meta = (Path(f"/proc/self/fd/{descriptor}") for descriptor in (tensors, tree))
     try:
-        meta = json.loads(_opened_again(tree).read_bytes())
-        return Loaded.of(unflatten(read_tensors(_opened_again(tensors)), meta))
+        return Loaded.of(unflatten(read_tensors(flat), json.loads(meta.read_bytes())))
     except (ValueError, KeyError, TypeError) as error:
         raise ManyhandsError(f"the state that another worker left cannot be read: {error}") from error
-
-
-def _opened_again(descriptor: int) -> Path:
-    """Open the same memory with a separate file offset: members that read at once share the descriptor's."""
-    return Path(f"/proc/self/fd/{descriptor}")
 
 
 @torch.no_grad()
@@ -330,7 +307,6 @@ def restore_buffers(model: nn.Module, loaded: Loaded) -> None:
 
 
 def write_file(descriptor: int, chunks: Iterable[bytes]) -> None:
-    """Overwrite a memory file from its beginning."""
     os.ftruncate(descriptor, 0)
     offset = 0
     for chunk in chunks:
@@ -338,3 +314,138 @@ def write_file(descriptor: int, chunks: Iterable[bytes]) -> None:
         while rest:
             written = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
+
+
+# Epochs of members on any hosts: a link between every two members, opened anew for each epoch.
+#
+# A member listens at one address for its lifetime and announces it when it is ready; the view of an epoch passes it to
+# all. The proof that two members exchange when they connect is valid for one epoch only, so a late connection from an
+# earlier epoch is rejected. Links between hosts are protected as the run is; those within a host never leave it.
+
+_BACKLOG: Final = 128
+_STATE: Final = 64  # the kind of message that a state comes in: none of a collective's
+_PIECE_BYTES: Final = 16 << 20
+_MOST_STATE: Final = 1 << 40
+_BLAME_S: Final = 2 * SILENT_AFTER_S
+"""After a link failed to open: how long to wait for the notice that its peer is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How other members reach a member."""
+
+    address: str
+    """The address of this host as the others know it."""
+    token: bytes
+    """The secret of the run."""
+    security: Security
+
+
+class LinkedEpochs(Epochs):
+    """One member's listener, and its links in each epoch; UserError if it may not listen at the address."""
+
+    def __init__(self, wiring: Wiring, timeout_s: float) -> None:
+        wiring.security.check_address(wiring.address)
+        self._wiring, self._timeout_s = wiring, timeout_s
+        self._listener = socket.create_server((wiring.address, 0), backlog=_BACKLOG)
+
+    def ready(self, member: int) -> MemberReady:
+        port = self._listener.getsockname()[1]
+        return MemberReady(member=member, host=host_identity(), address=f"{self._wiring.address}:{port}")
+
+    def open(self, view: EpochView, line: MemberLine) -> Epoch:
+        """Collective: open a link to every other member.
+
+        Raises ManyhandsError if a link cannot be opened although no member is lost, as behind a firewall.
+        """
+        rank = view.rank_of(line.member)
+        here, wiring, plain = view.seats[rank].host, self._wiring, Security.loopback()
+        far = {
+            peer: plain if seat.host == here else wiring.security
+            for peer, seat in enumerate(view.seats)
+            if peer != rank
+        }
+
+        def still() -> None:
+            if line.is_over(view.epoch):
+                raise Aborted(f"epoch {view.epoch} is over before it has begun")
+
+        try:
+            links = meet_all(
+                rank,
+                far,
+                self._listener,
+                lambda peer: view.seats[peer].address,
+                token=hmac.digest(wiring.token, b"epoch %d" % view.epoch, "sha256"),
+                deadline=time.monotonic() + self._timeout_s,
+                name_of=lambda peer: f"worker {view.seats[peer].slot}",
+                still=still,
+            )
+        except Aborted:
+            raise
+        except (ManyhandsError, OSError) as error:
+            if line.is_over(view.epoch, _BLAME_S):
+                raise Aborted(str(error)) from error
+            raise
+        return _LinkedEpoch(view, line, links, self._timeout_s)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class _LinkedEpoch(Epoch):
+    def __init__(
+        self, view: EpochView, line: MemberLine, links: Mapping[int, TcpLink], timeout_s: float
+    ) -> None:
+        self._view, self._links, self._timeout_s = view, links, timeout_s
+        self._rank = view.rank_of(line.member)
+        self._alarm = Alarm()
+        line.on_leave(view.epoch, lambda: self._alarm.ring(-1, f"epoch {view.epoch} is over"))
+
+    def hand_over(self, state: Mapping[str, Any] | None) -> None:
+        """The donor sends its state to each fresh member directly."""
+        if state is not None:
+            data = torch.frombuffer(bytearray(b"".join(pack_tree(state))), dtype=torch.uint8)
+            fresh = [rank for rank, seat in enumerate(self._view.seats) if seat.fresh]
+            mailbox, length = self._mailbox(), torch.tensor([len(data)])
+            messages = [
+                (rank, piece) for piece in (length, *torch.split(data, _PIECE_BYTES)) for rank in fresh
+            ]
+            mailbox.flush(mailbox.post(messages), fresh)
+
+    def take(self) -> Loaded:
+        assert self._view.donor is not None, "who is new takes the state of somebody"
+        donor, mailbox, length = self._view.rank_of(self._view.donor), self._mailbox(), torch.zeros(1).long()
+        mailbox.receive(donor, length, [])
+        count = int(length)
+        if not 0 < count <= _MOST_STATE:
+            raise ManyhandsError(f"worker {self._view.donor} offers a state of {count} bytes, which is none")
+        data = torch.empty(count, dtype=torch.uint8)
+        for piece in torch.split(data, _PIECE_BYTES):
+            mailbox.receive(donor, piece, [])
+        return Loaded.of(unpack_tree(data.numpy().tobytes()))
+
+    def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
+        hosts = hosts_of([seat.host for seat in self._view.seats])
+        chosen = strategy.across_hosts(hosts)
+        assert isinstance(chosen, AllReduce), "an all-reduce is one on any hosts"
+        resources = Resources(
+            rank=self._rank,
+            world=len(self._view.seats),
+            timeout_s=self._timeout_s,
+            group=no_group,
+            links=lambda: self._links,
+            hosts=hosts,
+            alarm=self._alarm,
+        )
+        gradients, _ = collective_across_hosts(chosen, resources)
+        return gradients, gradients.barrier
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _mailbox(self) -> Mailbox:
+        mailbox = Mailbox(self._rank, self._links, self._timeout_s, self._alarm)
+        mailbox.enter("the state of the run", _STATE, 0, 0)
+        return mailbox

@@ -1,16 +1,26 @@
 """`allreduce elastic=yes`, one worker's end: the all-reduce of each epoch, and the way from one to the next.
 
-    atomically(step) ──► exchanges ──► MembersChanged ──► tell how far, wait for the next view ──► enter it ──► again
+    atomically(step) ──► exchanges ──► MembersChanged ──► report progress, wait for the next view ──► enter it ──► again
                        │
                        └► complete: the step is taken, by all
 
 Parameters and optimizer change only after the last exchange of a step, so what a worker holds when a step is cut is
 what it held before it; buffers, which a forward may change, are copied before each step and put back.
+
+The collective of an epoch distinguishes a lost member from a complete exchange:
+
+    finish    every member has the sum in its memory   →   it counts
+              a member is lost                          →   wait for the launcher: it counts, or MembersChanged
+
+An exchange is complete for one member only when every member has its result in memory: a property of the collective in
+shared memory; over links, a barrier ensures it. Members are therefore never more than one exchange apart, and after a
+loss one number decides: the highest count among the survivors. A member that is one behind has the result in its
+memory and continues with it; no member has taken anything later. `StepChannel` counts; it is pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,21 +31,127 @@ from torch.optim import Optimizer
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, LocalStep, Meter, SharedStep, Times, Traffic, WorkerPart
-from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochView, LeftEpoch
-from manyhands.strategies.allreduce.elastic.epoch_collective import (
-    LOST,
-    ElasticCollective,
-    MembersChanged,
-    StepChannel,
-)
+from manyhands.errors import Aborted, WorkerFailed
+from manyhands.strategies.allreduce.elastic.elastic_membership import ArrivedInEpoch, EpochView, LeftEpoch
 from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs, restore_buffers, state_tree
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.wire.parcels import Parcel
 
-__all__ = ["ElasticExchange"]
+__all__ = ["LOST", "ElasticCollective", "ElasticExchange", "MembersChanged", "StepChannel"]
 
 _T = TypeVar("_T")
+LOST = (Aborted, WorkerFailed)
+"""What an exchange raises when one of its members is lost."""
+
+
+class MembersChanged(Aborted):
+    """The epoch is over, and the exchange begun in it does not count."""
+
+
+class StepChannel:
+    """One member's count of complete exchanges in the epoch that it is in."""
+
+    def __init__(self, member: int) -> None:
+        self.member = member
+        self.view: EpochView | None = None
+        self.passed = 0
+        """The number of exchanges of the epoch that this member knows to be complete."""
+        self.next: EpochView | None = None
+        """The next view, from when the launcher announces it until the member has entered it."""
+
+    @property
+    def epoch(self) -> int:
+        return self.view.epoch if self.view is not None else 0
+
+    def begin(self, view: EpochView) -> None:
+        self.view, self.passed, self.next = view, 0, None
+
+    def passes(self) -> None:
+        self.passed += 1
+
+    def learn(self, view: EpochView) -> bool:
+        """The epoch is over and this view follows: return whether the interrupted exchange is complete."""
+        if self.view is not None and not self.passed <= view.passed <= self.passed + 1:
+            raise AssertionError(
+                f"member {self.member} has passed {self.passed} exchanges of epoch {self.epoch}, and the survivors "
+                f"{view.passed}"
+            )
+        self.next = view
+        return self.view is not None and view.passed == self.passed + 1
+
+
+class ElasticCollective(Collective):
+    """Wraps `inner`, and counts its exchanges.
+
+    `confirm` waits until all members have the result, if `inner` alone does not prove it. `complete` is called after an
+    interrupted exchange and returns whether it counts nevertheless. `passes` is called for each exchange that counts.
+    """
+
+    instead_of_rows = (
+        "its rows are not summed with elastic=yes; leave that out, or build it with sparse=False"
+    )
+
+    def __init__(
+        self,
+        inner: Collective,
+        confirm: Callable[[], None] | None,
+        complete: Callable[[], bool],
+        passes: Callable[[], None],
+    ) -> None:
+        self.rank, self.world, self.wire = inner.rank, inner.world, inner.wire
+        self._inner, self._confirm, self._complete, self._passes = inner, confirm, complete, passes
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        return self._inner.allocate(parcels)
+
+    def rounds(self, parcel: Parcel) -> bool:
+        return self._inner.rounds(parcel)
+
+    def begin(self, step: int) -> None:
+        self._inner.begin(step)
+
+    def launch(self, index: int) -> None:
+        try:
+            self._inner.launch(index)
+        except LOST as error:  # no member can have passed what this member has not launched
+            raise MembersChanged(str(error)) from error
+
+    def poll(self) -> bool:
+        try:
+            return self._inner.poll()
+        except LOST as error:
+            raise MembersChanged(str(error)) from error
+
+    def finish(self) -> None:
+        self._exchange(self._inner.finish)
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        self._exchange(lambda: self._inner.broadcast(index, root))
+
+    def _exchange(self, work: Callable[[], None]) -> None:
+        """Do one exchange; raises MembersChanged if it does not count."""
+        try:
+            work()
+            if self._confirm is not None:
+                self._confirm()
+        except LOST as error:
+            if self._confirm is not None:
+                self._inner.close()  # otherwise the others would keep waiting for this member's messages
+            if not self._complete():
+                raise MembersChanged(str(error)) from error
+        self._passes()
+
+    def take_times(self) -> Times:
+        return self._inner.take_times()
+
+    def traffic(self) -> Traffic:
+        return self._inner.traffic()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class ElasticExchange(Exchange):
@@ -43,31 +159,25 @@ class ElasticExchange(Exchange):
 
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
         self._sent = Traffic()  # in epochs that are over
-        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
+        self.meter = Meter(
+            take_times=self._take_times,
+            traffic=lambda: self._sent if self._inner is None else self._sent + self._inner.meter.traffic(),
+        )
         self.members = self
-        self.slot = slot
-        self._set_ranks(0, 1)
-        self._strategy = strategy
-        self._line = line
-        self._epochs = epochs
+        self.slot, self.rank, self.world = slot, 0, 1
+        self.part = WorkerPart(index=0, count=1, copies=(range(1),))
+        self._strategy, self._line, self._epochs = strategy, line, epochs
         self.channel = StepChannel(line.member)
         self._opened: Epoch | None = None
         self._inner: AllReduceExchange | None = None
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._loaded: Loaded | None = None
-        self._tell: Callable[[], Mapping[str, Any]] = dict
+        self._joining_state: Callable[[], Mapping[str, Any]] = dict
         self._buffers: list[torch.Tensor] = []
         self._steps_done = 0
         self._at_border = True
         self._began = self._settled = self._paused = False
-
-    def _set_ranks(self, rank: int, world: int) -> None:
-        """Every worker of the epoch holds the model."""
-        self.rank, self.world = rank, world
-        self.part = WorkerPart(index=rank, count=world, copies=(range(world),))
-
-    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> Loaded | None:
         """Wait for an epoch; return the donor's state, or None if this member begins together with all others."""
@@ -82,14 +192,16 @@ class ElasticExchange(Exchange):
                 self._settled = True
                 return self._loaded
             except LOST:
-                self._leave()
+                self.leave()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         if self._loaded is not None:
             restore_buffers(model, self._loaded)
             extra = dict(self._loaded.extra)
-            self._tell = lambda: extra  # until the loop has begun, the next member gets what this one got
+            self._joining_state = lambda: (
+                extra
+            )  # until the loop has begun, the next member gets what this one got
             self._steps_done, self._loaded = self._loaded.step, None
         self._buffers = [torch.empty_like(buffer) for buffer in model.buffers()]
         while True:
@@ -103,30 +215,27 @@ class ElasticExchange(Exchange):
                     self._settled = True
                 return
             except LOST:
-                self._leave()
+                self.leave()
 
     def on_join(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the callback that returns this worker's state when it is a donor."""
-        self._tell = state
-
-    # ── from epoch to epoch ───────────────────────────────────────────────────────────────────────────────────────────
+        self._joining_state = state
 
     def atomically(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
         """Run `work` with the current members, and repeat it if one is lost before it is complete."""
         self._steps_done, self._at_border = steps_done, at_border
         while True:
             if at_border and self._paused and self.channel.next is None:
-                self._leave()
+                self.leave()
             while self.channel.next is not None:  # enter the newest epoch
                 try:
                     self._open()
                     self._lay_out()
                 except LOST:
-                    self._leave()
+                    self.leave()
             try:
                 return work()
             except MembersChanged:
-                self._leave()
+                self.leave()
                 model, optimizer = self._trained
                 if self._began:  # the step was interrupted: restore the state before it
                     with torch.no_grad():
@@ -136,23 +245,19 @@ class ElasticExchange(Exchange):
             finally:
                 self._began = False
 
-    def follow(self, view: EpochView) -> None:
-        """After the last step: enter an epoch in which nothing more is exchanged."""
-        self.channel.begin(view)
-        self._set_ranks(view.rank_of(self._line.member), len(view.seats))
+    def follow(self) -> None:
+        """Enter the next epoch, if one was announced; after the last step nothing more is exchanged in it."""
+        view = self.channel.next
+        if view is not None:
+            self.channel.begin(view)
+            self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
+            # Every worker of the epoch holds the model.
+            self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
 
-    def end(self) -> EpochView | None:
-        """After the last step: return the view that was announced when the last exchange was cut, if any."""
-        self._at_border = False  # no member needs to join any more
-        return self.channel.next
+    def end(self) -> None:
+        self._at_border = False
 
-    def leave(self) -> EpochView:
-        """After the last step: a member is lost; report progress and return the next view."""
-        self._leave()
-        assert self.channel.next is not None, "to leave is to have learnt of the next"
-        return self.channel.next
-
-    def _leave(self) -> bool:
+    def leave(self) -> bool:
         """Report progress and wait for the next view; return whether the interrupted exchange is complete."""
         if self.channel.next is not None:
             return False  # it has been told already
@@ -171,26 +276,22 @@ class ElasticExchange(Exchange):
 
     def _open(self) -> None:
         """Collective: close the previous epoch and enter the next; a donor passes its state on."""
-        view = self.channel.next
-        assert view is not None, "somebody has told of it"
         self.close()
-        self.channel.begin(view)
+        self.follow()
+        view = self.channel.view
+        assert view is not None, "the launcher has announced it"
         self._paused = False
-        self._set_ranks(view.rank_of(self._line.member), len(view.seats))
         self._opened = self._epochs.open(view, self._line)
         if view.has_fresh and not self._is_fresh:
-            donates = view.donor == self._line.member
-            self._opened.hand_over(
-                (lambda: state_tree(*self._trained, self._steps_done, dict(self._tell())))
-                if donates
-                else None
-            )
+            state = None
+            if view.donor == self._line.member:
+                state = state_tree(*self._trained, self._steps_done, dict(self._joining_state()))
+            self._opened.hand_over(state)
 
     def _lay_out(self) -> None:
-        """Collective: lay out the buckets of this epoch."""
         assert self._opened is not None, "the epoch is open"
         summed, confirm = self._opened.collective(self._strategy)
-        collective = ElasticCollective(summed, confirm, self._leave, self.channel.passes)
+        collective = ElasticCollective(summed, confirm, self.leave, self.channel.passes)
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
         self.hooks = self._inner.lay_out(*self._trained)
         self.wire = self._inner.wire
@@ -210,8 +311,6 @@ class ElasticExchange(Exchange):
         assert view is not None, "an epoch is open"
         return view.seats[self.rank].fresh and not self._settled
 
-    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def _current(self) -> AllReduceExchange:
         assert self._inner is not None, "attach comes first"
@@ -228,10 +327,8 @@ class ElasticExchange(Exchange):
         """Collective: after it, every member of the epoch takes the step."""
         view = self.channel.view
         assert view is not None, "a step is taken in an epoch"
-        pause = self._line.is_asked(view.epoch)
-        shared = self._current.agree(replace(local, pause=pause))
-        self._paused = shared.pause
-        self._began = False
+        shared = self._current.agree(replace(local, pause=self._line.is_asked(view.epoch)))
+        self._paused, self._began = shared.pause, False
         return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
 
     def apply(self) -> None:
@@ -244,7 +341,6 @@ class ElasticExchange(Exchange):
         return self._current.total(values)
 
     def _take_times(self) -> Times:
-        """Return the times of this epoch, by worker."""
         if self._inner is None or self.channel.view is None:
             return Times()
         times, seats = self._inner.meter.take_times(), self.channel.view.seats
@@ -254,13 +350,10 @@ class ElasticExchange(Exchange):
             posts={seats[rank].slot: post for rank, post in times.posts.items()},
         )
 
-    def _traffic(self) -> Traffic:
-        return self._sent if self._inner is None else self._sent + self._inner.meter.traffic()
-
     def close(self) -> None:
         """Leave the epoch; what it has sent is kept."""
+        self._sent = self.meter.traffic()
         if self._inner is not None:
-            self._sent = self._sent + self._inner.meter.traffic()
             self._inner.close()
             self._inner = None
         if self._opened is not None:

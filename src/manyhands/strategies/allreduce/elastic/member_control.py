@@ -16,7 +16,7 @@ from manyhands.errors import Aborted, PeerTimeout
 from manyhands.places.external.send_queue import Wakeup
 from manyhands.places.local.control import Context
 from manyhands.places.local.notes import TypedNotes
-from manyhands.strategies.allreduce.elastic.elastic_messages import (
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
     ArrivedInEpoch,
     Depart,
     Done,
@@ -47,7 +47,10 @@ class ListeningContext(Context, Protocol):
 
 
 class MemberLine:
-    """One member's end, the only reader of its context's messages; `close` is idempotent."""
+    """One member's end, the only reader of its context's messages; `close` is idempotent.
+
+    `early` holds messages that the launcher has sent before.
+    """
 
     def __init__(
         self,
@@ -56,10 +59,7 @@ class MemberLine:
         timeout_s: float,
         early: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`early` holds messages that the launcher has sent before."""
-        self.member = member
-        self._context = context
-        self._timeout_s = timeout_s
+        self.member, self._context, self._timeout_s = member, context, timeout_s
         self._views: list[EpochView] = []
         self._gather = self._leave = 0
         self._departs = self._ends_soon = self._closed = False
@@ -73,12 +73,10 @@ class MemberLine:
         self._thread.start()
 
     def tell(self, report: Any) -> None:
-        """Send a message to the launcher."""
         self._context.send(REPORTS.write(report))
 
     @property
     def departs(self) -> bool:
-        """Whether the launcher has dismissed this member."""
         self._require_whole()
         return self._departs
 
@@ -88,20 +86,16 @@ class MemberLine:
         return self._ends_soon or self._context.stopping
 
     def is_asked(self, epoch: int) -> bool:
-        """Whether the members of this epoch are to gather before the next step."""
         return self._gather == epoch
 
-    def is_told_to_leave(self, epoch: int) -> bool:
-        """Whether a member of this epoch is lost."""
+    def must_leave(self, epoch: int) -> bool:
         self._require_whole()
         return self._leave >= epoch
 
     def is_over(self, epoch: int, wait_s: float = 0.0) -> bool:
         """Wait up to the given time; return whether to leave this epoch, or whether the run is being stopped."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self.is_told_to_leave(epoch) or self._context.stopping, wait_s
-            )
+            return self._changed.wait_for(lambda: self.must_leave(epoch) or self._context.stopping, wait_s)
 
     def on_leave(self, epoch: int, act: Callable[[], None]) -> None:
         """Call `act`, from any thread, when this epoch is to be left; replaces an earlier callback."""
@@ -136,7 +130,6 @@ class MemberLine:
                 self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
-        """Stop the listener thread."""
         if not self._closed:
             self._closed = True
             self._wakeup.ring()

@@ -22,7 +22,6 @@ from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.errors import Aborted
 from manyhands.native.threads import use_threads, with_threads
@@ -31,10 +30,15 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import Context, RoleContext
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import load
-from manyhands.strategies.allreduce.elastic.elastic_messages import Done
-from manyhands.strategies.allreduce.elastic.epochs import Epochs, SharedEpochs, write_file
+from manyhands.strategies.allreduce.elastic.elastic_membership import Done
+from manyhands.strategies.allreduce.elastic.epochs import (
+    Epochs,
+    LinkedEpochs,
+    SharedEpochs,
+    Wiring,
+    write_file,
+)
 from manyhands.strategies.allreduce.elastic.exchange import ElasticExchange
-from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
 
@@ -72,7 +76,6 @@ class ElasticJob:
     keep_checkpoints: int
     resume_step: int | None
     """The step of the checkpoint to begin with; a member that joins later gets its state from a donor."""
-
     wiring: Wiring | None = None
     """How members reach each other over links; None if all share memory."""
 
@@ -88,10 +91,8 @@ class ElasticPart:
     checkpoints: CheckpointStore | None
     leave_weights: Callable[[Mapping[str, torch.Tensor]], None]
     """Called on the lowest member at the end of the run."""
-
     resume: Callable[[], Loaded | None]
     """Returns the checkpoint that the run begins with, for members of the first epoch."""
-
     early: Sequence[Mapping[str, Any]] = ()
     """Messages that the launcher has sent before."""
 
@@ -105,7 +106,6 @@ class TakeSlot:
     threads: int
     resumes: bool
     """Whether the checkpoint that the run begins with follows."""
-
     checkpoints: str | None
     """The leader's checkpoint folder, if the run keeps one; only the leader can write there."""
 
@@ -114,7 +114,6 @@ PARTS: Final = TypedNotes(TakeSlot)
 
 
 def wiring_of(party: ProcessGroup | GroupMember) -> Wiring:
-    """Return how other members reach a process of this run."""
     return Wiring(address=party.address or _THIS_HOST, token=party.token, security=party.security)
 
 
@@ -133,23 +132,18 @@ def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
             assert checkpoints is not None, "a run that is resumed has a directory"
             return checkpoints.load(job.resume_step)
 
-        def leave_weights(weights: Mapping[str, torch.Tensor]) -> None:
-            write_file(context.descriptor("weights"), encode_tensors(weights))
-
         part = ElasticPart(
             context=context,
             member=context.rank,
             slot=slot,
             ring=ring,
             checkpoints=checkpoints,
-            leave_weights=leave_weights,
+            leave_weights=lambda weights: write_file(context.descriptor("weights"), encode_tensors(weights)),
             resume=resume,
         )
-        epochs = (
-            LinkedEpochs(job.wiring, job.timeout_s)
-            if job.wiring is not None
-            else SharedEpochs(files, job.timeout_s)
-        )
+        epochs: Epochs = SharedEpochs(files, job.timeout_s)
+        if job.wiring is not None:
+            epochs = LinkedEpochs(job.wiring, job.timeout_s)
         return _train(job, part, epochs)
 
 
@@ -178,12 +172,10 @@ def _end(
     part: ElasticPart, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
 ) -> None:
     """The lowest member of the epoch leaves the weights; all members stay until one has."""
-    view = exchange.end()
+    exchange.end()
     left = False
     while not line.departs and not part.context.stopping:
-        if view is not None:
-            exchange.follow(view)
-            view = None
+        exchange.follow()
         if exchange.rank == 0 and not left:
             trainer.leave_owed(trained.steps_done, trained.model)
             part.leave_weights(trained.weights if trained.weights is not None else trained.model.state_dict())
@@ -198,8 +190,8 @@ def _end(
                 )
             )
             left = True
-        if line.is_told_to_leave(exchange.channel.epoch):
-            view = exchange.leave()
+        if line.must_leave(exchange.channel.epoch):
+            exchange.leave()
         elif not line.departs:
             line.wait(exchange.channel.epoch)
 
@@ -208,17 +200,8 @@ class _MemberContext:
     """The worker context of a member: its ring, its row of the status table, its control connection."""
 
     def __init__(self, context: Context, ring: EventRing, line: MemberLine) -> None:
-        self.record = ring.record
-        self.mark = context.mark
-        self.stop_requested = line.stop_requested
-        self._line = line
-
-    def note(self, note: WorkerNote) -> None:
-        """Send a note to the launcher."""
-        self._line.tell(note)
-
-
-# ── an externally started process ─────────────────────────────────────────────────────────────────────────────────────
+        self.record, self.mark = ring.record, context.mark
+        self.stop_requested, self.note = line.stop_requested, line.tell
 
 
 def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
@@ -227,7 +210,14 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
     `job` has the settings of this process, without those that only the leader knows.
     """
     line = party.line
-    part, early = _await_part(line)
+    while line.stop_requested() or not (early := line.received()):  # as long as the leader lives
+        if line.stop_requested():
+            over = line.over
+            raise Aborted(
+                over.sentence if over is not None else f"the run ended before {line.name} had a part in it"
+            )
+        select.select([line.control_fileno()], [], [], _WAIT_S)
+    part: TakeSlot = PARTS.read(early[0])
     start = Loaded.of(unpack_tree(line.take(START, job.timeout_s))) if part.resumes else None
     mine = ElasticPart(
         context=line,
@@ -237,7 +227,7 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
         checkpoints=_SentCheckpoints(line, Path(part.checkpoints)) if part.checkpoints is not None else None,
         leave_weights=lambda weights: line.give(WEIGHTS, _copied(encode_tensors(weights))),
         resume=lambda: start,
-        early=early,
+        early=early[1:],
     )
     try:
         with with_threads(part.threads):
@@ -246,17 +236,6 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
         if line.over is not None:  # it knows more than that this one was to stop
             raise Aborted(line.over.sentence) from None
         raise
-
-
-def _await_part(line: ControlConnection) -> tuple[TakeSlot, Sequence[Mapping[str, Any]]]:
-    """Wait for `TakeSlot` as long as the leader lives; return it with later messages of the leader."""
-    while not line.stop_requested():
-        if told := line.received():
-            part: TakeSlot = PARTS.read(told[0])
-            return part, told[1:]
-        select.select([line.control_fileno()], [], [], _WAIT_S)
-    over = line.over
-    raise Aborted(over.sentence if over is not None else f"the run ended before {line.name} had a part in it")
 
 
 class _SentCheckpoints(CheckpointStore):
@@ -269,11 +248,8 @@ class _SentCheckpoints(CheckpointStore):
     def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
         """Send a checkpoint and return the path it will have; the leader reports what goes wrong in writing it."""
         del spare_from
-        tree = {
+        tree = {name: dict(getattr(snapshot, name)) for name in ("model", "optimizer", "extra")} | {
             "step": snapshot.step,
-            "model": dict(snapshot.model),
-            "optimizer": dict(snapshot.optimizer),
-            "extra": dict(snapshot.extra),
             "score": snapshot.score,
             "may_hold_infinity": sorted(snapshot.may_hold_infinity),
         }

@@ -12,7 +12,7 @@ optimizer between two steps (evaluation, checkpoint, comparison of workers) find
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +38,17 @@ from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SliceSender
 from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients, cut
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
-from manyhands.strategies.common.collectives.piggyback import broadcast, kept_by_codecs, remember_kept, total
-from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.collectives.collective import (
+    broadcast,
+    gradient_layouts,
+    kept_by_codecs,
+    remember_kept,
+    total,
+)
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
+from manyhands.wire.flat_layout import trainable
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Blocked", "LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
@@ -59,14 +65,21 @@ class PriorityExchange(Exchange):
 
     def __init__(self, collective: ScheduleCollective, bucket_bytes: int, credit_bytes: int) -> None:
         self.rank, self.world, self.wire = collective.rank, collective.world, collective.wire
+
+        def stepped(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+            self.finish()
+            return model.named_parameters()
+
+        def residuals() -> Mapping[str, Any]:
+            self.finish()
+            return kept_by_codecs(collective, self._carrier_index, self._carrier)
+
         self.part = WorkerPart(
-            index=self.rank, count=self.world, copies=(range(self.world),), parameters=self._stepped
+            index=self.rank, count=self.world, copies=(range(self.world),), parameters=stepped
         )
         self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = ExchangeState(gather=self._residuals, load=partial(remember_kept, collective))
-        self._collective = collective
-        self._bucket_bytes = bucket_bytes
-        self._credit_bytes = credit_bytes
+        self.kept = ExchangeState(gather=residuals, load=partial(remember_kept, collective))
+        self._collective, self._bucket_bytes, self._credit_bytes = collective, bucket_bytes, credit_bytes
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
         self._unarrived: list[int] = []  # by parameter: its slices that are still to come
@@ -76,7 +89,6 @@ class PriorityExchange(Exchange):
         self._sender: SliceSender | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: cut the gradients into slices and give every worker worker 0's weights and buffers."""
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer, self._late = model, optimizer, LateOptimizer(optimizer)
         layouts = gradient_layouts(model, self._bucket_bytes)
@@ -85,18 +97,13 @@ class PriorityExchange(Exchange):
         carrier = Parcel.whole(len(parcels), _CARRIER_ITEMS, torch.float64, exact=True)
         *buckets, self._carrier = self._collective.allocate([*parcels, carrier])
         self._carrier_index = len(parcels)
-        broadcast(
-            self._collective,
-            self._carrier_index,
-            self._carrier,
-            [*model.parameters(), *model.buffers()],
-        )
-        self.hooks = self._gradients = SlicedGradients(model, layouts, slices, buckets, self._fill)
-        self._guard = ParameterGuard(model, self._gradients.parameters, self._wait_for)
+        weights = [*model.parameters(), *model.buffers()]
+        broadcast(self._collective, self._carrier_index, self._carrier, weights)
+        parameters = list(trainable(model))
         self._slices = slices
-        self._sender = SliceSender(
-            self._collective, slices, len(self._gradients.parameters), self._credit_bytes
-        )
+        self._sender = SliceSender(self._collective, slices, len(parameters), self._credit_bytes)
+        self.hooks = self._gradients = SlicedGradients(model, layouts, slices, buckets, self._sender.fill)
+        self._guard = ParameterGuard(model, parameters, self._wait_for)
         keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
@@ -147,34 +154,23 @@ class PriorityExchange(Exchange):
         self.finish()
         return super().evaluate(computer, model, alike=alike)
 
-    def _stepped(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        self.finish()
-        return model.named_parameters()
-
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         self.finish()
         return super().model_state(model)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
         self.finish()
         return self._optimizer.state_dict() if self.rank == 0 else None
-
-    def _residuals(self) -> Mapping[str, Any]:
-        """Collective: the codec residuals of all workers, for a checkpoint."""
-        self.finish()
-        return kept_by_codecs(self._collective, self._carrier_index, self._carrier)
 
     def total(self, values: Tensor) -> Tensor:
         self.finish()
         return total(self._collective, self._carrier_index, self._carrier, values)
 
     def _take_times(self) -> Times:
-        """Return how long this worker was blocked: by late workers, and by data in flight."""
         blocked, self._blocked = self._blocked, []
+        posts, self._posts = self._posts, {}
         late = self._sender.take_late() if self._sender is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
-        posts, self._posts = self._posts, {}
         return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def close(self) -> None:
@@ -197,9 +193,6 @@ class PriorityExchange(Exchange):
             self._gradients.begin()
             self._the_sender.begin(self._gradients.step)
 
-    def _fill(self, number: int) -> None:
-        self._the_sender.fill(number)
-
     def _wait_for(self, numbers: Iterable[int]) -> None:
         awaited = frozenset(numbers)
         self._step_arrived(wait=False)
@@ -214,13 +207,10 @@ class PriorityExchange(Exchange):
                 arrived = self._the_sender.arrivals(wait=True)
         else:
             arrived = self._the_sender.arrivals(wait=False)
-        complete = []
-        for number in arrived:
-            for parameter in self._slices[number].parameters:
-                self._unarrived[parameter] -= 1
-                if not self._unarrived[parameter]:
-                    complete.append(parameter)
-        self._take_step(complete)
+        touched = [parameter for number in arrived for parameter in self._slices[number].parameters]
+        for parameter in touched:
+            self._unarrived[parameter] -= 1
+        self._take_step([parameter for parameter in dict.fromkeys(touched) if not self._unarrived[parameter]])
         return bool(arrived)
 
     def _take_step(self, numbers: Sequence[int]) -> None:
@@ -255,9 +245,8 @@ def exposed(blocked: Sequence[Blocked], late: Sequence[Lateness]) -> tuple[int, 
     """
     waits: dict[int, int] = {}
     for one in late:
-        shared = sum(
-            max(0, min(one.end_ns, span.end_ns) - max(one.begin_ns, span.begin_ns)) for span in blocked
-        )
+        overlaps = (min(one.end_ns, span.end_ns) - max(one.begin_ns, span.begin_ns) for span in blocked)
+        shared = sum(max(0, overlap) for overlap in overlaps)
         if shared:
             waits[one.peer] = waits.get(one.peer, 0) + shared
     whole = sum(span.end_ns - span.begin_ns for span in blocked)
@@ -277,8 +266,13 @@ class LateOptimizer:
         self._settings: list[dict[str, Any]] = []
 
     def allow(self) -> None:
+        # Copies of the settings as they are now: a schedule writes in place if one is a tensor.
         self._settings = [
-            {name: _kept(value) for name, value in group.items() if name != "params"}
+            {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
             for group in self._optimizer.param_groups
         ]
 
@@ -287,7 +281,7 @@ class LateOptimizer:
         now = [dict(group) for group in groups]
         try:
             for group, settings in zip(groups, self._settings, strict=True):
-                group.update(settings, params=_among(group["params"], sums))
+                group.update(settings, params=[one for one in group["params"] if one in sums])
             for parameter, gradient in sums.items():
                 parameter.grad = gradient
             self._optimizer.step()
@@ -296,15 +290,6 @@ class LateOptimizer:
                 group.update(before)
             for parameter in sums:
                 parameter.grad = None
-
-
-def _among(parameters: Collection[Tensor], sums: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    return [parameter for parameter in parameters if parameter in sums]
-
-
-def _kept(value: Any) -> Any:
-    """Return a copy of a setting as it is now: a schedule writes in place if it is a tensor."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 # A guard that makes every read of a parameter that is still to be stepped wait for that parameter, and no other.
@@ -319,10 +304,7 @@ class ParameterGuard(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        wait: Callable[[Iterable[int]], None],
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], wait: Callable[[Iterable[int]], None]
     ) -> None:
         super().__init__()
         self._wait = wait
@@ -330,7 +312,7 @@ class ParameterGuard(TorchFunctionMode):
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._in_memory: dict[int, list[int]] = {}
         for number, parameter in enumerate(parameters):
-            self._in_memory.setdefault(_memory_of(parameter), []).append(number)
+            self._in_memory.setdefault(parameter.untyped_storage().data_ptr(), []).append(number)
         self._hooks = [
             module.register_forward_pre_hook(self._before_forward)
             for module in model.modules()
@@ -339,18 +321,15 @@ class ParameterGuard(TorchFunctionMode):
 
     @property
     def pending(self) -> frozenset[int]:
-        """The numbers of parameters that are still to be stepped."""
         return frozenset(self._pending)
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Mark parameters as pending: they must be stepped before they are read."""
         self._pending.update(numbers)
 
     def stepped(self, numbers: Iterable[int]) -> None:
         self._pending.difference_update(numbers)
 
     def close(self) -> None:
-        """Remove the hooks; idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -358,7 +337,6 @@ class ParameterGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Wait for pending parameters among the arguments, then call the torch function."""
         del types
         if self._pending:
             self._look_at(args)
@@ -368,26 +346,22 @@ class ParameterGuard(TorchFunctionMode):
 
     def _look_at(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, Tensor):
-                self._before_reading(value)
-            elif isinstance(value, (list, tuple)):
+            if isinstance(value, (list, tuple)):
                 self._look_at(value)
-
-    def _before_reading(self, tensor: Tensor) -> None:
-        try:
-            memory = _memory_of(tensor)
-        except (RuntimeError, NotImplementedError):  # a wrapper tensor does not say whose memory it reads
-            self._wait(self.pending)
-            return
-        if awaited := self._pending.intersection(self._in_memory.get(memory, ())):
-            self._wait(awaited)
+            elif isinstance(value, Tensor):
+                try:
+                    memory = value.untyped_storage().data_ptr()
+                except (
+                    RuntimeError,
+                    NotImplementedError,
+                ):  # a wrapper tensor does not say whose memory it reads
+                    self._wait(self.pending)
+                    continue
+                if awaited := self._pending.intersection(self._in_memory.get(memory, ())):
+                    self._wait(awaited)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         if self._pending:
             own = {self._numbers.get(id(one), -1) for one in module.parameters(recurse=False)}
             if awaited := self._pending & own:
                 self._wait(awaited)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

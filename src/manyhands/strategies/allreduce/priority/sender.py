@@ -16,7 +16,7 @@ import torch
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
 from manyhands.strategies.allreduce.priority.sliced_gradients import GradientSlice
 from manyhands.strategies.common.collectives.background import SideThread
-from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 
 __all__ = ["Agreed", "Desk", "Lateness", "SendOrder", "SliceSender"]
 
@@ -67,22 +67,17 @@ class SliceSender(SideThread):
         parameters: int,
         credit_bytes: int,
     ) -> None:
-        super().__init__("manyhands courier")
-        self._collective = collective
-        self._slices = slices
-        self._parameters = parameters
-        self._credit_bytes = credit_bytes
+        super().__init__("manyhands sender of slices")
+        self._collective, self._slices = collective, slices
+        self._parameters, self._credit_bytes = parameters, credit_bytes
         self._step: _Step | None = None
         self._arrived: list[int] = []
         self._late: list[Lateness] = []
         self._posts: dict[int, PeerTraffic] = {}
         self._start()
 
-    # ── the worker's side ─────────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def is_over(self) -> bool:
-        """Whether the last step is over: every slice has arrived, or the step was called off."""
         with self._changed:
             return self._is_idle()
 
@@ -122,13 +117,11 @@ class SliceSender(SideThread):
             return arrived
 
     def take_late(self) -> list[Lateness]:
-        """Return for whom the sender has waited since the last call."""
         with self._changed:
             late, self._late = self._late, []
             return late
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """Return what went to and came from each other worker since the last call."""
         with self._changed:
             posts, self._posts = self._posts, {}
             return posts
@@ -140,37 +133,33 @@ class SliceSender(SideThread):
     def _is_idle(self) -> bool:
         return self._step is None or self._step.desk.is_over
 
-    # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _run(self) -> None:
-        while (step := self._next_report()) is not None:
-            found, waits = self._collective.gather(self._report(step))
-            for number in self._hear(step, found, waits):
+        while True:
+            with self._changed:
+                while not self._ends and (self._step is None or not self._step.desk.wants_to_report):
+                    self._changed.wait()
+                step = self._step
+                if self._ends or step is None:
+                    return
+                words = np.asarray(step.words, np.float64).view(np.uint8)
+                ready = np.zeros(len(self._slices), np.uint8)
+                ready[sorted(step.desk.report())] = 1
+                reached = np.zeros(self._parameters, np.uint8)
+                reached[: len(step.reached)] = step.reached
+            found, waits = self._collective.gather(torch.from_numpy(np.concatenate([words, ready, reached])))
+            for number in self._choose(step, found, waits):
                 self._collective.step = step.number
                 self._collective.sum_part(self._slices[number].parcel)
-                self._deliver(step, number)
+                with self._changed:
+                    step.desk.arrived(number)
+                    self._arrived.append(number)
+                    self._take_over_posts()
+                    self._changed.notify_all()
 
-    def _next_report(self) -> _Step | None:
-        """Wait until the worker has something to report; None if it is done."""
-        with self._changed:
-            while not self._ends:
-                if self._step is not None and self._step.desk.wants_to_report:
-                    return self._step
-                self._changed.wait()
-            return None
-
-    def _report(self, step: _Step) -> torch.Tensor:
-        with self._changed:
-            words = np.asarray(step.words, np.float64).view(np.uint8)
-            ready = np.zeros(len(self._slices), np.uint8)
-            ready[sorted(step.desk.report())] = 1
-            reached = np.zeros(self._parameters, np.uint8)
-            reached[: len(step.reached)] = step.reached
-            return torch.from_numpy(np.concatenate([words, ready, reached]))
-
-    def _hear(
+    def _choose(
         self, step: _Step, found: Sequence[torch.Tensor], waits: Mapping[int, tuple[int, int]]
     ) -> tuple[int, ...]:
+        """Take the reports of all workers; return the slices to sum now, the same on each."""
         reports = [one.numpy() for one in found]
         ready_at = _WORDS * _WORD_BYTES
         reached_at = ready_at + len(self._slices)
@@ -179,7 +168,19 @@ class SliceSender(SideThread):
         if all(len(one) == len(self._slices) for one in ready):
             words = np.stack([report[:ready_at].view(np.float64) for report in reports])
             reached = np.any([report[reached_at:] for report in reports], axis=0)
-            agreed = Agreed(shared=_shared(words), reached=tuple(reached.tolist()))
+            bad = tuple(np.flatnonzero(words[:, _BAD]).tolist())
+            loss = 0.0
+            for mine in words[
+                :, _LOSS
+            ].tolist():  # added in the order of workers, so that all get the same bits
+                loss += mine
+            shared = SharedStep(
+                loss=float("nan") if bad else loss,
+                bad_workers=bad,
+                stop=bool(words[:, _STOP].any()),
+                pause=bool(words[:, _PAUSE].any()),
+            )
+            agreed = Agreed(shared=shared, reached=tuple(reached.tolist()))
         with self._changed:
             self._late += [Lateness(begin_ns, end_ns, peer) for peer, (begin_ns, end_ns) in waits.items()]
             called_off = agreed is not None and bool(agreed.shared.bad_workers)
@@ -190,33 +191,12 @@ class SliceSender(SideThread):
                 self._changed.notify_all()
             return chosen
 
-    def _deliver(self, step: _Step, number: int) -> None:
-        with self._changed:
-            step.desk.arrived(number)
-            self._arrived.append(number)
-            self._take_over_posts()
-            self._changed.notify_all()
-
     def _take_over_posts(self) -> None:
         for peer, post in self._collective.take_times().posts.items():
             if peer in self._posts:
                 self._posts[peer].add(post)
             else:
                 self._posts[peer] = post
-
-
-def _shared(words: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> SharedStep:
-    """Combine all reports; losses are added in the order of workers, so that all get the same bits."""
-    bad = tuple(np.flatnonzero(words[:, _BAD]).tolist())
-    loss = 0.0
-    for mine in words[:, _LOSS].tolist():
-        loss += mine
-    return SharedStep(
-        loss=float("nan") if bad else loss,
-        bad_workers=bad,
-        stop=bool(words[:, _STOP].any()),
-        pause=bool(words[:, _PAUSE].any()),
-    )
 
 
 # Which slices are sent next: the same choice on every worker, although gradients are ready at different times. Pure.
@@ -233,19 +213,16 @@ class SendOrder:
     def __init__(self, num_bytes: Sequence[int], priorities: Sequence[int], credit_bytes: int) -> None:
         if credit_bytes < 1:
             raise ValueError(f"credit_bytes={credit_bytes} lets nothing through")
-        self._num_bytes = num_bytes
-        self._credit_bytes = credit_bytes
+        self._num_bytes, self._credit_bytes = num_bytes, credit_bytes
         self._unsent = sorted(range(len(num_bytes)), key=lambda number: (priorities[number], number))
         self._in_flight: set[int] = set()
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes of slices that were chosen and have not arrived."""
         return sum(self._num_bytes[number] for number in self._in_flight)
 
     @property
     def is_over(self) -> bool:
-        """Whether every slice has arrived."""
         return not self._unsent and not self._in_flight
 
     def next(self, ready: Collection[int]) -> tuple[int, ...]:
@@ -278,17 +255,13 @@ class Desk:
     """
 
     def __init__(self, order: SendOrder, slices: int) -> None:
-        self._order = order
-        self._slices = slices
+        self._order, self._slices = order, slices
         self._ready: set[int] = set()
-        self._told: frozenset[int] = frozenset()
-        self._is_closed = False
-        self._all_closed = False
-        self._called_off = False
+        self._reported: frozenset[int] = frozenset()
+        self._is_closed = self._all_closed = self._called_off = False
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to agree on or to arrive."""
         return self._called_off or (self._all_closed and self._order.is_over)
 
     @property
@@ -298,7 +271,7 @@ class Desk:
             return False
         if len(self._ready) == self._slices:
             return self._is_closed
-        return bool(self._ready) and self._told != self._ready
+        return bool(self._ready) and self._reported != self._ready
 
     def filled(self, number: int) -> None:
         self._ready.add(number)
@@ -310,16 +283,15 @@ class Desk:
         self._is_closed = True
 
     def report(self) -> frozenset[int]:
-        """Return what this worker has, to be sent to all."""
-        self._told = frozenset(self._ready)
-        return self._told
+        self._reported = frozenset(self._ready)
+        return self._reported
 
     def heard(self, reports: Sequence[Collection[int]], *, called_off: bool = False) -> tuple[int, ...]:
         """Take all reports, this worker's included; return what to send now, nothing if the step is `called_off`."""
         if called_off:
             self._called_off = True
             return ()
-        everywhere = set(self._told)
+        everywhere = set(self._reported)
         for report in reports:
             everywhere.intersection_update(report)
         self._all_closed = len(everywhere) == self._slices

@@ -34,9 +34,13 @@ class SlicedGradients:
         named = trainable(model)
         self._names = [names[0] for names in named.values()]
         self.parameters = list(named)
-        self._slices = slices
-        self._filled = filled
-        self.views = self._make_views(layouts, buckets)
+        self._slices, self._filled = slices, filled
+        views = {
+            number: items.view(self.parameters[number].shape)
+            for layout, bucket in zip(layouts, buckets, strict=True)
+            for number, items in layout.views(bucket)
+        }
+        self.views = [views[index] for index in range(len(views))]
         """By parameter: its gradient in the bucket, in the parameter's shape."""
         self.slices_of: list[list[int]] = [[] for _ in named]
         """By parameter: the slices that contain parts of it."""
@@ -84,16 +88,6 @@ class SlicedGradients:
             parameter.grad = None
         self.views = []
 
-    def _make_views(
-        self, layouts: Sequence[BucketLayout], buckets: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        views = {
-            number: items.view(self.parameters[number].shape)
-            for layout, bucket in zip(layouts, buckets, strict=True)
-            for number, items in layout.views(bucket)
-        }
-        return [views[index] for index in range(len(views))]
-
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         if self.on_next_gradient is not None:
             listener, self.on_next_gradient = self.on_next_gradient, None
@@ -135,7 +129,6 @@ class GradientSlice:
 
     parcel: Parcel
     """Which bytes of which bucket it is; a lower priority is more urgent."""
-
     parameters: tuple[int, ...]
     """The parameters with items in this slice."""
 

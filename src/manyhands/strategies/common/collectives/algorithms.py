@@ -96,7 +96,6 @@ def doubling(rank: int, world: int) -> Table:
 
 
 def all_to_all(rank: int, world: int) -> Table:
-    """Everyone sends its whole vector to everyone and sums what it got in rank order."""
     if world == 1:
         return ()
     return (
@@ -111,7 +110,6 @@ def all_to_all(rank: int, world: int) -> Table:
 
 
 def master_worker(rank: int, world: int) -> Table:
-    """Rank 0 adds everyone's vector in rank order and sends the sum to each."""
     if world == 1:
         return ()
     if rank == 0:
@@ -298,7 +296,6 @@ class _Groups:
         return range(group * self.size, min(self.world, (group + 1) * self.size))
 
     def led_by(self, rank: int) -> range:
-        """The parts this rank leads in its group."""
         members = self.members(rank // self.size)
         return range(*chunk_bounds(self.size, len(members), rank - members.start))
 

@@ -1,46 +1,60 @@
-"""How a set of buckets is summed over workers: in place in shared memory, or by a schedule over links.
+"""Gradients of one model, summed over workers while backward is still running.
 
-The reducer fills buckets and launches them in order; a collective makes each the sum over all workers. Two of them:
-`SharedCollective` (one host, nothing is copied) and `ScheduleCollective` (any algorithm over any link).
+A `Reducer` fills buckets and launches them in order; a `Collective` makes each the sum over all workers: in place in
+shared memory (`SharedCollective`), by a schedule over links (`schedule_collective.py`), or by torch (`torch_sums.py`).
+
+The algorithm of DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020): buckets in reverse registration order, launched in order as they fill. A gradient moves into its
+bucket in the hook that sees it first, still warm in the cache, and stays there: the optimizer reads it in place.
+
+One more bucket carries what the workers must agree on besides gradients, so that it costs no round of its own:
+
+    loss · stop · pause · one flag per worker whose loss is not finite · one flag per parameter that backward reached
+
+A gradient of some rows (`nn.Embedding(sparse=True)`) takes no room in a bucket: its rows are summed by themselves.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import nn
 
-from manyhands.engine.exchange import PeerTraffic, Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.buffers import room_for
+from manyhands.engine.exchange import LocalStep, SharedStep, Times, Traffic
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.dtypes import SUMMED
 from manyhands.native.group.shared_group import Bucket, SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE
-from manyhands.strategies.common.collectives.background import Background
-from manyhands.strategies.common.collectives.codec_choice import CodecChooser
-from manyhands.strategies.common.collectives.compressed import Compressor
-from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.row_sums import GradientRows
-from manyhands.strategies.common.collectives.schedule import Algorithm
-from manyhands.transport.link.interface import Link
-from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.wire.codec import ParcelCodec, codec_named
-from manyhands.wire.flat_layout import side_by_side
-from manyhands.wire.names import RAW, auto_error, rounds_hops
+from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
+from manyhands.transport.link.wire import Wire
+from manyhands.wire.codec import as_memory, as_one
+from manyhands.wire.flat_layout import BucketLayout, lay_out, side_by_side, trainable
+from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
+from manyhands.wire.tap import GpuCopies, GradientTap, put
 
 __all__ = [
     "Collective",
-    "ScheduleCollective",
+    "Reducer",
     "SharedCollective",
-    "across_hosts",
-    "barrier_in",
-    "carrier",
-    "over_links",
-    "without_barrier",
+    "broadcast",
+    "gradient_layouts",
+    "kept_by_codecs",
+    "remember_kept",
+    "room_for_buffers",
+    "total",
 ]
+
+_LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
+_SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
+_COUNT_BYTES = 8
+_SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
 class Collective(ABC):
@@ -54,6 +68,13 @@ class Collective(ABC):
     """The codec setting."""
     step: int = 0
     """Which step the launched buckets belong to; set it before `finish`."""
+    sums_rows: bool = False
+    """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
+    instead_of_rows: str = (
+        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
+        "sparse=False"
+    )
+    """What the user can do if row-sparse gradients are not supported."""
 
     def begin(self, step: int) -> None:
         """Begin a step: buckets launched from here on belong to it, and may be summed before `finish`."""
@@ -67,14 +88,6 @@ class Collective(ABC):
         """Whether the contents of the parcel are rounded in transit."""
         del parcel
         return False
-
-    sums_rows: bool = False
-    """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
-    instead_of_rows: str = (
-        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
-        "sparse=False"
-    )
-    """What the user can do if row-sparse gradients are not supported."""
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, if it `sums_rows`: return the sum over workers of rows of a table that has `below` of them."""
@@ -103,7 +116,7 @@ class Collective(ABC):
     def finish(self) -> None:
         """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """Wait until the results of `finish` are certain, if the host runs ahead of a GPU; call before keeping any.
 
         Returns whether other workers may still need this one for their results.
@@ -123,16 +136,13 @@ class Collective(ABC):
         return False
 
     @abstractmethod
-    def take_times(self) -> Times:
-        """Return where time went since the last call."""
+    def take_times(self) -> Times: ...
 
     @abstractmethod
-    def traffic(self) -> Traffic:
-        """Return what this worker has sent so far."""
+    def traffic(self) -> Traffic: ...
 
     @abstractmethod
-    def close(self) -> None:
-        """Release memory and links."""
+    def close(self) -> None: ...
 
 
 class SharedCollective(Collective):
@@ -143,8 +153,7 @@ class SharedCollective(Collective):
     """
 
     def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]] = ()) -> None:
-        self.rank = group.rank
-        self.world = group.world
+        self.rank, self.world = group.rank, group.world
         self._group, self._owned = group, owned
         self._buckets: list[Bucket] = []
         self._sent: list[Traffic] = []  # by bucket: what its sum takes
@@ -172,7 +181,6 @@ class SharedCollective(Collective):
         self._traffic += self._sent[index]
 
     def poll(self) -> bool:
-        """Reduce this worker's slice of every bucket that all have filled."""
         return self._group.poll()
 
     def finish(self) -> None:
@@ -201,202 +209,315 @@ class SharedCollective(Collective):
         self._group.close()
 
 
-class ScheduleCollective(Collective):
-    """Buckets summed one after the other by a schedule over links, in launch order.
+class Reducer:
+    """Owns the gradients of `model` from construction (collective) to `close`.
 
-    If links are a network and `begin` has announced the step, a thread sums each bucket as soon as it is launched,
-    while the worker continues its backward; otherwise `finish` does. Collectives over one executor share the
-    `background`, so that everything is sent in launch order.
-
-    `arrive`, if given, waits until every worker has arrived and returns the nanoseconds waited for each: it separates
-    lateness from the exchange itself. `codec` names what the executor encodes with; a `chooser` changes it during the
-    run. Owns the links.
+    A step is: backward (hooks fill and launch buckets), then `finish` on every worker. Afterwards the sum over workers
+    has been added to each parameter's `grad`, as one backward would. Where no worker reached it, it stays what it was:
+    if that is None, weight decay and momentum leave the parameter alone.
+    Slots of `layouts` number the trainable parameters of `model`, in registration order.
     """
-
-    sums_rows = True
 
     def __init__(
         self,
-        executor: ScheduleExecutor,
-        links: Mapping[int, Link],
-        arrive: Callable[[], Mapping[int, int]] | None = None,
-        codec: str = RAW,
-        chooser: CodecChooser | None = None,
-        background: Background | None = None,
+        model: nn.Module,
+        collective: Collective,
+        layouts: Sequence[BucketLayout],
+        *,
+        bring_back: bool = True,
     ) -> None:
-        self.rank = executor.rank
-        self.world = executor.world
-        self._executor, self._links, self.codec = executor, links, codec
-        self._chooser, self._arrive = chooser, arrive
-        self._parcels: Sequence[Parcel] = ()
-        self._buckets: list[torch.Tensor] = []
-        self._launched: list[int] = []
-        self._waits: dict[int, int] = {}
-        self._background = background or Background("manyhands sums of buckets")
-        self._begun = False
-        self._leaves_early = False
-        self._last_given = 0
+        named = trainable(model)
+        self._names = [names[0] for names in named.values()]
+        self._parameters = list(named)
+        self._collective, self._layouts = collective, layouts
+        status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
+        shapes = [parameter.shape for parameter in named]
+        parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(layouts)]
+        status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
+        rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
+        self._buckets, self._status, self._status_index = (
+            rooms[: len(parcels)],
+            rooms[len(parcels)],
+            len(parcels),
+        )
+        self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
+        devices = {parameter.device for parameter in named}
+        if len(devices) > 1:
+            raise UserError(f"the model is on {', '.join(sorted(map(str, devices)))}; put it on one device")
+        device = devices.pop() if devices else torch.device("cpu")
+        here = all(bucket.device.type == device.type for bucket in self._buckets)
+        self._gpu = None if here else GpuCopies(device, self._buckets)
+        self._bring_back = bring_back
+        self._rows = {
+            slot.parameter: GradientRows.none(self._parameters[slot.parameter])
+            for layout in layouts
+            for slot in layout.slots
+            if not slot.count and self._parameters[slot.parameter].numel()
+        }
+        """By number of a parameter without a bucket slot: this worker's part of its gradient, then the sum."""
+        views: dict[int, torch.Tensor] = {}
+        for layout, bucket in zip(layouts, self._buckets, strict=True):
+            for number, items in layout.views(bucket):
+                views[number] = items if number in self._rows else items.view(self._parameters[number].shape)
+        self.gradients = [views[index] for index in range(len(views))]
+        """This worker's part of every trainable parameter's gradient, in its bucket."""
+        self._bucket_of = {
+            slot.parameter: index for index, layout in enumerate(layouts) for slot in layout.slots
+        }
+        self._held = self._pending = False
+        self._earlier: dict[int, torch.Tensor] = {}
+        self.weight = 1.0
+        """The factor for every gradient on its way into its bucket; set it before a backward."""
+        self.on_next_gradient: Callable[[], None] | None = None
+        """Called once, at the next gradient; set it again for the next backward."""
+        self._start_step()
+        self._tap = GradientTap(self._parameters, self._on_gradient, self._make_room)
 
     @property
-    def wire(self) -> int:  # type: ignore[override]
-        codec = self.codec if self._chooser is None else self._chooser.codec
-        return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
+    def is_idle(self) -> bool:
+        """Whether the buckets are free for other use: the last step was taken and no other has begun."""
+        return all(parameter.grad is None for parameter in self._parameters)
 
-    def summary(self) -> dict[str, Any]:
-        return {} if self._chooser is None else self._chooser.summary()
+    @property
+    def carrier(self) -> int:
+        sizes = [bucket.nbytes for bucket in (*self._buckets, self._status)]
+        return sizes.index(max(sizes))
 
-    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        self._parcels = parcels
-        self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
-        return self._buckets
+    def begin_step(self, step: int) -> None:
+        self._collective.begin(step)  # from here on buckets may be sent as soon as they are full
 
-    def rounds(self, parcel: Parcel) -> bool:
-        """Whether the executor encodes the parcel, or a codec that does may still be chosen."""
-        return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Return a context in which backwards only accumulate; the first one after it launches full buckets."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
 
-    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        return self._executor.sum_rows(mine, below)
+    def finish(self, local: LocalStep) -> SharedStep:
+        """Collective: sum what is left, agree on the step, and put the sums where the optimizer reads them."""
+        self._collective.step = local.step
+        for index, layout in enumerate(self._layouts[self._next_launch :], self._next_launch):
+            for slot in layout.slots:
+                if not self._filled[slot.parameter]:
+                    if self._parameters[slot.parameter].grad is None or not self._reached[slot.parameter]:
+                        self._make_room(slot.parameter)
+                    if not self._reached[slot.parameter]:
+                        self.gradients[slot.parameter].zero_()
+            self._unfilled[index] = 0
+        self._launch_filled()
+        status = self._status
+        status.zero_()
+        status[_LOSS] = local.loss * local.share if local.is_finite and local.share else 0.0
+        status[_STOP], status[_PAUSE] = float(local.stop), float(local.pause)
+        status[_FLAGS + self._collective.rank] = float(not local.is_finite)
+        flags = _FLAGS + self._collective.world
+        status[flags : flags + len(self._reached)] = torch.tensor(self._reached, dtype=torch.float64)
+        self._collective.launch(self._status_index)
+        self._collective.finish()
+        for index in sorted(self._rows):
+            mine = self._rows[index] if self._reached[index] else GradientRows.none(self._parameters[index])
+            self._rows[index] = self._collective.sum_rows(mine, self._parameters[index].shape[0])
+        return self._read_status(status.tolist())
 
-    def sum_part(self, part: Parcel) -> None:
-        """Collective, at once: sum the named part of a bucket over workers."""
-        item = part.dtype.itemsize
-        items = self._buckets[part.number][part.begin // item : part.end // item]
-        self._executor.at(self.step)
-        self._executor.all_reduce(items, parcel=part)
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) > len(self._status):
+            return total(self._collective, self._totals_index, self._totals, values)
+        return total(self._collective, self._status_index, self._status, values)
 
-    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Collective, at once: return every worker's few bytes, and the interval in which each was waited for."""
-        return self._executor.gather(mine)
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        if not self._collective.spread(tensors):
+            index = self.carrier
+            broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
-    def memory(self) -> dict[str, torch.Tensor]:
-        return (self._chooser or self._executor).memory()
+    def residuals(self) -> Mapping[str, Any]:
+        """Collective, between steps: return the codec residuals of all workers, on worker 0."""
+        index = self.carrier if self.is_idle else self._status_index
+        return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])
 
-    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        (self._chooser or self._executor).remember(memory)
-
-    def begin(self, step: int) -> None:
-        """Begin a step; buckets may be sent from here on, unless codecs are measured on all of them first."""
-        super().begin(step)
-        self._begun = True
-        self._executor.at(step)
-        looks = self._chooser is not None and self._chooser.is_due(step)
-        # Data on a network needs no core of this host, so a thread may sum while the worker computes.
-        overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
-        self._leaves_early = overlaps and not looks
-
-    def launch(self, index: int) -> None:
-        if self._leaves_early:
-            self._last_given = self._background.give(partial(self._sum, [index]))
-        else:
-            self._launched.append(index)
-
-    def finish(self) -> None:
-        self._begun = False
-        if self._arrive is not None:
-            for peer, waited in self._arrive().items():
-                self._waits[peer] = self._waits.get(peer, 0) + waited
-        if self._leaves_early:
-            self._leaves_early = False
-            self._background.wait(self._last_given)
-            return
-        launched, self._launched = self._launched, []
-        if self._chooser is not None:
-            self._chooser.look(
-                self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
-            )
-        self._executor.at(self.step)
-        self._sum(launched)
-
-    def _sum(self, launched: Sequence[int]) -> None:
-        for index in launched:
-            self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
-
-    def barrier(self) -> None:
-        self._executor.barrier()
-
-    def broadcast(self, index: int, root: int = 0) -> None:
-        self._executor.broadcast(self._buckets[index], root)
-
-    def take_times(self) -> Times:
-        waits, self._waits = self._waits, {}
-        over = not self._begun and self._background.is_idle  # a step's traffic is reported together
-        return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
-
-    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._executor.mailbox.take_traffic()
-
-    def traffic(self) -> Traffic:
-        return self._executor.mailbox.traffic()
+    def _sum(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """The summed gradient where the optimizer reads it; on a GPU that does not step, any tensor in its place."""
+        if index in self._rows:
+            return self._rows[index].as_gradient(parameter)
+        if self._gpu is None:
+            return self.gradients[index]
+        if self._bring_back:
+            return self._gpu.back(self.gradients[index])
+        return parameter.grad if parameter.grad is not None else torch.empty_like(parameter)
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
+        if self._gpu is not None:
+            self._gpu.close()
+        self._tap.close()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.gradients, self._buckets = [], []
+        self._status = self._totals = torch.empty(0)
 
-        self._background.close(close_links)
+    def _make_room(self, index: int) -> None:
+        """Make autograd hand over a gradient separately; earlier summed gradients are added once the sum is there."""
+        parameter = self._parameters[index]
+        earlier, parameter.grad = parameter.grad, None
+        if earlier is None:
+            self._reached[index] = False  # what was held, if anything, has been dropped by zero_grad
+        elif not self._reached[index]:
+            is_here = not earlier.is_sparse and earlier.data_ptr() == self.gradients[index].data_ptr()
+            self._earlier[index] = earlier.clone() if is_here else earlier
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if self.on_next_gradient is not None:
+            listener, self.on_next_gradient = self.on_next_gradient, None
+            listener()
+        gradient, bucket = parameter.grad, self._bucket_of[index]
+        assert gradient is not None
+        if bucket < self._next_launch:
+            raise UserError(
+                f"parameter {self._names[index]!r} got a second gradient after the first was sent; run every "
+                "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
+            )
+        if gradient.is_sparse != (index in self._rows):
+            name = repr(self._names[index])
+            raise UserError(
+                f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
+                if index in self._rows
+                else f"parameter {name} has a sparse gradient; {self._collective.instead_of_rows}"
+            )
+        if index in self._rows:
+            rows = GradientRows.of(gradient).times(self.weight)
+            self._rows[index] = self._rows[index].plus(rows) if self._reached[index] else rows
+        elif self._gpu is None:
+            put(self.gradients[index], gradient, self.weight, add=self._reached[index])
+            parameter.grad = self.gradients[index]
+        else:
+            self._gpu.into(self.gradients[index], gradient, self.weight, add=self._reached[index])
+        self._reached[index] = True
+        if self._held:
+            return
+        if not self._filled[index]:
+            self._filled[index] = True
+            self._unfilled[bucket] -= 1
+        if self._gpu is not None:
+            return  # copies are still on their way: `finish` launches what has landed by then
+        if self._next_launch == bucket and self._unfilled[bucket] == 0:
+            self._launch_filled()
+        elif self._pending:
+            self._pending = self._collective.poll()
+
+    def _start_step(self) -> None:
+        self._reached = [False] * len(self._parameters)
+        self._filled = [False] * len(self._parameters)
+        self._unfilled = [len(layout.slots) for layout in self._layouts]
+        self._next_launch, self._pending = 0, False
+
+    def _launch_filled(self) -> None:
+        if self._gpu is not None:
+            self._gpu.landed()
+        while self._next_launch < len(self._layouts) and self._unfilled[self._next_launch] == 0:
+            self._collective.launch(self._next_launch)
+            self._next_launch += 1
+        self._pending = self._collective.poll()
+
+    def _read_status(self, status: list[float]) -> SharedStep:
+        world = self._collective.world
+        reached_by = status[_FLAGS + world :]
+        for index, parameter in enumerate(self._parameters):
+            earlier = self._earlier.get(index)
+            if reached_by[index]:
+                total = self._sum(index, parameter)
+                parameter.grad = total if earlier is None else total.add_(earlier)
+            elif earlier is not None:
+                parameter.grad = earlier if earlier.is_sparse else self._sum(index, parameter).copy_(earlier)
+        self._earlier = {}
+        self._start_step()
+        bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
+        loss = float("nan") if bad else status[_LOSS]
+        return SharedStep(loss=loss, bad_workers=bad, stop=status[_STOP] > 0, pause=status[_PAUSE] > 0)
 
 
-def carrier(
-    codec: str, *, feedback: bool, seed: int, rank: int, world: int
-) -> ParcelCodec | Compressor | None:
-    """Return what encodes for an executor: at every hop, or as a `Compressor`; None if nothing does yet."""
-    if auto_error(codec) is not None:
-        return None
-    if rounds_hops(codec):
-        return codec_named(codec)
-    return Compressor(codec, feedback=feedback, seed=seed, rank=rank, world=world)
+def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) -> tuple[BucketLayout, ...]:
+    """Return buckets for the gradients of `model`; a UserError names a parameter of an unsupported type.
+
+    With `rows`, embeddings with sparse gradients have slots of no items.
+    """
+    named = trainable(model)
+    for parameter, names in named.items():
+        if parameter.dtype not in SUMMED:
+            raise UserError(
+                f"parameter {names[0]!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
+            )
+    sparse = row_sparse(model) if rows else set()
+    counts = [0 if parameter in sparse else parameter.numel() for parameter in named]
+    return lay_out([(count, one.dtype) for count, one in zip(counts, named, strict=True)], cap_bytes)
 
 
-def over_links(
-    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
-) -> ScheduleCollective:
-    """Return a worker's end over the links of one host, with a barrier in shared memory that tells which was late."""
-    return without_barrier(
-        algorithm, resources, codec, feedback=feedback, arrive=barrier_in(resources.group())
-    )
+def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any]:
+    """Collective: return all workers' codec residuals on worker 0, for a checkpoint, through bucket `index`, zeroed."""
+    memory = collective.memory()
+    if not memory:
+        return {}  # on all alike: they have sent the same buckets
+    mine = as_one(memory)
+    carrier = bucket.view(torch.uint8)
+    room = carrier[:_COUNT_BYTES].view(torch.int64)
+    most = 2 * mine.numel() + _SPARE_BYTES  # all workers keep about as much
+    found = []
+    for root in range(collective.world):
+        room[0] = mine.numel()
+        collective.broadcast(index, root)
+        count = int(room[0])
+        if not 0 <= count <= most:
+            raise ManyhandsError(
+                f"worker {root} says that its codecs keep {count} bytes; at most {most} would fit what this one keeps"
+            )
+        theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
+        for begin in range(0, count, len(carrier)):
+            end = min(count, begin + len(carrier))
+            if root == collective.rank:
+                carrier[: end - begin] = mine[begin:end]
+            collective.broadcast(index, root)
+            if collective.rank == 0:
+                theirs[begin:end] = carrier[: end - begin]
+        found.append(theirs)
+    carrier.zero_()
+    return {"codec": {"codec": collective.codec, "workers": found}} if collective.rank == 0 else {}
 
 
-def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
-    """Return a barrier of the group that reports how long each later worker was waited for, in nanoseconds."""
-
-    def arrive() -> Mapping[int, int]:
-        group.barrier()
-        waits = group.take_stats().waiting_ns
-        return {peer: waited for peer, waited in enumerate(waits) if waited}
-
-    return arrive
+def remember_kept(collective: Collective, memory: Mapping[str, Any]) -> None:
+    """Restore what `kept_by_codecs` returned; with another codec or other workers, start without residuals."""
+    kept = memory.get("codec")
+    workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
+    if len(workers) == collective.world:
+        collective.remember(as_memory(workers[collective.rank]))
 
 
-def without_barrier(
-    algorithm: Algorithm,
-    resources: Resources,
-    codec: str = RAW,
-    *,
-    feedback: bool = True,
-    arrive: Callable[[], Mapping[int, int]] | None = None,
-) -> ScheduleCollective:
-    """Return a worker's end over links, on one host or several, that waits for arrivals by `arrive` alone."""
-    links = resources.links()
-    make = partial(
-        carrier, feedback=feedback, seed=resources.seed, rank=resources.rank, world=resources.world
-    )
-    executor = ScheduleExecutor(
-        algorithm, resources.rank, resources.world, links, resources.timeout_s, resources.alarm, make(codec)
-    )
-    chooser = None
-    if auto_error(codec) is not None:
-        chooser = CodecChooser(codec, executor, partial(make, feedback=True))
-    return ScheduleCollective(executor, links, arrive, codec, chooser)
+def room_for_buffers(model: nn.Module, status: Parcel, world: int) -> list[Parcel]:
+    """Return a parcel after `status` so that the buffers of `model` take few sums; none if they fit into `status`."""
+    count = room_for(model, world)
+    return [Parcel.whole(status.number + 1, count, torch.float64, exact=True)] if count > status.count else []
 
 
-def across_hosts(
-    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
-) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """Return a worker's ends over links between hosts: for what may be encoded, and for small exact values."""
-    gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
-    return gradients, of_words(gradients)
+def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    pieces = []
+    for piece in torch.split(values, len(bucket)):
+        bucket.zero_()
+        bucket[: len(piece)] = piece
+        collective.launch(index)
+        collective.finish()
+        pieces.append(bucket[: len(piece)].clone())
+    return torch.cat(pieces)
 
 
-def of_words(gradients: ScheduleCollective) -> ScheduleCollective:
-    """Return another collective over the same links, for small exact values."""
-    return ScheduleCollective(gradients._executor, gradients._links, background=gradients._background)
+@torch.no_grad()
+def broadcast(
+    collective: Collective, index: int, bucket: torch.Tensor, tensors: Iterable[torch.Tensor]
+) -> None:
+    """Collective: give every worker worker 0's values, through the bytes of bucket `index`, zeroed afterwards."""
+    carrier = bucket.view(torch.uint8)
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for piece in torch.split(flat, len(carrier)):
+            carrier[: len(piece)] = piece
+            collective.broadcast(index)
+            piece.copy_(carrier[: len(piece)])
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+    carrier.zero_()

@@ -147,7 +147,6 @@ class ScheduleExecutor:
             vector.div_(self.world)
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """Collective: the sum over ranks of rows of a table that has `below` of them."""
         enter = self._call("sum of rows", _Kind.ROWS)
         return sum_rows(mine, below, self.rank, self.world, self.mailbox, enter)
 
@@ -174,7 +173,6 @@ class ScheduleExecutor:
         self._run(_Kind.BROADCAST, "tree", plan, vector)
 
     def barrier(self) -> None:
-        """Collective: return when every rank has arrived; an all-reduce of nothing."""
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
         self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
 

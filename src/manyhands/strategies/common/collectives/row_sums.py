@@ -108,7 +108,6 @@ class _Swap:
             self._mailbox.flush(self._mailbox.post([(peer, payload)]), [peer])
 
     def receive(self, number: int, peer: int, rows: GradientRows | None = None) -> GradientRows:
-        """The peer's rows, in exchange for these, if any."""
         payloads = self._payloads(rows) if rows is not None else (None, None)
         room = count = torch.empty(1, dtype=torch.int64)
         for step, payload in enumerate(payloads):

@@ -111,7 +111,6 @@ class Algorithm:
     """The last ranks, so many of them, that have no vector of their own: they only sum, and want no result."""
 
     def gives(self, rank: int, world: int) -> bool:
-        """Whether a rank has a vector of its own."""
         return rank < world - self.helpers
 
     def table(self, rank: int, world: int) -> Table:
@@ -213,7 +212,6 @@ class Plan:
 
 
 def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = True) -> Plan:
-    """Lay out `table` of `rank` for a vector of `count` items in `chunks` chunks; a helper `gives` nothing."""
     layout = _Layout(rank, chunks, count, gives=gives)
     rounds = tuple(layout.round(step) for step in table)
     longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)

@@ -204,7 +204,6 @@ class _Expressions:
         return self._intern(tuple(addends), once, twice)
 
     def is_whole(self, number: int, world: int) -> bool:
-        """Whether each contribution stands there exactly once."""
         return self._once[number] == (1 << world) - 1 and not self._twice[number]
 
     def faults(self, number: int, world: int) -> tuple[list[int], list[int]]:
@@ -256,7 +255,6 @@ class Cost:
 
 
 def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
-    """Count one all-reduce of `num_bytes`, cut between items of `item_bytes` as the executor cuts them."""
     if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
         raise UserError(
             f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"

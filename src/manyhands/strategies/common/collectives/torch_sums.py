@@ -111,7 +111,7 @@ class TorchCollective(Collective):
         for work in self._unsure:
             self._checked(work.wait)  # the stream waits, and the host does not
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """Wait until this worker's sums are there, or raise; others may still be reading from this worker."""
         self._await_unsure()
         return True

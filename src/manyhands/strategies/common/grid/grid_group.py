@@ -93,23 +93,19 @@ class LinkGroup:
         if self.world == 1:
             return [mine]
         flat = _flat(mine)
-        pieces = [
-            flat if index == self.index else flat.new_empty(shape.numel())
-            for index, shape in enumerate(shapes)
-        ]
+        pieces = [flat.new_empty(shape.numel()) for shape in shapes]
+        pieces[self.index] = flat
         self._hand_out(pieces)
-        return [
-            mine if index == self.index else piece.view(shape).to(mine.device)
-            for index, (piece, shape) in enumerate(zip(pieces, shapes, strict=True))
-        ]
+        found = [piece.view(shape).to(mine.device) for piece, shape in zip(pieces, shapes, strict=True)]
+        found[self.index] = mine
+        return found
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         if self.world == 1 or not tensor.numel():
             return tensor
         flat = _flat(tensor)
-        others = [index for index in range(self.world) if index != root]
         if self.index == root:
-            self.exchange(dict.fromkeys(others, flat), {})
+            self.exchange(dict.fromkeys(self._others(), flat), {})
         else:
             self.exchange({}, {root: flat})
         return _back(tensor, flat)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.dtypes import BY_CODE, CODES
 from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.common.sharding.optimizers import positions
 
 __all__ = ["Cut", "Held", "HeldModel", "Outline"]
 
@@ -37,7 +38,6 @@ class Cut:
     """How many such tensors; along a dimension only."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of that part."""
         part = self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
         return part if self.blocks == 1 else part.flatten(self.dim or 0, (self.dim or 0) + 1)
 
@@ -85,7 +85,6 @@ class Outline:
         )
 
     def names(self) -> dict[int, str]:
-        """By the identity of a parameter or buffer: the first of its names."""
         found: dict[int, str] = {}
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             found.setdefault(id(tensor), name)
@@ -124,16 +123,12 @@ class HeldModel:
     ) -> None:
         self.held = tuple(held)
         self._outline, self._optimizer = outline, optimizer
-        self._buffers = dict(buffers or {})
-        self._buffer_cuts = dict(buffer_cuts or {})
+        self._buffers, self._buffer_cuts = dict(buffers or {}), dict(buffer_cuts or {})
         self._names = outline.names()
-        numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._position = {id(parameter): position for position, parameter in enumerate(numbered)}
+        self._position = positions(optimizer)
         self._listed = [
-            [self._position[id(parameter)] for parameter in group["params"]]
-            for group in optimizer.param_groups
+            [self._position[id(one)] for one in group["params"]] for group in optimizer.param_groups
         ]
-        self._shapes = {self._position[id(one.whole)]: one.shape for one in self.held if self._steps(one)}
         by_whole = {id(one.whole): one for one in self.held}
         given = dict(optimizer.state)
         for group in optimizer.param_groups:  # from here on it has the local parameters, and its state is cut
@@ -142,9 +137,11 @@ class HeldModel:
                 optimizer.state.pop(parameter, None)
             group["params"] = [one.local for one in mine]
             for one in mine:
-                if given.get(one.whole):
-                    state = {name: _part(value, one) for name, value in given[one.whole].items()}
-                    optimizer.state[one.local] = state
+                for name, value in given.get(one.whole, {}).items():
+                    if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
+                        value = one.cut.of(value) if one.cut is not None else value
+                        value = value.view(one.local.shape).to(one.local.device)
+                    optimizer.state[one.local][name] = value
 
     def drop_rest(self) -> None:
         """Free the memory of parameters, or of their wholes, that this worker does not compute with."""
@@ -199,7 +196,6 @@ class HeldModel:
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
-        """Collective: the optimizer's `state_dict()` as if it stepped the whole model, on the first member."""
         gathered = _gather(group, list(self._state_entries()))
         if gathered is None:
             return None
@@ -218,21 +214,18 @@ class HeldModel:
         ]
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _steps(self, one: Held) -> bool:
-        return id(one.whole) in self._position
-
     def _state_entries(self) -> Iterator[_Entry]:
         for one in self.held:
-            if not (one.reports and self._steps(one)):
+            position = self._position.get(id(one.whole))
+            if not one.reports or position is None:
                 continue
-            position = self._position[id(one.whole)]
             for name, value in self._optimizer.state.get(one.local, {}).items():
                 facts = {"position": position, "name": name}
                 if not isinstance(value, Tensor):
                     yield _Entry({**facts, "value": value}, None)
                     continue
                 is_cut = one.cut is not None and value.shape == one.local.shape
-                shape = self._shapes[position] if is_cut else value.shape
+                shape = one.shape if is_cut else value.shape
                 words = _words(one.cut) if is_cut else None
                 yield _Entry({**facts, "cut": words, "shape": list(shape)}, value)
 
@@ -243,13 +236,6 @@ class _Entry:
 
     facts: dict[str, Any]
     tensor: Tensor | None
-
-
-def _part(value: Any, one: Held) -> Any:
-    if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
-        part = one.cut.of(value) if one.cut is not None else value
-        return part.view(one.local.shape).to(one.local.device)
-    return value
 
 
 def _words(cut: Cut | None) -> list[int | None] | None:

@@ -7,7 +7,7 @@ the end of a step: parameters of the model itself, and those that layers of seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -66,10 +66,14 @@ def units_of(model: nn.Module) -> list[Unit]:
         for name, module in layers
     ]
     every.append((REST, None, [one for one in model.parameters() if len(owners.get(one, ())) != 1]))
-    return [
-        Unit(number=number, name=name, module=module, parameters=tuple(own), layouts=_layouts(own))
-        for number, (name, module, own) in enumerate(unit for unit in every if unit[2])
-    ]
+    units = []
+    for number, (name, of_module, own) in enumerate(unit for unit in every if unit[2]):
+        by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for index, parameter in enumerate(own):
+            by_dtype.setdefault(parameter.dtype, []).append((index, parameter.numel()))
+        layouts = tuple(bucket_of(dtype, tensors) for dtype, tensors in by_dtype.items())
+        units.append(Unit(number=number, name=name, module=of_module, parameters=tuple(own), layouts=layouts))
+    return units
 
 
 def _layers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
@@ -83,13 +87,6 @@ def _layers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
             yield from _layers(child, f"{path}.", total)
         else:
             yield path, child
-
-
-def _layouts(parameters: Sequence[nn.Parameter]) -> tuple[BucketLayout, ...]:
-    by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for number, parameter in enumerate(parameters):
-        by_dtype.setdefault(parameter.dtype, []).append((number, parameter.numel()))
-    return tuple(bucket_of(dtype, tensors) for dtype, tensors in by_dtype.items())
 
 
 class UnitMemory:

@@ -146,9 +146,7 @@ def double_of(
     }
 
     def copied(value: Any) -> Any:
-        with suppress(
-            Exception
-        ):  # what cannot be copied, such as a lock or a process group, stays what it is
+        with suppress(Exception):  # what cannot be copied, as a lock or a process group, stays what it is
             return copy.deepcopy(value, memo)
         return value
 
@@ -208,11 +206,16 @@ def _tried(optimizer: Optimizer, chosen: Sequence[_StandIn], way: Stepping) -> t
     generator = torch.Generator().manual_seed(2)
     values = [one.values.clone() for one in chosen]
     slopes = [_random(value, generator) for value in values]
-    parts = [
-        _Part(number, piece, nn.Parameter(value.view(-1)[piece] if way is Stepping.IN_PIECES else value))
-        for number, value in enumerate(values)
-        for piece in _pieces(value, way)
-    ]
+    parts = []
+    for number, value in enumerate(values):
+        if way is Stepping.IN_PIECES and value.numel() > 1:
+            middle = (value.numel() + 2) // 3
+            pieces = [slice(0, middle), slice(middle, None)]
+        else:
+            pieces = [slice(None)]
+        for piece in pieces:
+            stepped = value.view(-1)[piece] if way is Stepping.IN_PIECES else value
+            parts.append(_Part(number, piece, nn.Parameter(stepped)))
     owners = [parts] if way in (Stepping.TOGETHER, Stepping.IN_TURN) else [parts[0::2], parts[1::2]]
     doubles = [_double(optimizer, chosen, owned, together=way is Stepping.TOGETHER) for owned in owners]
     course = [torch.cat([_real(value) for value in values]).cpu()]
@@ -303,18 +306,11 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
 
 
-def _pieces(value: Tensor, way: Stepping) -> list[slice]:
-    middle = (value.numel() + 2) // 3
-    is_cut = way is Stepping.IN_PIECES and value.numel() > 1
-    return [slice(0, middle), slice(middle, None)] if is_cut else [slice(None)]
-
-
 def _real(value: Tensor) -> Tensor:
     return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).clone()
 
 
 def _are_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two courses from the same values take the same steps, but for rounding."""
     for before, after, others_before, others_after in zip(one, one[1:], other, other[1:], strict=False):
         step = after - before
         allowed = _CLOSE * step.abs() + _ROUNDING * torch.maximum(after.abs(), before.abs())
@@ -353,15 +349,12 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            known = {
-                name: _kept(optimizer, name, value, _shape(parameter), parameter.shape)
-                for name, value in made[number, parameter.dtype, parameter.dim()].items()
-            }
-            known |= {
-                name: _kept(optimizer, name, value, parameter.shape, parameter.shape)
-                for name, value in optimizer.state.get(parameter, {}).items()
-            }
-            kept[parameter] = list(known.values())
+            stand_in = made[number, parameter.dtype, parameter.dim()], _shape(parameter)
+            found = {}
+            for state, like in (stand_in, (optimizer.state.get(parameter, {}), parameter.shape)):
+                for name, value in state.items():
+                    found[name] = _kept(optimizer, name, value, like, parameter.shape)
+            kept[parameter] = list(found.values())
     return kept
 
 
@@ -379,9 +372,8 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[st
         for parameter in (one for one in group["params"] if one.requires_grad):
             key = number, parameter.dtype, parameter.dim()
             if key not in stand_ins:
-                stand_in = stand_ins[key] = nn.Parameter(
-                    torch.zeros(_shape(parameter), dtype=parameter.dtype)
-                )
+                zeros = torch.zeros(_shape(parameter), dtype=parameter.dtype)
+                stand_in = stand_ins[key] = nn.Parameter(zeros)
                 stand_in.grad = torch.ones_like(stand_in)
                 groups[number].append(stand_in)
                 begun[stand_in] = _begun(optimizer.state.get(parameter, {}), parameter, stand_in)

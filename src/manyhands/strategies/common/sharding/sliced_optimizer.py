@@ -140,7 +140,7 @@ class SlicedOptimizer:
     def state(self) -> list[OwnedState]:
         self._adopt()
         position_of = positions(self._optimizer)
-        owned_states = [
+        found = [
             OwnedState(
                 position=position_of[id(owned.parameter)],
                 begin=owned.piece.begin,
@@ -153,7 +153,7 @@ class SlicedOptimizer:
             for owned in group
             if self._state.get(owned.proxy)
         ]
-        return sorted(owned_states, key=lambda one: one.position)
+        return sorted(found, key=lambda one: one.position)
 
     def settings(self) -> dict[str, Any]:
         """The optimizer's `state_dict()` without the state of any parameter."""
@@ -276,7 +276,6 @@ class Part:
         return value.detach().reshape(-1, self.width)[self.rows].reshape(-1).clone()
 
     def is_cut(self, value: Any) -> bool:
-        """Whether it is this part of a tensor, and not something that every owner has."""
         return isinstance(value, Tensor) and not self.is_whole and value.shape == (self.count * self.width,)
 
     def room_in(self, whole: Tensor) -> Tensor:

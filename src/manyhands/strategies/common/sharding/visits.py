@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,14 +56,12 @@ class UnitFlow:
     """The state of all units, without a tensor; `lasting` ones stay from their first use to the end of a step."""
 
     def __init__(self, count: int, lasting: Collection[int] = (), *, ahead: bool = True) -> None:
-        self._lasting = frozenset(lasting)
-        self._ahead = ahead
+        self._lasting, self._ahead = frozenset(lasting), ahead
         self._here: set[int] = set()
         self._coming: set[int] = set()
-        self._inside = [0] * count
         self._held: set[int] = set()
-        self._backward = False
-        self._course = ""
+        self._inside = [0] * count
+        self._backward, self._course = False, ""
         self._order: list[int] = []
         self._known: dict[str, list[int]] = {}
 
@@ -162,13 +161,14 @@ class UnitVisits:
         unit_of = {parameter: unit.number for unit in units for parameter in unit.parameters}
         for unit in units:
             if unit.module is not None:
-                self._follow(unit.module, unit)
+                enter, leave = (
+                    partial(self._report, flow.enter, unit),
+                    partial(self._report, flow.leave, unit),
+                )
+                self._hooks.append(unit.module.register_forward_pre_hook(enter))
+                self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))
         for module in model.modules():
-            own = {
-                name: unit_of[parameter]
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            }
+            own = {name: unit_of[one] for name, one in module._parameters.items() if one is not None}
             if own:
                 self._guard(module, own)
 
@@ -195,17 +195,9 @@ class UnitVisits:
             module._parameters = plain
         self._hooks, self._plain = [], []
 
-    def _follow(self, module: nn.Module, unit: Unit) -> None:
-        def enter(_module: nn.Module, _arguments: Any) -> None:
-            if self._watching:
-                self._carry_out(self._flow.enter(unit.number))
-
-        def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
-            if self._watching:
-                self._carry_out(self._flow.leave(unit.number))
-
-        self._hooks.append(module.register_forward_pre_hook(enter))
-        self._hooks.append(module.register_forward_hook(leave, always_call=True))
+    def _report(self, event: Callable[[int], list[Action]], unit: Unit, *_of_hook: Any) -> None:
+        if self._watching:
+            self._carry_out(event(unit.number))
 
     def _guard(self, module: nn.Module, own: Mapping[str, int]) -> None:
         """Have every way to the parameters of one module pass here."""

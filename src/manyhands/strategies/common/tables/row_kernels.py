@@ -129,7 +129,6 @@ def sgd_rows(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def adagrad_rows(values: Any, squares: Any, rows: Any, gradients: Any, settings: Any, maximize: bool) -> None:
-    """AdaGrad (Duchi et al. 2011) as torch has it."""
     lr, decay, epsilon = settings[0], settings[1], settings[2]
     sign = settings.dtype.type(-1 if maximize else 1)
     for index in range(rows.size):
@@ -164,7 +163,6 @@ def adam_rows(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def ftrl_rows(values: Any, z: Any, n: Any, rows: Any, gradients: Any, settings: Any) -> None:
-    """FTRL-proximal, step by step as `manyhands.optim.FTRL`."""
     lr, first_lr, beta, l1, l2 = settings[0], settings[1], settings[2], settings[3], settings[4]
     for index in range(rows.size):
         row = rows[index]

@@ -113,7 +113,7 @@ class FedBuff(FederatedAlgorithm):
         super().__init__()
         if size != int(size) or size < 1:
             raise UserError(
-                f"algorithm=fedbuff:{size:g}: how many updates make a step is a whole number of at least 1"
+                f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
             )
         self._size = int(size)
         self.policy: Policy = Buffered(self._size, rates="damped")

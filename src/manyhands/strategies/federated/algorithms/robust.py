@@ -94,7 +94,7 @@ class Krum(_Robust):
         super().__init__()
         if hostile != int(hostile):
             raise UserError(
-                f"algorithm={self.word}:{hostile:g}: how many clients of a round may be hostile is a whole number"
+                f"algorithm={self.word}:{hostile:g}: how many clients of a round may be hostile is an integer"
             )
         self._hostile = int(hostile)
 

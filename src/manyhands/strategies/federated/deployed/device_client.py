@@ -73,9 +73,9 @@ class DevicePlan:
     config: Mapping[str, Any]
 
     @classmethod
-    def read(cls, told: Mapping[str, Any], data: Path) -> DevicePlan:
+    def read(cls, reply: Mapping[str, Any], data: Path) -> DevicePlan:
         """UserError where the task is not one that this device has, or its data do not fit."""
-        name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
+        name, options, text = reply.get("task"), reply.get("task_options"), reply.get("strategy")
         known = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not known or not isinstance(options, dict) or not isinstance(text, str):
             raise UserError(
@@ -84,17 +84,17 @@ class DevicePlan:
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains by {text!r}, which is not federated")
-        hold_s = told.get("hold_s")
+        hold_s = reply.get("hold_s")
         if not isinstance(hold_s, int | float) or not 0 < hold_s < MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
-        schema = DataSchema.parse(str(told.get("schema")))
+        schema = DataSchema.parse(str(reply.get("schema")))
         task = _task_over(str(name), options, data, schema)
-        seed = whole_in(told, "seed")
+        seed = whole_in(reply, "seed")
         with preserved():
             seed_all(seed)
             model = task.model()
         form = TensorForm.of(model)
-        if form.as_json != told.get("model"):
+        if form.as_json != reply.get("model"):
             raise UserError(
                 "the server's model has other tensors than the one that this release makes of its task"
             )
@@ -152,8 +152,8 @@ def enrol(ask: Asker, home: DeviceState, token: str | None, address: str) -> Non
     reply = _answered(ask("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES))
     if reply.status != 200:
         raise UserError(f"--enrol: the server refused: {_sentence(reply)}")
-    told = _object(reply)
-    home.remember(server=address, run=str(told.get("run")), client=whole_in(told, "client"))
+    enrolled = _object(reply)
+    home.remember(server=address, run=str(enrolled.get("run")), client=whole_in(enrolled, "client"))
 
 
 class Device:
@@ -202,11 +202,11 @@ class Device:
         """Take part until the server says that the run is done; how many rounds the last model has seen."""
         while True:
             target = f"/work?have={self._rounds + 1}&after={self._after}"
-            told = self._asked("GET", target, most=_MOST_WORK_BYTES)
-            if told is None:
+            reply = self._asked("GET", target, most=_MOST_WORK_BYTES)
+            if reply is None:
                 self._sleep(self._back_off.next_s())
                 continue
-            work = _object(told)
+            work = _object(reply)
             expected, rounds = str(work.get("model")), whole_in(work, "rounds")
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
                 self._sleep(self._back_off.next_s())  # the server has gone on since, or has lost its way
@@ -300,7 +300,7 @@ class Device:
             self._left = left
         self._tell(f"has reported to attempt {attempt}")
 
-    def _take_part(self, attempt: int, told: Any) -> None:
+    def _take_part(self, attempt: int, reply: Any) -> None:
         """A secure sum; whatever the server asks that it must not, ends this device's part in the attempt."""
         update = self._update()
         if update is None:
@@ -308,7 +308,7 @@ class Device:
             return
         try:
             items = sum(one.numel() for one in self._weights)
-            terms, roster = terms_from(told, items, self._plan.strategy)
+            terms, roster = terms_from(reply, items, self._plan.strategy)
             self._home.require_known(roster)
             if roster.get(self._client) != public_identity(self._home.secret):
                 raise ProtocolRefused("the server has another key for this device than its own")

@@ -180,11 +180,11 @@ class DeviceApp:
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
-            told, at_once = await self._run(self.server.work, client, have, after, self._clock())
+            work, at_once = await self._run(self.server.work, client, have, after, self._clock())
             if at_once or self._clock() >= until:
-                if told["state"] == "done" and have == told["rounds"]:
+                if work["state"] == "done" and have == work["rounds"]:
                     self.with_last_model.add(client)
-                return 200, _JSON, _json(told)
+                return 200, _JSON, _json(work)
             await _wait(changed, until - self._clock())
 
     async def _letter(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:

@@ -106,7 +106,7 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
         value = int(value)
     if type(value) is not int or not least <= value < 1 << 53:
         shown = printable(repr(values.get(name))[:40])
-        raise MessageRejected(400, f"{name} is {shown}; it must be a whole number of at least {least}")
+        raise MessageRejected(400, f"{name} is {shown}; it must be an integer of at least {least}")
     return value
 
 

@@ -151,15 +151,15 @@ class RoundServer:
         """
         self._do(ClientSeen(client=client, at_s=at_s))
         state = self.state
-        told: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
+        work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
         if state.phase is RoundPhase.FINISHED:
-            told["state"] = "done"
+            work["state"] = "done"
         elif client in state.waits_for and state.attempt > after:
             left_s = self._terms.deadline_s - (state.now_s - state.since_s)
-            told |= {"state": "train", "attempt": state.attempt, "left_s": max(0.0, left_s)}
+            work |= {"state": "train", "attempt": state.attempt, "left_s": max(0.0, left_s)}
             if self._secure is not None:
-                told["secure"] = self._secure.terms_as_json
-        return told, told["state"] != "wait" or have != state.done
+                work["secure"] = self._secure.terms_as_json
+        return work, work["state"] != "wait" or have != state.done
 
     def expects(self, client: int, attempt: int) -> None:
         """MessageRejected, before anything of it is read, for a report that cannot count."""

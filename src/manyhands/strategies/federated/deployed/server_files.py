@@ -181,9 +181,9 @@ class ServerFiles(Closeable):
         except NoCheckpoint:
             return None
         state = state_of(loaded.extra.get("rounds"))
-        told = self._read(_STATE)
-        if told:
-            newer = state_of(told)
+        stored = self._read(_STATE)
+        if stored:
+            newer = state_of(stored)
             attempt, abandoned = max(state.attempt, newer.attempt), max(state.abandoned, newer.abandoned)
             state = newer if newer.done == state.done else state
             rejected = max(state.rejected, newer.rejected)

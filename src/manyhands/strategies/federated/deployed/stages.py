@@ -130,21 +130,21 @@ class SecureAttempt:
         return StagedSum(flat=flat, weight=weight, loss=loss, clients=self.server.survivors)
 
 
-def terms_from(told: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
+def terms_from(message: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
     """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
     try:
-        roster = {int(client): from_hex(key, KEY_BYTES) for client, key in told["roster"].items()}
+        roster = {int(client): from_hex(key, KEY_BYTES) for client, key in message["roster"].items()}
         fixed = FixedPoint(
-            clip=float(told["clip"]),
-            bits=int(told["bits"]),
-            max_weight=min(int(told["max_weight"]), strategy.fixed_point.max_weight),
-            ring=int(told["ring"]),
+            clip=float(message["clip"]),
+            bits=int(message["bits"]),
+            max_weight=min(int(message["max_weight"]), strategy.fixed_point.max_weight),
+            ring=int(message["ring"]),
         )
         terms = SecureTerms(
-            round_id=from_hex(told["round_id"], KEY_BYTES),
+            round_id=from_hex(message["round_id"], KEY_BYTES),
             clients=len(roster),
-            threshold=int(told["threshold"]),
-            length=int(told["length"]),
+            threshold=int(message["threshold"]),
+            length=int(message["length"]),
             fixed=fixed,
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, MessageRejected) as error:

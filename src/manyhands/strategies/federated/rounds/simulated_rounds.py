@@ -122,7 +122,7 @@ class SimulatedRounds:
                     "deadline"
                 )
             attempt = self._attempt(state)
-            after, ended = self._told(state, attempt.events)
+            after, ended = self._replayed(state, attempt.events)
             if isinstance(ended, CloseRound):
                 self._open = replace(attempt, counted=ended.counted)
                 return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
@@ -137,7 +137,7 @@ class SimulatedRounds:
         if refused:
             out = ({*opened.asked} - {*opened.counted}) | {*refused}
             events = [_without(event, out) for event in events]
-        state, ended = self._told(opened.begun, events)
+        state, ended = self._replayed(opened.begun, events)
         self._count(opened, len(opened.counted), state)
         return isinstance(ended, CloseRound)
 
@@ -194,7 +194,7 @@ class SimulatedRounds:
             return ClientGone(client=client, at_s=at_s)
         return ReportCame(client=client, attempt=attempt, digest="", at_s=at_s)
 
-    def _told(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+    def _replayed(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
         """Up to the end of the attempt; who comes after that is too late."""
         for event in events:
             state, decisions = handle(self._terms, state, event)

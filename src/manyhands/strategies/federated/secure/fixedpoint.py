@@ -1,4 +1,4 @@
-"""Updates as whole numbers modulo 2ᵏ, so that masks cancel exactly and sums do not depend on their order.
+"""Updates as integers modulo 2ᵏ, so that masks cancel exactly and sums do not depend on their order.
 
     x ──clip to ±c──► round(x / step), step = c / (2ᵇ⁻¹ - 1) ──times the weight w──► modulo 2ᵏ
 
@@ -54,7 +54,7 @@ class FixedPoint:
         if not 0 < self.clip < math.inf:
             raise UserError(f"range={self.clip:g}: must be a number above 0")
         if not 2 <= self.bits <= 32:
-            raise UserError(f"bits={self.bits}: must be a whole number from 2 to 32")
+            raise UserError(f"bits={self.bits}: must be an integer from 2 to 32")
         if self.max_weight < 1:
             raise UserError(f"max_weight={self.max_weight}: must be at least 1")
         if self.ring not in RINGS:
@@ -95,7 +95,7 @@ class FixedPoint:
                 f"item {first} of the update is {values[first]}; only finite numbers can be summed"
             )
         if weight < 1:
-            raise UserError(f"weight={weight}: must be a whole number of at least 1")
+            raise UserError(f"weight={weight}: must be an integer of at least 1")
         weight = min(weight, self.max_weight)
         whole = np.rint(np.clip(values, -self.clip, self.clip) / self.step).astype(np.int64)
         np.clip(whole, -self.most, self.most, out=whole)  # the division may round up by one
@@ -124,7 +124,7 @@ def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
     """What a client masks; its numbers are finite."""
     if weight != int(weight) or weight < 1:
         raise UserError(
-            f"secure=yes: client {update.client} weighs {weight:g}; only whole numbers of at least 1 are summed"
+            f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
         )
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
     whole = math.floor(update.loss)

@@ -138,14 +138,14 @@ class _Heard:
 
         A process whose role is already taken stands by until that one dies, and logs so every minute.
         """
-        told_s = time.monotonic()
+        reported_s = time.monotonic()
         while not self._line.stop_requested():
-            if time.monotonic() - told_s >= _STANDS_BY_S:
-                told_s = time.monotonic()
+            if time.monotonic() - reported_s >= _STANDS_BY_S:
+                reported_s = time.monotonic()
                 _log.warning("%s stands by: %s has no part for it yet", self._line.name, self._line.leader)
-            told = self._line.received()
-            if told:
-                first, *self._orders = told
+            received = self._line.received()
+            if received:
+                first, *self._orders = received
                 part: TakePart = PARTS.read(first)
                 return part
             select.select([self._line.control_fileno()], [], [], _LOOK_S)
@@ -251,10 +251,10 @@ class _Records:
     """
 
     def __init__(self, part: TakePart, name: str) -> None:
-        told = part.records
-        self._is_own = told is None or record_mark(Path(told.run)) != told
-        if told is not None and not self._is_own:
-            self.path = Path(told.run)
+        received = part.records
+        self._is_own = received is None or record_mark(Path(received.run)) != received
+        if received is not None and not self._is_own:
+            self.path = Path(received.run)
             return
         digest = hashlib.sha256(f"{part.token} {name}".encode()).hexdigest()[:32]
         self.path = Path(tempfile.gettempdir()) / f"manyhands-{digest}"

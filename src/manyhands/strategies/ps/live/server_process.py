@@ -237,8 +237,8 @@ class _Server:
 
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
-        for told in self._context.received():
-            self._hear(ORDERS.read(told))
+        for order in self._context.received():
+            self._hear(ORDERS.read(order))
         if self._context.stopping and not self._finished:
             raise Aborted("the launcher asked to stop")
 

@@ -178,10 +178,10 @@ class _SlotSession:
 
     def _attend(self) -> None:
         unheard, self._body.unheard = self._body.unheard, []
-        for told in (*unheard, *map(ORDERS.read, self._context.received())):
-            if isinstance(told, ViewPublished):
-                self._mail.roles = dict(told.roles)
-                self._follow(told.view, told.addresses)
+        for order in (*unheard, *map(ORDERS.read, self._context.received())):
+            if isinstance(order, ViewPublished):
+                self._mail.roles = dict(order.roles)
+                self._follow(order.view, order.addresses)
         if self._context.stopping:
             raise Aborted("the launcher asked to stop")
 

@@ -96,10 +96,10 @@ class WorkerState:
     def await_place(self, member: int) -> tuple[int, int] | None:
         """Wait, as a standby, for a slot under a number after `member`; None if the run ended without one."""
         while not self.context.stop_requested():
-            told = [ORDERS.read(one) for one in self.context.received()]
-            for number, one in enumerate(told):
+            orders = [ORDERS.read(one) for one in self.context.received()]
+            for number, one in enumerate(orders):
                 if isinstance(one, PlaceGiven) and one.member > member:
-                    self.unheard = told[number + 1 :]  # perhaps the view with this worker in it
+                    self.unheard = orders[number + 1 :]  # perhaps the view with this worker in it
                     return one.slot, one.member
             time.sleep(_LOOK_S)
         return None

@@ -1,4 +1,4 @@
-"""The worker processes of a benchmark: started with a plan, waited for, never left behind.
+"""What all benchmarks share: worker processes with a plan, contenders in turn, percentiles, and the facts of the host.
 
 A worker is `python -m MODULE PLAN`; it inherits the descriptors that its plan names and prints one JSON value.
 """
@@ -7,19 +7,85 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from manyhands.errors import ManyhandsError
+from manyhands.places.local.parent import die_with_parent
 
-__all__ = ["Workers", "joined_gloo"]
+__all__ = [
+    "WARM_UP",
+    "WorkerPlan",
+    "Workers",
+    "be_worker",
+    "host_facts",
+    "in_turn",
+    "joined_gloo",
+    "percentiles",
+    "ratio_text",
+    "time_text",
+]
+
+WARM_UP = 3  # runs of each contender that are not measured
+Contender = TypeVar("Contender")
+Plan = TypeVar("Plan", bound="WorkerPlan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What one worker does: a value that travels as JSON."""
+
+    timeout_s: float
+    parent_pid: int = field(default_factory=os.getpid)
+
+
+def be_worker(plan_type: type[Plan], run: Callable[[Plan], object]) -> None:
+    """In a worker: print what `run` gives for its plan, and end with the process that started it."""
+    plan = plan_type(**json.loads(sys.argv[1]))
+    die_with_parent(plan.parent_pid, signal.SIGKILL)
+    run(plan)
+
+
+def in_turn(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
+    """All in every round, and another one first each time, so that nobody always runs after the same other."""
+    for number in range(rounds):
+        first = number % len(contenders)
+        yield from [*contenders[first:], *contenders[:first]]
+
+
+def host_facts() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def percentiles(times: Any, unit: str) -> dict[str, float]:
+    low, median, high = np.percentile(times, [10, 50, 90]).tolist()
+    return {f"median_{unit}": median, f"p10_{unit}": low, f"p90_{unit}": high}
+
+
+def time_text(microseconds: float) -> str:
+    unit, value = ("µs", microseconds) if microseconds < 1000 else ("ms", microseconds / 1000)
+    return f"{value:.{0 if value >= 100 else 1}f} {unit}"
+
+
+def ratio_text(ratio: float) -> str:
+    return f"{ratio:.{0 if ratio >= 10 else 2}f}×"
 
 
 class Workers:
@@ -30,9 +96,9 @@ class Workers:
         self._stack = ExitStack()
         self._processes: list[subprocess.Popen[str]] = []
 
-    def start(self, plan: str, descriptors: Sequence[int]) -> None:
+    def start(self, plan: WorkerPlan, descriptors: Sequence[int] = ()) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-m", self._module, plan],
+            [sys.executable, "-m", self._module, json.dumps(asdict(plan))],
             pass_fds=descriptors,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,43 @@
+"""The site that `make docs` builds into build/site: Sphinx with furo, and the API reference from docstrings."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+project = "manyhands"
+author = "the authors of manyhands"
+extensions = ["myst_parser"]
+myst_heading_anchors = 4  # a link to a heading is written as on a forge
+html_theme = "furo"
+html_title = "manyhands"
+html_show_copyright = False
+
+CONTENTS = {
+    "Start": "tour/README concepts tasks choosing",
+    "Train": "machines callbacks run-directory memory placement own-loop drop-in lightning hugging-face accelerate",
+    "Look": "seeing watchdog compare faults replay simulator",
+    "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",
+    "Federated learning": "federated federated-deployment",
+    "Workloads and models": "words regression svd gbdt after-training",
+    "Reference": "api benchmarks security dependencies",
+    "Internals": "architecture extending cluster links liveness membership events",
+}
+"""The menu: it is here, and not in index.md, so that a forge shows that page without directives."""
+
+
+def complete(_app: Any, page: str, source: list[str]) -> None:
+    if page == "index":
+        for caption, pages in CONTENTS.items():
+            source[0] += (
+                f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages.split()) + "\n```\n"
+            )
+    if page == "api":
+        source[0] = runpy.run_path(str(Path(__file__).with_name("render_api.py")))["render"]()
+    if page == "tour/README":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n[1-9]*\n```\n"
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", complete)

@@ -1,0 +1,170 @@
+"""Machines and their roles: `manyhands launch SCRIPT`, `role`, `certificates DIR` and `doctor`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manyhands.cli.command_options import AllowOverload, argument, command_elsewhere, from_options, option
+from manyhands.errors import UserError, nearest
+
+__all__ = ["certificates_command", "doctor_command", "launch_command", "role_command"]
+
+
+@dataclass(frozen=True)
+class _LaunchOptions:
+    """The options of `launch`."""
+
+    context: typer.Context
+    script: Path = argument(..., "The script, which calls mh.join().", metavar="SCRIPT")
+    arguments: list[str] | None = argument(
+        None, "The script's own arguments; after -- if they look like ours.", metavar="[ARGUMENTS]..."
+    )
+    workers: int = option(2, "Processes on this host.")
+    strategy: str | None = option(
+        None, "How: mirrored, central, local, or allreduce, with settings.", show_default="mirrored"
+    )
+    device: str | None = option(None, "cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
+    out: Path | None = option(
+        None, "Keep the run's events in this new directory, for timeline, explain and watch."
+    )
+    allow_overload: AllowOverload = False
+    watchdog: float = option(
+        60.0, "Seconds without progress after which the worker that holds up the run is named; 0: never."
+    )
+
+
+@from_options
+def launch_command(asked: _LaunchOptions) -> None:
+    from manyhands.cli.runs import ended_by_signal, start_own_workers
+
+    word = str(asked.script).partition("=")[0]
+    if word.startswith("-"):  # options that are not ours go to the script, and this one stands before it
+        ours = [name for one in asked.context.command.params for name in one.opts if name.startswith("--")]
+        raise UserError(
+            f"launch has no option {word}; {nearest(word, ours)}; the script's own options stand after the script"
+        )
+    start_own_workers()
+    from manyhands.interop.own_loop.launch_script import launch
+    from manyhands.observe.draw.time_table import end_table
+
+    events = f"the events up to now are in {asked.out}, and " if asked.out is not None else ""
+    kept = f"all workers have stopped; {events}what the script saved itself is kept"
+    with ended_by_signal(lambda: f"{kept}; start again with: {command_elsewhere(sys.argv)}"):
+        summary = launch(
+            asked.script,
+            asked.arguments or [],
+            workers=asked.workers,
+            strategy=asked.strategy,
+            device=asked.device,
+            watchdog_s=asked.watchdog,
+            allow_overload=asked.allow_overload,
+            out=asked.out,
+        )
+    for note in summary["notes"]:
+        print(f"manyhands: {note}", file=sys.stderr)
+    if not summary["joined"]:
+        print("manyhands: not every worker called mh.join(), so it trained by itself", file=sys.stderr)
+    if any(row["steps"] for row in summary["per_worker"]):
+        Console(stderr=True).print(end_table(summary))
+
+
+@dataclass(frozen=True)
+class _RoleOptions:
+    """The options of `role`."""
+
+    arguments: list[str] = argument(
+        ...,
+        "After --: train, a task and its options, or a script that calls mh.fit; the same on every role.",
+        metavar="-- COMMAND...",
+    )
+    spec: Path = option(..., "The cluster: a TOML or JSON file with the addresses of each type.")
+    role_type: str = option(..., "chief, worker, ps or evaluator.", "--type")
+    index: int = option(0, "Which of that type, from 0.")
+
+
+@from_options
+def role_command(asked: _RoleOptions) -> None:
+    """As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`."""
+    from manyhands.places.external.external_place import SpecificationPlace
+    from manyhands.places.external.specification import EVALUATOR, ClusterSpec
+    from manyhands.places.place import standing
+
+    cluster = ClusterSpec.from_file(asked.spec)
+    role = cluster.role(asked.role_type, asked.index)
+    word = asked.arguments[0]
+    if word != "train" and not word.endswith(".py"):
+        raise UserError(
+            f"{word!r} cannot be one role of a cluster; write train and a task after --, or a script that calls mh.fit"
+        )
+    if role.type == "evaluator":
+        print(f"manyhands: {EVALUATOR}", file=sys.stderr)
+        return
+    with standing(SpecificationPlace.of(cluster, role)):
+        if word == "train":
+            from manyhands.cli.main import app
+
+            status = app(asked.arguments, standalone_mode=False)
+            if isinstance(status, int) and status:  # what the command left with, which click gives back
+                raise typer.Exit(status)
+        else:
+            sys.argv = asked.arguments
+            sys.path.insert(0, str(Path(word).resolve().parent))
+            runpy.run_path(word, run_name="__main__")
+
+
+@dataclass(frozen=True)
+class _CertificateOptions:
+    """The options of `certificates`."""
+
+    directory: Path = argument(..., "A new folder, for a folder per host.", metavar="DIR")
+    hosts: str = option(..., "Names or addresses of the hosts: node1,node2.")
+    days: float = option(7.0, "How long they are valid; longer than the run lasts.")
+    keep_authority: bool = option(
+        False, "Keep the authority's key in DIR, to add hosts later.", "--keep-authority"
+    )
+
+
+@from_options
+def certificates_command(asked: _CertificateOptions) -> None:
+    from manyhands.transport.certificates import AUTHORITY_KEY, make_certificates
+
+    named = [host.strip() for host in asked.hosts.split(",") if host.strip()]
+    made = make_certificates(asked.directory, named, days=asked.days, keep_authority=asked.keep_authority)
+    kept = asked.directory / AUTHORITY_KEY
+    authority = f"the authority's key is in {kept}" if kept.exists() else "the authority's key was not kept"
+    print(f"valid until {made.end:%Y-%m-%d %H:%M} UTC; {authority}")
+    for host, folder in zip(named, made.folders, strict=True):
+        print(f"{folder}  for {host} and nobody else: it holds a key and the run's token")
+    print("start the processes of each host with --tls and its folder, or set MANYHANDS_TLS to it")
+
+
+def doctor_command(
+    warm: Annotated[
+        bool, typer.Option("--warm", help="First compile all kernels, so that no later run has to.")
+    ] = False,
+) -> None:
+    from manyhands.native.warming import prepare
+    from manyhands.places.doctor import DoctorVerdict, examine
+
+    if warm:
+        prepare("all")
+    signs = {
+        DoctorVerdict.GOOD: "[green]✓[/]",
+        DoctorVerdict.NOTE: "[yellow]·[/]",
+        DoctorVerdict.BAD: "[red]✗[/]",
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    findings = examine()
+    for finding in findings:
+        table.add_row(signs[finding.verdict], finding.subject, finding.found, f"[dim]{finding.advice}[/]")
+    Console().print(table)
+    if any(finding.verdict is DoctorVerdict.BAD for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,264 @@
+"""Use a trained model: `manyhands predict RUN INPUT`, `generate RUN`, `export RUN` and `serve RUN`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
+from manyhands.errors import UserError, format_bytes, nearest
+
+if TYPE_CHECKING:
+    from manyhands.workloads.exporting import Export
+    from manyhands.workloads.predictor import Predictor, ReadAs
+
+__all__ = ["export_command", "generate_command", "predict_command", "serve_command"]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model that a command is about."""
+
+    run: Path = argument(..., "The run's directory, or a file of its exported model.", metavar="RUN")
+
+
+@dataclass(frozen=True)
+class _PredictOptions(_Model):
+    """The options of `predict`."""
+
+    source: str = argument(
+        ...,
+        "A file as the task has them (see below); words for glove; - is stdin for logreg.",
+        metavar="INPUT",
+    )
+    out: Path | None = option(None, "Write there.", metavar="FILE", show_default="stdout")
+    file_format: str = option(
+        "auto",
+        "What INPUT is, where how it begins does not tell: picture, npy, idx, json; libsvm, vw.",
+        "--format",
+    )
+    skip_bad: bool = option(False, "Of logreg: leave out lines that are wrong and count them.", "--skip-bad")
+
+
+@from_options
+def predict_command(asked: _PredictOptions) -> None:
+    """What is read and printed:
+
+    - digits, mnist: a picture (PNG and others, with Pillow), an npy array, an idx file or a JSON array of images; the
+      class and its probability.
+    - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+    - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
+    - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+    - line: a text with a number on each line; y for each.
+    - glove: a word, or words as in "king - man + woman"; the nearest words.
+    - language, recurrent: see `manyhands generate`.
+
+    `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module, also of a Task of your own.
+    """
+    from manyhands.serving.opening import open_predictor
+    from manyhands.workloads.predictor import ReadAs
+
+    source, out = asked.source, asked.out
+    predictor = open_predictor(asked.run)
+    cores = len(os.sched_getaffinity(0))
+    read_as = ReadAs(format=asked.file_format, skip_bad=asked.skip_bad, threads=cores)
+    try:
+        if out is None:
+            _write_answers(predictor, source, read_as, sys.stdout)
+            sys.stdout.flush()
+        else:
+            with out.open("w", encoding="utf-8") as stream:
+                written = _write_answers(predictor, source, read_as, stream)
+            print(f"manyhands: wrote {written:,} line{'s' * (written != 1)} to {out}", file=sys.stderr)
+    except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    except OSError as error:
+        raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
+    if predictor.left_out:
+        print(f"manyhands: {predictor.left_out} bad lines of {source} were left out", file=sys.stderr)
+    again = shlex.join(["manyhands", "serve", str(asked.run)])
+    print(f"manyhands: {again} answers the same over HTTP", file=sys.stderr)
+
+
+def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
+    """Returns how many lines that were."""
+    from manyhands.observe.draw.bars import Bars
+
+    written = 0
+    with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
+        for inputs in predictor.blocks(source, read_as):
+            lines = [f"{line}\n" for line in predictor.lines(inputs)]
+            stream.write("".join(lines))
+            phase.advance(len(lines))
+            written += len(lines)
+    return written
+
+
+@dataclass(frozen=True)
+class _GenerateOptions(_Model):
+    """The options of `generate`."""
+
+    prompt: str = option("def ", "Text to continue.")
+    length: int = option(200, "Bytes to write.")
+    temperature: float = option(0.8, "0 takes the likeliest byte each time; 1 draws as the model says.")
+    seed: int = option(0, "Fixes what is drawn.")
+
+
+@from_options
+def generate_command(asked: _GenerateOptions) -> None:
+    """For runs of `train language` and `train recurrent`; `manyhands serve RUN` answers the same over HTTP."""
+    from manyhands.serving.opening import open_predictor
+    from manyhands.serving.predict_text import Prompt, TextGenerator
+
+    run, about = asked.run, {name: value for name, value in asdict(asked).items() if name != "run"}
+    prompt = Prompt(**about)
+    generator = open_predictor(run)
+    if not isinstance(generator, TextGenerator):
+        raise UserError(
+            f"{run} is of the task {generator.task!r}, which writes no text; manyhands predict {run} INPUT"
+        )
+    (answer,) = generator.answers([prompt])
+    print(asked.prompt + answer["text"])
+    print(
+        f"manyhands: another --seed writes something else; manyhands serve {run} answers over HTTP",
+        file=sys.stderr,
+    )
+
+
+@dataclass(frozen=True)
+class _ExportOptions:
+    """The options of `export`."""
+
+    run: Path = argument(..., "The run's directory.")
+    precision: str = option("fp32", "fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
+    file_format: str = option(
+        "safetensors",
+        "safetensors: the weights; torch-export: a program that needs no source of ours.",
+        "--format",
+    )
+    out: Path | None = option(
+        None,
+        "Write there.",
+        writes=True,
+        metavar="FILE",
+        show_default="RUN/model-PRECISION.safetensors, RUN/model.pt2",
+    )
+    test: Path | None = option(
+        None, "Of logreg: examples to measure on; the others have evaluation data.", metavar="FILE"
+    )
+    json_file: Path | None = json_option("Write the figures as JSON.")
+
+
+@from_options
+def export_command(asked: _ExportOptions) -> None:
+    """The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after.
+
+    A program of torch-export is asked the same as the module, and the largest difference printed. `mh.load(FILE)` gives
+    the module with the weights of a safetensors file; `manyhands predict FILE` and `serve FILE` read it, too.
+    """
+    from manyhands.serving.opening import workload_of
+    from manyhands.workloads.exporting import ExportAsked
+    from manyhands.workloads.registry import load
+
+    formats = {
+        "torch-export": "manyhands.serving.exported_program:export_program",
+        "safetensors": workload_of(asked.run)[1].exporter,
+    }
+    if asked.file_format not in formats:
+        raise UserError(f"--format {asked.file_format!r}: {nearest(asked.file_format, formats)}")
+    wanted = ExportAsked(run=asked.run, out=asked.out, precision=asked.precision, test=asked.test)
+    export: Export = load(formats[asked.file_format])(wanted)
+    write_json(asked.json_file, {**asdict(export), "path": str(export.path)})
+    share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
+    size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
+    print(f"{export.precision}, after {export.steps} steps: {size}")
+    if export.largest_difference is None:
+        _print_cost(export)
+        print(f"model  {export.path}")
+        print(f"next  manyhands serve {export.path}")
+    else:
+        print(f"it computes what the module does: largest difference {export.largest_difference:.2g}")
+        print(f"program  {export.path}")
+        print(f'next  torch.export.load("{export.path}").module()')
+
+
+def _print_cost(export: Export) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not export.before:
+        print("there is no evaluation data: what the precision costs was not measured")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("evaluation")
+    for column in ("as trained", "exported", "change"):
+        table.add_column(column, justify="right")
+    for name, value in export.before.items():
+        after = export.after[name]
+        table.add_row(name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
+    Console().print(table)
+
+
+@dataclass(frozen=True)
+class _ServeOptions(_Model):
+    """The options of `serve`."""
+
+    workers: int = option(2, "Processes that each have the model.")
+    batch: int = option(64, "Inputs that are computed at once, at most.")
+    wait: float = option(2.0, "Milliseconds that a request waits for others to fill a batch.")
+    deadline: float = option(30.0, "Seconds within which a request has its answer, or a 503.")
+    precision: str = option(
+        "fp32", "Compute in fp32, bf16 or int8; `manyhands bench inference` says what is fastest here."
+    )
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, who need the token, too."
+    )
+    port: int = option(0, "Port to listen on; 0 takes a free one.")
+
+
+@from_options
+def serve_command(asked: _ServeOptions) -> None:
+    """Requests are POST /predict with {"inputs": [...]} and the token that is printed; they are computed in batches.
+
+    A worker that dies is replaced, and what it had goes to another. Needs the web extra: pip install 'manyhands[web]'.
+    """
+    from manyhands.places.local.signals import ending
+    from manyhands.serving.batching import BatchLimits
+    from manyhands.serving.model_server import ModelServer, ServeOptions
+    from manyhands.serving.opening import open_predictor
+    from manyhands.serving.page_app import require_web
+    from manyhands.transport.security import is_loopback
+
+    require_web()
+    batches = BatchLimits(batch=asked.batch, wait_s=asked.wait / 1e3, deadline_s=asked.deadline)
+    options = ServeOptions(workers=asked.workers, host=asked.host, port=asked.port, batches=batches)
+    predictor = open_predictor(asked.run)
+    predictor.check_precision(asked.precision)
+    predictor.precision = asked.precision
+    try:
+        with ending(), ModelServer(predictor, str(asked.run), options) as server:
+            body = shlex.quote(json.dumps({"inputs": [predictor.example]}))
+            print(f"page  {server.url}", file=sys.stderr)
+            print(
+                f"ask   curl -s {server.address}/predict -H 'Authorization: Bearer {server.token}' -d {body}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if not is_loopback(asked.host):
+                print(
+                    f"manyhands: {asked.host} can be reached from other machines; whoever has the token can ask, and "
+                    "what is sent is not encrypted",
+                    file=sys.stderr,
+                )
+            print("Ctrl-C ends it", file=sys.stderr, flush=True)
+            server.wait()
+    except KeyboardInterrupt:
+        print(
+            f"manyhands: the server has ended; manyhands serve {asked.run} starts it again", file=sys.stderr
+        )

@@ -1,0 +1,368 @@
+"""Sums of buckets by a schedule over links, and `codec=auto`: the codec of a run is measured, and all switch alike.
+
+What is measured belongs to the run: a sample of what is summed, encoded and decoded by every candidate codec, and the
+time to sum the sample unencoded. `wire.choice` decides.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from manyhands.engine.exchange import PeerTraffic, Times, Traffic
+from manyhands.engine.worker_resources import Resources
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.segment import CACHE_LINE, round_up
+from manyhands.strategies.common.collectives.background import Background
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.compressed import Compressor
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.row_sums import GradientRows
+from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.wire import Wire, wire_of
+from manyhands.wire.choice import (
+    CHOSEN,
+    CodecChoice,
+    CodecCost,
+    LinkCost,
+    candidates,
+    decide,
+    looks_at,
+    sent_bytes,
+)
+from manyhands.wire.codec import ParcelCodec, codec_named, encodes
+from manyhands.wire.names import RAW, auto_error, rounds_hops
+from manyhands.wire.parcels import Parcel
+
+__all__ = [
+    "CodecChooser",
+    "ScheduleCollective",
+    "barrier_in",
+    "carrier",
+    "over_links",
+]
+
+_SAMPLE_BYTES: Final = 1 << 20
+_TIMES: Final = 3  # of which the fastest counts
+_FEW: Final = 8  # items of what is sent to see what a message takes
+_IN_USE: Final = "in use:"
+
+Filled = Sequence[tuple[Parcel, torch.Tensor]]
+"""What is about to be summed: each parcel, and this worker's part of it."""
+
+
+class CodecChooser:
+    """One worker's end: switches its executor's codec, at the same steps as all others.
+
+    `make` returns the encoder of a codec by name; `clock_s` is the clock for exchanges and codecs.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        executor: ScheduleExecutor,
+        make: Callable[[str], ParcelCodec | Compressor | None],
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        error = auto_error(setting)
+        assert error is not None, "a codec that is named is not chosen"
+        self._error = error
+        self._executor, self._make, self._clock_s = executor, make, clock_s
+        self.codec = RAW
+        """The codec in use."""
+        self.decisions: list[CodecChoice] = []
+
+    def is_due(self, step: int) -> bool:
+        return looks_at(step, self.decisions[-1].step if self.decisions else -1)
+
+    def look(self, step: int, filled: Filled) -> None:
+        """Collective, before the exchange of a step: measure and choose, if due."""
+        free = [(parcel, part) for parcel, part in filled if not parcel.exact and parcel.count]
+        if not free or not self.is_due(step):
+            return
+        parcel, part = max(free, key=lambda one: one[0].num_bytes)
+        count = min(parcel.count, _SAMPLE_BYTES // parcel.dtype.itemsize)
+        sample, values = parcel.part(0, count), part[:count]
+        names = candidates(self._error, double=parcel.dtype == torch.float64)
+        if not names:
+            why = (
+                f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
+            )
+            self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
+            return
+        measured = [  # seconds to sum the sample unencoded, to sum next to nothing, and what each codec costs
+            self._fastest(values.clone()),
+            self._fastest(torch.zeros(_FEW, dtype=values.dtype)),
+            *(x for name in names for x in self._cost(name, sample, values)),
+        ]
+        worst = torch.tensor(measured, dtype=torch.float64)
+        self._executor.all_reduce(worst, "max")
+        large_s, small_s, *of_codecs = worst.tolist()
+        world = self._executor.world
+        large_bytes = sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
+        costs = [
+            CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s, share=share, error=error)
+            for name, encode_s, decode_s, share, error in zip(
+                names, of_codecs[::4], of_codecs[1::4], of_codecs[2::4], of_codecs[3::4], strict=True
+            )
+        ]
+        decision = decide(
+            costs,
+            LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
+            sample_bytes=sample.num_bytes,
+            num_bytes=sum(one.num_bytes for one, _ in free),
+            world=world,
+            error=self._error,
+            now=self.codec,
+            step=step,
+        )
+        self._take(decision, filled)
+
+    def summary(self) -> dict[str, Any]:
+        return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
+        return {f"{_IN_USE}{self.codec}": since, **self._executor.memory()}
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        kept = dict(memory)
+        for name, since in memory.items():
+            if name.startswith(_IN_USE):
+                del kept[name]
+                self._use(name.removeprefix(_IN_USE))
+                why = f"{self.codec}: as before the run was resumed"
+                self.decisions = [CodecChoice(codec=self.codec, step=int(since), why=why)]
+        self._executor.remember(kept)
+
+    def _take(self, decision: CodecChoice, filled: Filled) -> None:
+        self.decisions.append(decision)
+        if decision.codec == self.codec:
+            return
+        # The residual is added to what is sent next: the next codec, if any, keeps its own from then on. Names are as
+        # `Compressor.memory` makes them from parcel keys: what was left out of a part, or of a sum by the worker that
+        # sent it, which only that worker holds.
+        parts = {parcel.number: part for parcel, part in filled}
+        for name, kept in self._executor.memory().items():
+            number, begin, end = map(int, name.rpartition("/")[2].split("."))
+            parts[number].view(torch.uint8)[begin:end].view(kept.dtype).add_(kept)
+        self._use(decision.codec)
+
+    def _use(self, codec: str) -> None:
+        self.codec = codec
+        self._executor.carry_by(self._make(codec))
+
+    def _fastest(self, vector: torch.Tensor) -> float:
+        took = []
+        for _ in range(_TIMES):
+            vector.zero_()  # otherwise sums of sums would overflow
+            begin = self._clock_s()
+            self._executor.all_reduce(vector)
+            took.append(self._clock_s() - begin)
+        return min(took)
+
+    def _cost(self, name: str, parcel: Parcel, values: torch.Tensor) -> tuple[float, float, float, float]:
+        """Return seconds to encode and to decode, the remaining share of the bytes, and the relative error."""
+        codec = codec_named(name, feedback=False)
+        assert codec is not None, "raw is not measured"
+        if not encodes(codec, parcel):
+            return 0.0, 0.0, 1.0, math.inf
+        room = torch.empty(round_up(codec.size(parcel), CACHE_LINE), dtype=torch.uint8)
+        read = torch.empty_like(values)
+        encode_s, decode_s, num_bytes = [], [], 0
+        for _ in range(_TIMES):
+            begin = self._clock_s()
+            num_bytes = codec.encode(parcel, values, room)
+            middle = self._clock_s()
+            codec.decode(parcel, room[:num_bytes], read)
+            encode_s.append(middle - begin)
+            decode_s.append(self._clock_s() - middle)
+        norm = float(values.norm())
+        error = float((values - read).norm()) / norm if norm else 0.0
+        return min(encode_s), min(decode_s), num_bytes / parcel.num_bytes, error
+
+
+class ScheduleCollective(Collective):
+    """Buckets summed one after the other by a schedule over links, in launch order.
+
+    If links are a network and `begin` has announced the step, a thread sums each bucket as soon as it is launched,
+    while the worker continues its backward; otherwise `finish` does. Collectives over one executor share the
+    `background`, so that everything is sent in launch order.
+
+    `arrive`, if given, waits until every worker has arrived and returns the nanoseconds waited for each: it separates
+    lateness from the exchange itself. `codec` names what the executor encodes with; a `chooser` changes it during the
+    run. Owns the links.
+    """
+
+    sums_rows = True
+
+    def __init__(
+        self,
+        executor: ScheduleExecutor,
+        links: Mapping[int, Link],
+        arrive: Callable[[], Mapping[int, int]] | None = None,
+        codec: str = RAW,
+        chooser: CodecChooser | None = None,
+        background: Background | None = None,
+    ) -> None:
+        self.rank, self.world = executor.rank, executor.world
+        self._executor, self._links, self.codec = executor, links, codec
+        self._chooser, self._arrive = chooser, arrive
+        self._parcels: Sequence[Parcel] = ()
+        self._buckets: list[torch.Tensor] = []
+        self._launched: list[int] = []
+        self._waits: dict[int, int] = {}
+        self._background = background or Background("manyhands sums of buckets")
+        self._begun = self._leaves_early = False
+        self._last_given = 0
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        codec = self.codec if self._chooser is None else self._chooser.codec
+        return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
+
+    def summary(self) -> dict[str, Any]:
+        return {} if self._chooser is None else self._chooser.summary()
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        self._parcels = parcels
+        self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
+        return self._buckets
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Whether the executor encodes the parcel, or a codec that does may still be chosen."""
+        return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
+
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        return self._executor.sum_rows(mine, below)
+
+    def of_words(self) -> ScheduleCollective:
+        """Return another collective over the same links, for small exact values."""
+        return ScheduleCollective(self._executor, self._links, background=self._background)
+
+    def sum_part(self, part: Parcel) -> None:
+        item = part.dtype.itemsize
+        items = self._buckets[part.number][part.begin // item : part.end // item]
+        self._executor.at(self.step)
+        self._executor.all_reduce(items, parcel=part)
+
+    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Collective, at once: return every worker's few bytes, and the interval in which each was waited for."""
+        return self._executor.gather(mine)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        return (self._chooser or self._executor).memory()
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        (self._chooser or self._executor).remember(memory)
+
+    def begin(self, step: int) -> None:
+        """Begin a step; buckets may be sent from here on, unless codecs are measured on all of them first."""
+        super().begin(step)
+        self._begun = True
+        self._executor.at(step)
+        looks = self._chooser is not None and self._chooser.is_due(step)
+        # Data on a network needs no core of this host, so a thread may sum while the worker computes.
+        overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
+        self._leaves_early = overlaps and not looks
+
+    def launch(self, index: int) -> None:
+        if self._leaves_early:
+            self._last_given = self._background.give(partial(self._sum, [index]))
+        else:
+            self._launched.append(index)
+
+    def finish(self) -> None:
+        self._begun = False
+        if self._arrive is not None:
+            for peer, waited in self._arrive().items():
+                self._waits[peer] = self._waits.get(peer, 0) + waited
+        if self._leaves_early:
+            self._leaves_early = False
+            self._background.wait(self._last_given)
+            return
+        launched, self._launched = self._launched, []
+        if self._chooser is not None:
+            self._chooser.look(
+                self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
+            )
+        self._executor.at(self.step)
+        self._sum(launched)
+
+    def _sum(self, launched: Sequence[int]) -> None:
+        for index in launched:
+            self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
+
+    def barrier(self) -> None:
+        self._executor.barrier()
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        self._executor.broadcast(self._buckets[index], root)
+
+    def take_times(self) -> Times:
+        waits, self._waits = self._waits, {}
+        over = not self._begun and self._background.is_idle  # a step's traffic is reported together
+        return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
+
+    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
+        return self._executor.mailbox.take_traffic()
+
+    def traffic(self) -> Traffic:
+        return self._executor.mailbox.traffic()
+
+    def close(self) -> None:
+        def close_links() -> None:
+            for link in self._links.values():
+                link.close()
+
+        self._background.close(close_links)
+
+
+def carrier(
+    codec: str, *, feedback: bool, seed: int, rank: int, world: int
+) -> ParcelCodec | Compressor | None:
+    """Return what encodes for an executor: at every hop, or as a `Compressor`; None if nothing does yet."""
+    if auto_error(codec) is not None:
+        return None
+    if rounds_hops(codec):
+        return codec_named(codec)
+    return Compressor(codec, feedback=feedback, seed=seed, rank=rank, world=world)
+
+
+def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
+    """Return a barrier of the group that reports how long each later worker was waited for, in nanoseconds."""
+
+    def arrive() -> Mapping[int, int]:
+        group.barrier()
+        waits = group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    return arrive
+
+
+def over_links(
+    algorithm: Algorithm,
+    resources: Resources,
+    codec: str = RAW,
+    *,
+    feedback: bool = True,
+    arrive: Callable[[], Mapping[int, int]] | None = None,
+) -> ScheduleCollective:
+    """Return a worker's end over links, on one host or several, that waits for late workers by `arrive`, if at all."""
+    links = resources.links()
+    make = partial(
+        carrier, feedback=feedback, seed=resources.seed, rank=resources.rank, world=resources.world
+    )
+    executor = ScheduleExecutor(
+        algorithm, resources.rank, resources.world, links, resources.timeout_s, resources.alarm, make(codec)
+    )
+    chooser = None
+    if auto_error(codec) is not None:
+        chooser = CodecChooser(codec, executor, partial(make, feedback=True))
+    return ScheduleCollective(executor, links, arrive, codec, chooser)
