@@ -141,23 +141,10 @@ _ZERO = 1e-35  # what LightGBM's files count as zero, where zero is missing
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def add_trees(
-    values: Any,
-    node_starts: Any,
-    leaf_starts: Any,
-    set_starts: Any,
-    word_starts: Any,
-    feature: Any,
-    threshold: Any,
-    decision: Any,
-    left: Any,
-    right: Any,
-    leaf_value: Any,
-    sets: Any,
-    words: Any,
-    out: Any,
-) -> None:
+def add_trees(values: Any, starts: Any, arrays: Any, out: Any) -> None:
     """Add the leaf of each row in each tree; all arrays are those of `DecisionTree`, one tree after the other."""
+    node_starts, leaf_starts, set_starts, word_starts = starts
+    feature, threshold, decision, left, right, leaf_value, sets, words = arrays
     for tree in range(node_starts.size - 1):
         first, leaf, own_sets = node_starts[tree], leaf_starts[tree], set_starts[tree]
         own_words = words[word_starts[tree] : word_starts[tree + 1]]
@@ -201,6 +188,5 @@ def warm() -> None:
     numbers = np.zeros(0, np.int64)
     pack(out, numbers, numbers, numbers, 0, np.zeros((0, 0, TILE), np.uint8), numbers)
     starts, whole, real = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0)
-    sets = (starts, np.zeros(0, np.uint32))
-    nodes = whole, real, whole, whole, whole, real
-    add_trees(np.zeros((0, 1)), starts, starts, starts, starts, *nodes, *sets, real)
+    arrays = whole, real, whole, whole, whole, real, starts, np.zeros(0, np.uint32)
+    add_trees(np.zeros((0, 1)), (starts,) * 4, arrays, real)

@@ -59,11 +59,12 @@ class _Table(GbdtOptions):
         from manyhands.workloads.gbdt.text_format import read_model
         from manyhands.workloads.gbdt.training import TableChoice
 
-        usual = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
+        if fraction is None:
+            fraction = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
         return TableChoice(
             train=self.source(self.train),
             valid=self.source(valid) if valid is not None else None,
-            valid_fraction=usual if fraction is None else fraction,
+            valid_fraction=fraction,
             categorical=tuple(one.strip() for one in self.categorical.split(",")) if self.categorical else (),
             start=None if start is None else read_model(start),
         )

@@ -206,7 +206,7 @@ class GbdtModel:
         return out
 
     @cached_property
-    def _flat(self) -> tuple[NDArray[Any], ...]:
+    def _flat(self) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
         kinds: dict[str, Any] = dict.fromkeys(
             ("feature", "threshold", "decision", "left", "right", "leaf_value", "category_starts"), np.int64
         )
@@ -214,8 +214,8 @@ class GbdtModel:
         parts = {name: [getattr(tree, name) for tree in self.trees] for name in kinds}
         starts = ("feature", "leaf_value", "category_starts", "categories")
         return (
-            *(np.cumsum([0, *map(len, parts[name])]).astype(np.int64) for name in starts),
-            *(np.concatenate([np.zeros(0, kind), *parts[name]]) for name, kind in kinds.items()),
+            tuple(np.cumsum([0, *map(len, parts[name])]).astype(np.int64) for name in starts),
+            tuple(np.concatenate([np.zeros(0, kind), *parts[name]]) for name, kind in kinds.items()),
         )
 
     def importance(self, kind: str = "split") -> NDArray[np.float64]:

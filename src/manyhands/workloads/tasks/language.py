@@ -139,7 +139,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._initialise(layers)
+        # Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers).
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -159,15 +165,6 @@ class Transformer(nn.Module):
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
         return scores
-
-    def _initialise(self, layers: int) -> None:
-        """Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
 
 def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tensor:
@@ -202,14 +199,11 @@ class TransformerBlock(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._attend(self.attention_norm(x))
-        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
-        return x + fed
-
-    def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        by_head = self.project(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
+        projected = self.project(self.attention_norm(x))
+        by_head = projected.view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
-        return mixed
+        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
+        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
+        return x + fed
