@@ -17,14 +17,14 @@ from manyhands.engine.options import Options
 from manyhands.observe.draw.bars import BarPhase, bar_view
 from manyhands.strategy import Strategy
 
-__all__ = ["AfterPass", "CompiledResult", "Rows", "Trained", "report_passes", "train_compiled"]
+__all__ = ["AfterPass", "CompiledResult", "Rows", "TrainedRun", "report_passes", "train_compiled"]
 
 AfterPass = Callable[[int, float], None]
 """Called in the caller's thread with the number of a pass that is over, from 1, and its mean loss."""
 Rows = Sequence[Mapping[str, Any]]
 
 
-class RunOptions(Protocol):
+class _RunOptions(Protocol):
     """What the options of every such training have."""
 
     @property
@@ -46,7 +46,7 @@ class CompiledResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedRun:
     """What a run left: its parameters and buffers by name, its history, and no summary where it was interrupted."""
 
     values: Mapping[str, Tensor]
@@ -66,12 +66,12 @@ def train_compiled(
     *,
     workers: int,
     epochs: int,
-    options: RunOptions,
+    options: _RunOptions,
     shown: tuple[BarPhase, Callable[[int], float]] | None,
     keep: Keeping | None,
     on_rows: Callable[[Rows], None] | None = None,
     is_result: Callable[[Mapping[str, Tensor]], bool] = lambda _: True,
-) -> Trained:
+) -> TrainedRun:
     """Train through `fit`; `shown` is a bar, and how far it is after so many steps.
 
     With `keep`, the run has a directory: Ctrl-C (or a signal that `places.local.signals` raises) then keeps what is
@@ -91,9 +91,9 @@ def train_compiled(
         is_result=lambda kept: is_result(kept.values),
     )
     if isinstance(ended, Kept):
-        return Trained(values=ended.values, model=None, rows=ended.rows, summary={})
+        return TrainedRun(values=ended.values, model=None, rows=ended.rows, summary={})
     model = ended.model
-    return Trained(values=model.state_dict(), model=model, rows=list(ended.history), summary=ended.summary)
+    return TrainedRun(values=model.state_dict(), model=model, rows=list(ended.history), summary=ended.summary)
 
 
 def report_passes(after_pass: AfterPass | None, steps: int) -> Callable[[Rows], None]:

@@ -21,7 +21,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_training import CompiledResult, Trained, train_compiled
+from manyhands.workloads.compiled_training import CompiledResult, TrainedRun, train_compiled
 from manyhands.workloads.gbdt.bin_table import (
     BinnedRows,
     Holdout,
@@ -221,7 +221,7 @@ def _continued(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tup
 
 
 def _result(
-    task: GbdtTask, table: TableChoice, trained: Trained, train_seconds: float, seconds: float
+    task: GbdtTask, table: TableChoice, trained: TrainedRun, train_seconds: float, seconds: float
 ) -> GbdtResult:
     options, state = task.gbdt, trained.values
     grown = best = int((state["num_leaves"].numpy() > 0).sum())

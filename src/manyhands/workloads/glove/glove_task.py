@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -82,7 +83,7 @@ class GloveTask(GloveWork, KernelTask):
     def samples(self) -> int:
         return self.num_records
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """Records of a step: a multiple of the batch, or of the records that pass a gate at once."""
         wanted = min(_MOST, -(-self.num_records // _PER_PASS))
