@@ -34,11 +34,11 @@ LONGEST_S = 2.0  # of one attack
 
 
 def frame(
-    kind: int, body: bytes, *, version: int = 2, body_bytes: int | None = None, payload: int = 0
+    kind: int, body: bytes, *, version: int = 4, body_bytes: int | None = None, payload: int = 0
 ) -> bytes:
     """A frame of the transport itself, with any lengths."""
     announced = len(body) if body_bytes is None else body_bytes
-    return HEADER.pack(b"MHUB", version, kind, TRANSPORT, 0, announced, payload, 0) + body
+    return HEADER.pack(b"MHFR", version, kind, TRANSPORT, 0, announced, payload, 0) + body
 
 
 def listening_ports(pids: Collection[int]) -> dict[int, int]:

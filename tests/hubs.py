@@ -11,7 +11,7 @@ from typing import Any
 
 from certificates import HOSTS, run_security
 from manyhands.native.version import __version__
-from manyhands.transport.hub.frames import HEADER_BYTES, encode_header
+from manyhands.transport.frames import HEADER_BYTES, encode_header
 from manyhands.transport.hub.handshake import CONTROL, Claim, Credentials, Handshake
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import HubEvent, Joined, Settings

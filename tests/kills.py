@@ -26,7 +26,7 @@ __all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "trai
 
 _PRACTICE = """
 import subprocess, time
-from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.supervisor import LocalCluster, Role
 
 def work(context):
     from manyhands.places.local.status import State

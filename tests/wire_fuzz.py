@@ -32,9 +32,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from manyhands.native.dtypes import LINKED
 from manyhands.strategies.ps.live.ps_job import CODEC
-from manyhands.transport.hub.admission import Tally
-from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
-from manyhands.transport.hub.frames import (
+from manyhands.transport.frames import (
     HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
@@ -43,7 +41,9 @@ from manyhands.transport.hub.frames import (
     Limits,
     encode_header,
 )
+from manyhands.transport.hub.admission import Rejections
 from manyhands.transport.hub.handshake import (
+    BEFORE_HANDSHAKE,
     CONTROL,
     NO_PROOF,
     Credentials,
@@ -323,8 +323,8 @@ def _one_message(data: bytes) -> Any:
 # ── a hub that goes on ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TellsAll(Tally):
-    """Tells of everybody at once, so that no reason is lost."""
+class ReportsAll(Rejections):
+    """Reports everybody at once, so that no reason is lost."""
 
     def due(self, now_s: float) -> Rejected | None:
         return super().due(math.inf)
@@ -336,7 +336,7 @@ class LiveHub:
     def __init__(self, settings: Settings | None = None, *ways: str) -> None:
         server = Credentials(member=1, role="server", token=TOKEN, fingerprint="task")
         self.hub = Hub(server, CODEC, settings=settings)
-        self.hub._entrance.rejections = TellsAll()
+        self.hub._reactor.listeners.rejections = ReportsAll()
         self.addresses = [self.hub.listen(way) for way in ways or ("tcp", "unix")]
         worker = Credentials(member=2, role="worker", token=TOKEN, fingerprint="task")
         self.friend = Hub(worker, CODEC, settings=settings)

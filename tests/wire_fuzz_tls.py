@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from certificates import HOSTS, careless, folders, run_security
 from hubs import TOKEN
-from manyhands.transport.hub.frames import OF_TRANSPORT
+from manyhands.transport.frames import OF_TRANSPORT
 from manyhands.transport.hub.handshake import CONTROL, Credentials, Handshake
 from manyhands.transport.hub.hub_events import Settings
 from wire_fuzz import LiveHub, a_frame, damaged, dialled, frame, send

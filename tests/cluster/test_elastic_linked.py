@@ -46,7 +46,7 @@ class Reports:
         self._wakeup.ring()
 
     def received(self) -> list[Mapping[str, Any]]:
-        self._wakeup.answer_any()
+        self._wakeup.clear()
         with self._lock:
             orders, self._orders = self._orders, []
         return orders

@@ -221,6 +221,23 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
             lead_group(first, TERMS, "a", **call)
 
 
+def test_a_process_with_another_token_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    first, second = (replace(place, leader=address, kind="specification") for place in places(2))
+    call = {"security": Security.loopback(), "timeout_s": 20.0}
+    with lead_group(first, TERMS, "a", **call) as leading:
+        monkeypatch.setattr(groups, "_open_token", lambda leader: TOKEN)
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(lambda: join_group(second, TERMS, "a", **call))
+            while not joining.done():
+                leading.control_server.poll(0.05)
+        with pytest.raises(UserError, match=r"cannot join the run of the leader at .*field 'token'"):
+            joining.result()
+        assert time.monotonic() - began < 5.0, "it tried again"
+
+
 @pytest.mark.parametrize("tls", [False, True])
 def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) -> None:
     store, world = KeyValueStore(), 4
@@ -282,7 +299,7 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
     call = {"address": "127.0.0.1", "security": Security.loopback(), "timeout_s": 1.0}
     first, second = together(
         lambda: open_links(0, [1], store, token=TOKEN, **call),
-        lambda: open_links(1, [0], store, token=b"another secret", **call),
+        lambda: open_links(1, [0], store, token=b"another secret of 28 bytes..", **call),
     )
     assert isinstance(first, PeerTimeout)
     assert "rank 1 did not connect in time" in str(first)

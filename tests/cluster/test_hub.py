@@ -35,7 +35,7 @@ from hubs import (
 )
 from manyhands.errors import UserError
 from manyhands.native.segment import Segment
-from manyhands.transport.hub.frames import IN_ARENA, Limits, encode_header
+from manyhands.transport.frames import IN_ARENA, Limits, encode_header
 from manyhands.transport.hub.handshake import (
     NO_PROOF,
     Credentials,

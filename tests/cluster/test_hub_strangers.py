@@ -19,9 +19,9 @@ import manyhands.transport.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all, read_end
 from manyhands.native.version import __version__
+from manyhands.transport.frames import HEADER_BYTES
 from manyhands.transport.hub import addresses
-from manyhands.transport.hub.admission import Calls, Newcomers, Tally
-from manyhands.transport.hub.frames import HEADER_BYTES
+from manyhands.transport.hub.admission import Dialer, PendingConnections, Rejections
 from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
 from manyhands.transport.security import Security
@@ -72,10 +72,10 @@ def test_whoever_cannot_prove_the_token_is_told_the_same_and_nothing_of_release_
     with dial(one.listen(how)) as end:
         end.sendall(said)
         remote = party.one(1, Rejected)
-        report = read_end(end)
-    assert report in (b"", control(NO_PROOF))
-    assert __version__.encode() not in report
-    assert b"fingerprint of" not in report
+        told = read_end(end)
+    assert told in (b"", control(NO_PROOF))
+    assert __version__.encode() not in told
+    assert b"fingerprint of" not in told
     assert remote.reason.isprintable()
     assert "defect" not in remote.reason
 
@@ -109,7 +109,7 @@ def test_a_port_that_a_stranger_took_is_no_member(party: Party, reply: bytes) ->
     assert two.members() == ()
 
 
-def test_a_mistake_of_a_member_with_the_token_is_reported_by_its_name(
+def test_a_mistake_of_a_member_with_the_token_is_told_by_its_name(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = party.add(1), party.add(2)
@@ -135,9 +135,9 @@ def test_a_recorded_handshake_gets_a_challenge_and_no_further(party: Party, how:
     with dial(address) as end:
         end.sendall(knock + proof)
         assert "'token'" in party.one(1, Rejected).reason
-        report = read_end(end)
-    assert report.endswith(control(NO_PROOF)) or report == b""
-    assert __version__.encode() not in report
+        told = read_end(end)
+    assert told.endswith(control(NO_PROOF)) or told == b""
+    assert __version__.encode() not in told
     assert one.members() == ()
 
 
@@ -294,28 +294,28 @@ def test_thousands_of_strangers_are_a_few_events(party: Party) -> None:
 
 
 def test_the_tally_tells_the_first_at_once_and_the_rest_ever_more_rarely() -> None:
-    tally, report = Tally(), []
+    tally, told = Rejections(), []
     for second in range(24 * 3600):
         tally.add("x\x1b[2J\ud800\n" * 1000, None)
         remote = tally.due(float(second))
         if remote is not None:
-            report.append((second, remote))
-    assert [second for second, _ in report][:6] == [0, 1, 3, 7, 15, 31]
-    assert len(report) < 40
-    assert sum(remote.count for _, remote in report) <= tally.total == 24 * 3600
-    assert all(remote.reason.isprintable() and len(remote.reason) < 5000 for _, remote in report)
-    assert Tally().due(0.0) is None
+            told.append((second, remote))
+    assert [second for second, _ in told][:6] == [0, 1, 3, 7, 15, 31]
+    assert len(told) < 40
+    assert sum(remote.count for _, remote in told) <= tally.total == 24 * 3600
+    assert all(remote.reason.isprintable() and len(remote.reason) < 5000 for _, remote in told)
+    assert Rejections().due(0.0) is None
 
 
 # ── the decisions alone ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_oldest_of_the_silent_goes_and_who_knocked_stays() -> None:
-    newcomers: Newcomers[str] = Newcomers(silent=2, knocked=1)
+    newcomers: PendingConnections[str] = PendingConnections(silent=2, sealed=1)
     assert newcomers.oldest() is None
     assert newcomers.arrived("a", 0.0) is None
     assert newcomers.arrived("b", 0.1) is None
-    assert newcomers.knocked("a", 0.2) is None
+    assert newcomers.arrived("a", 0.2, sealed=True) is None
     assert newcomers.has_room(0.2)
     assert newcomers.arrived("c", 0.2) is None
     assert not newcomers.has_room(0.59)  # both have their moment of grace
@@ -323,15 +323,15 @@ def test_the_oldest_of_the_silent_goes_and_who_knocked_stays() -> None:
     assert newcomers.arrived("d", 0.6) == "b"
     newcomers.left("b")
     assert newcomers.oldest() == "c"
-    assert newcomers.knocked("d", 0.7) == "a"
+    assert newcomers.arrived("d", 0.7, sealed=True) == "a"
     newcomers.left("a")
     newcomers.left("d")
-    assert newcomers.knocked("c", 0.8) is None
+    assert newcomers.arrived("c", 0.8, sealed=True) is None
     assert newcomers.oldest() is None
 
 
 def test_calls_pause_longer_and_longer_and_end_with_a_sentence() -> None:
-    calls = Calls(10.0, random.Random(1))
+    calls = Dialer(10.0, random.Random(1))
     calls.begin(7, "tcp:x", 100.0)
     assert 7 in calls
     now_s, pauses = 100.0, []
@@ -357,7 +357,7 @@ def test_calls_pause_longer_and_longer_and_end_with_a_sentence() -> None:
 
 
 def test_a_member_that_was_lost_at_once_is_called_after_a_pause() -> None:
-    calls = Calls(10.0, random.Random(1))
+    calls = Dialer(10.0, random.Random(1))
     calls.begin(7, "tcp:x", 0.0)
     calls.due(0.0)
     calls.answered(7, 0.0)

@@ -23,7 +23,7 @@ from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_files import read_events
 from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind
 from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
-from manyhands.places.external.control_messages import ControlEvents
+from manyhands.places.external.control_messages import ControlEvents, ControlPing
 from manyhands.places.external.control_server import (
     ControlEvent,
     ControlServer,
@@ -118,13 +118,13 @@ def test_what_is_said_arrives_in_order_with_events_marks_and_result(
     began = time.monotonic_ns()
     line.ring.record(EventKind.COMPUTE, began, 5, step=7)
     line.mark(7, State.COMPUTING)
-    party.until(lambda: party.control_server.line(1).step == 7)
-    assert party.control_server.line(1).doing() == "computing step 7"
+    party.until(lambda: party.control_server.known[1].seen.step == 7)
+    assert party.control_server.known[1].seen.doing() == "computing step 7"
     party.until(lambda: party.control_server.rings[1].written == 1)
     (record,) = party.control_server.rings[1].drain()
     assert (record["start_ns"], record["step"], record["role"]) == (began, 7, 1)
     party.control_server.tell(1, {"go": "on"})
-    party.until(lambda: line._report)
+    party.until(lambda: line._notes)
     assert line.received() == [{"go": "on"}]
     assert not line.stop_requested()
     party.control_server.ask_to_stop(1)
@@ -205,7 +205,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
         records["kind"], records["step"], records["peer"] = EventKind.WAIT, NO_STEP, NOBODY
         for name, value in fields.items():
             records[name][1] = value
-        line._bag.put(ControlEvents(lost=lost), [records.tobytes()])
+        line.queue.put(ControlEvents(lost=lost), [records.tobytes()])
         failure = party.one(Ended).failure
         assert "it broke the protocol: link protocol, field 'events'" in failure.sentence
         line.close()
@@ -259,7 +259,7 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
     over = line.wait_over(10.0)
     assert over is not None
     assert (over.rank, over.is_lost) == (1, False)
-    assert "worker 1 on host1: its line to worker 0 on " in over.sentence
+    assert "worker 1 on host1: its connection to worker 0 on " in over.sentence
     assert "failed: ZeroDivisionError('of nothing')" in over.sentence
     assert line.stop_requested()
     with pytest.raises(Aborted, match="of nothing"):
@@ -272,20 +272,20 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "report"),
+    ("asked", "kind", "told"),
     [
         ({"terms": terms_of({"task": "words", "steps": 10})}, UserError, "worker 1 on host1 has task=words"),
         ({"world": 4}, UserError, "is one of 4 processes"),
-        ({"token": b"another secret of another run"}, ManyhandsError, "field 'token'"),
+        ({"token": b"another secret of another run"}, UserError, "field 'token'"),
     ],
 )
 def test_a_process_that_does_not_belong_is_refused_by_name_on_both_sides(
-    make: Callable[..., Party], asked: dict[str, Any], kind: type[Exception], report: str
+    make: Callable[..., Party], asked: dict[str, Any], kind: type[Exception], told: str
 ) -> None:
     party = make()
     with pytest.raises(kind) as raised:
         party.join(1, **asked)
-    assert report in str(raised.value)
+    assert told in str(raised.value)
     if "token" not in asked:  # of strangers the leader says nothing
         assert party.one(ProcessRejected).sentence == str(raised.value)
     party.join(1)  # who does belong is let in afterwards
@@ -304,12 +304,12 @@ def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stay
     assert party.one(Said).payload == {"still": "here"}
 
 
-def test_a_member_that_dies_or_leaves_is_reported_once_and_may_come_again(make: Callable[..., Party]) -> None:
+def test_a_member_that_dies_or_leaves_is_told_once_and_may_come_again(make: Callable[..., Party]) -> None:
     party = make(2, "tcp")
     line = party.join(1)
     line.mark(3, State.EXCHANGING)
-    party.until(lambda: party.control_server.line(1).step == 3)
-    line._hub._members[0].end.shutdown(2)  # as if its process were gone
+    party.until(lambda: party.control_server.known[1].seen.step == 3)
+    line._hub._reactor.members[0].end.shutdown(2)  # as if its process were gone
     ended = party.one(Ended)
     assert "worker 1 on host1" in ended.failure.sentence
     assert "last seen exchanging step 3" in ended.failure.sentence
@@ -327,7 +327,7 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     line = party.join(1)
     party.one(Started)
     for hub in (line._hub, party.control_server._hub):
-        hub._stop_heartbeats.set()  # nothing is sent any more, though both connections stand
+        hub._reactor._stop_heartbeats.set()  # nothing is sent any more, though both connections stand
     began = time.monotonic()
     ended = party.one(Ended)
     party.until(lambda: line.over is not None)
@@ -360,7 +360,7 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
     party = make(3)
     first, second = party.join(1), party.join(2)
     with pytest.raises(Aborted):
-        first.ask_store("fly", ["a"])
+        first.store.ask("fly", ["a"])
     assert "call: fly" in party.one(Ended).failure.sentence.replace("'", "")
     second.store.set("k", "v")
     assert party.control_server.store.get("k") == b"v"
@@ -369,7 +369,7 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
 def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
     party = make(4)
     line = party.join(1)
-    line._bag.put(hello_of(ProcessPlace(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
+    line.queue.put(hello_of(ProcessPlace(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
     assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
     assert (party.control_server.members, party.control_server.register.missing) == ((), (1, 2, 3))
     party.join(2)
@@ -395,7 +395,7 @@ def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Part
     party = make(2)
     line = party.join(1)
     line._same_clock = False  # as if the host had been started at another time: the truth is an offset of 0
-    line._ping()
+    line._post(ControlPing(sent_ns=time.monotonic_ns()))
     party.until(lambda: line._brackets)
     assert abs(line.offset().ns) <= line.offset().error_ns
     assert 0 < line.offset().error_ns < 1_000_000_000
@@ -415,11 +415,11 @@ def test_what_comes_right_behind_the_welcome_is_not_lost(make: Callable[..., Par
     greet = party.control_server._greet
 
     def greet_and_tell(connection: int, hello: Any) -> Any:
-        report = greet(connection, hello)
+        told = greet(connection, hello)
         for number in range(50):
             party.control_server.tell(1, {"number": number})
         party.control_server._send_queued()
-        return report
+        return told
 
     party.control_server._greet = greet_and_tell  # type: ignore[method-assign]
     line = party.join(1)

@@ -72,7 +72,7 @@ def test_whoever_reads_along_finds_no_tensor_with_tls_and_every_one_without() ->
         heard = bytes(relay.heard)
         assert len(heard) > len(content)
         found[name] = [content[at : at + 16] in heard for at in range(0, len(content), 1000)]
-        assert (b"MHLK" in heard) is (name == "plain")
+        assert (b"MHFR" in heard) is (name == "plain")
     assert all(found["plain"])
     assert not any(found["TLS"])
 

@@ -20,8 +20,8 @@ from kills import await_that
 from manyhands.errors import ManyhandsError
 from manyhands.places.local.children import Children, Role
 from manyhands.places.local.control import Finished, RoleContext
-from manyhands.places.local.member import Exited, Heard
 from manyhands.places.local.packed_job import pack
+from manyhands.places.local.roster import Exited, Heard
 from manyhands.places.local.template import inherited_environment, kept_pid, obtain
 from processes.test_cluster import exists, nothing_stays_open
 

@@ -28,7 +28,7 @@ from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.places.local import template
 from manyhands.places.local.control import Finished, RoleContext
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.template import kept_pid
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -439,7 +439,7 @@ def test_a_job_that_can_not_be_loaded_or_returned_is_reported() -> None:
 
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, time
-from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.supervisor import LocalCluster, Role
 
 factor = 3
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import warm
 from manyhands.errors import ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
 from manyhands.places.local import rendezvous
-from manyhands.places.local.rendezvous import Rendezvous, Seat, hosts_of, meet
+from manyhands.places.local.rendezvous import RankEntry, Rendezvous, hosts_of, meet
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 20.0
@@ -59,11 +59,11 @@ def test_hosts_come_in_the_order_of_their_lowest_ranks() -> None:
 
 
 def test_a_seat_is_read_back_and_nothing_else_is() -> None:
-    seat = Seat(host="a/1", pid=12, world=3, version="1.0")
-    assert Seat.from_text(seat.to_text()) == seat
+    seat = RankEntry(host="a/1", pid=12, world=3, version="1.0")
+    assert RankEntry.from_text(seat.to_text()) == seat
     for text in ("", "[]", '["a", 1, 2]', '{"a": 1}', "[1, 1, 1, 1]", "cos\nsystem\n(S'true'\ntR."):
         with pytest.raises(ManyhandsError, match="where manyhands keeps who has a rank"):
-            Seat.from_text(text)
+            RankEntry.from_text(text)
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
@@ -114,7 +114,7 @@ def test_ranks_of_other_hosts_do_not_connect(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_missing_ranks_are_named() -> None:
     with pytest.raises(
-        PeerTimeout, match=r"group 'g': ranks 0, 2 of 3 did not come to the meeting within 0\."
+        PeerTimeout, match=r"group 'g': ranks 0, 2 of 3 did not come to the rendezvous within 0\."
     ) as late:
         meet(dist.HashStore(), rank=1, world=3, name="g", timeout_s=0.3)
     assert late.value.peer == 0
@@ -135,7 +135,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
 
     first = threading.Thread(target=wait_for_others)
     first.start()
-    while not store.check(["seat/0"]):
+    while not store.check(["rank/0"]):
         pass
     with pytest.raises(
         UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already is rank \d"
@@ -147,7 +147,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
 
 def test_ranks_that_expect_another_world_are_reported() -> None:
     store = dist.HashStore()
-    store.set("seat/2", f"x {Seat(host='a', pid=1, world=3, version='0').to_text()}")
+    store.set("rank/2", f"x {RankEntry(host='a', pid=1, world=3, version='0').to_text()}")
 
     def act(rank: int) -> str:
         with pytest.raises(UserError) as wrong:
@@ -218,14 +218,14 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The host's seat is there before the guest's, so the address comes once both sit: sit down for the guest first.
     store.set(
-        "seat/1",
-        f"x {Seat(host=rendezvous.host_identity(), pid=1, world=2, version=rendezvous.__version__).to_text()}",
+        "rank/1",
+        f"x {RankEntry(host=rendezvous.host_identity(), pid=1, world=2, version=rendezvous.__version__).to_text()}",
     )
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, store, rank=0, world=2, name="g", timeout_s=TIMEOUT_S)
         while not store.check(["address/0"]):
             pass
-        store.delete_key("seat/1")
+        store.delete_key("rank/1")
         for one in (pool.submit(guest).result(TIMEOUT_S), host.result(TIMEOUT_S)):
             one.close()
 

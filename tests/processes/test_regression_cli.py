@@ -230,7 +230,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert run_command(monkeypatch, *again, "--resume") == 0, capfd.readouterr().err
     whole = train_logreg(path, LogregOptions(passes=int(passes)))
     np.testing.assert_array_equal(LogregModel.load(out).table, whole.model.table)
-    for looks in (["explain", out], ["timeline", out], ["tensorboard", out]):
+    for looks in (["explain", out], ["show", out, "--as", "trace"], ["show", out, "--as", "tensorboard"]):
         capfd.readouterr()
         assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
 

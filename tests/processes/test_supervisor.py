@@ -101,7 +101,7 @@ def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFix
         pids = {number: heard.first(Started, number).pid for number in numbers}
         for number in numbers:
             heard.first(Said, number)
-        assert supervisor.line(2).pid == pids[2]
+        assert supervisor.status(2).pid == pids[2]
 
         start = time.monotonic()
         os.kill(pids[2], signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFix
             with pytest.raises(UserError, match="member=9 was never started"):
                 late(9)
         with pytest.raises(UserError, match="member=2 is not among"):
-            supervisor.line(2)
+            supervisor.status(2)
     assert sorted(capfd.readouterr().out.split()) == sorted(["hello", "from", "server"] * 4 + [*"0123"])
 
 
@@ -291,8 +291,8 @@ def test_lines_of_the_board_are_used_again_but_not_more_than_there_are() -> None
         with pytest.raises(ManyhandsError, match="2 processes are there already"):
             supervisor.start(role("one too many"))
         heard.first(Started, last)
-        assert supervisor.line(stays).pid == heard.first(Started, stays).pid
-        assert supervisor.line(last).pid == heard.first(Started, last).pid
+        assert supervisor.status(stays).pid == heard.first(Started, stays).pid
+        assert supervisor.status(last).pid == heard.first(Started, last).pid
 
 
 def quiet_end(context: RoleContext) -> Mapping[str, Any]:

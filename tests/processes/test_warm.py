@@ -18,7 +18,7 @@ import pytest
 
 import warm
 from manyhands.places.local.control import RoleContext
-from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.template import end_kept
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

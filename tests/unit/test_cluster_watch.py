@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -16,47 +17,80 @@ from manyhands.errors import (
     UserError,
     WorkerFailed,
 )
+from manyhands.places.local.children import Role
 from manyhands.places.local.control import Failed, Finished, Note, RoleStarted, Stop
-from manyhands.places.local.failure import describe_exit, report
-from manyhands.places.local.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
-from manyhands.places.local.status import NOBODY, State, StatusRow, StatusTable, pack_mark, unpack_mark
-from manyhands.places.local.watch_core import (
-    Action,
-    AskToStop,
-    Deliver,
+from manyhands.places.local.failure import Failure, describe_exit, report
+from manyhands.places.local.roster import (
+    EXIT_S,
     Event,
-    HangAlarm,
-    Looked,
-    Watch,
-    WatchInterrupted,
-    WatchStopWanted,
+    Exited,
+    Garbled,
+    Heard,
+    Interrupted,
+    KillProcess,
+    Patience,
+    Roster,
 )
+from manyhands.places.local.status import NOBODY, State, StatusRow, StatusTable, pack_mark, unpack_mark
+from manyhands.places.local.supervisor import LocalCluster
+
+Action = KillProcess | tuple[str, int] | tuple[str, int, object]
+INTERRUPTED = Interrupted(signal.SIGINT)
 
 
 class Play:
-    """A watch over `num_roles` roles, whose lines beat unless told otherwise, on a clock we move."""
+    """A cluster of `num_roles` roles without processes, whose rows beat unless told otherwise, on a clock we move.
+
+    It is the supervisor of the cluster, too.
+    """
 
     def __init__(self, num_roles: int, *, silent_after_s: float = 5.0) -> None:
         self.now_s = 1000.0
-        self.lines = [StatusRow() for _ in range(num_roles)]
+        self.rows = [StatusRow() for _ in range(num_roles)]
         self.silent: set[int] = set()
         self.kills: set[KillProcess] = set()
+        self.stop_wanted = False
         patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
-        roles = [(f"worker {rank}", 100 + rank) for rank in range(num_roles)]
-        self.watch = Watch(roles, patience, self.now_ns)
+        self.roster = Roster(patience, self.now_ns)
+        for rank in range(num_roles):
+            self.roster.add(rank, f"worker {rank}", 100 + rank, self.now_ns)
+        self.actions: list[Action] = []
+        self.cluster = LocalCluster(
+            [Role(name=f"worker {rank}", target=lambda context: None) for rank in range(num_roles)],
+            on_note=lambda rank, payload: self.actions.append(("note", rank, payload)),
+            on_failure=lambda rank: self.actions.append(("alarm", rank)),
+            stop_wanted=lambda: self.stop_wanted,
+        )
+        self.cluster._supervisor = self  # type: ignore[assignment]
 
     @property
     def now_ns(self) -> int:
         return round(self.now_s * 1e9)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.roster.members
+
+    @property
+    def failures(self) -> list[Failure]:
+        return self.roster.failures
+
+    def ask_to_stop(self, rank: int, *, patiently: bool = False) -> None:
+        self.actions.append(("stop", rank))
+        if not patiently:
+            self.roster.ask_to_stop(rank, self.now_ns)
+
+    def kill(self, rank: int) -> None:
+        self.actions += self.roster.kill(rank, self.now_ns)
+
     def at_work(self) -> Play:
-        for rank in range(len(self.lines)):
+        for rank in range(len(self.rows)):
             self.do(Heard(rank, RoleStarted(pid=100 + rank)))
             self.mark(rank, 17, State.COMPUTING)
         return self
 
     def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        self.lines[rank] = StatusRow(
+        self.rows[rank] = StatusRow(
             pid=100 + rank,
             heartbeat_ns=self.now_ns,
             marked_ns=self.now_ns,
@@ -65,8 +99,19 @@ class Play:
             waiting_for=waiting_for,
         )
 
-    def do(self, event: Event) -> list[Action]:
-        return self.watch.handle(event, self.now_ns)
+    def do(self, event: Heard | Garbled | Exited | Interrupted) -> list[Action]:
+        if isinstance(event, Interrupted):
+            return self.react([event])
+        return self.react(self.roster.handle(event, self.now_ns))
+
+    def look(self) -> list[Action]:
+        return self.react(self.roster.look(dict(enumerate(self.rows)), self.now_ns))
+
+    def react(self, decided: list[Event | KillProcess]) -> list[Action]:
+        self.actions += [one for one in decided if isinstance(one, KillProcess)]
+        self.cluster.look([one for one in decided if not isinstance(one, KillProcess)])
+        actions, self.actions = self.actions, []
+        return actions
 
     def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Action]]:
         """Look every tick; the actions with the time since the start of this call, a kill only when it is new."""
@@ -74,24 +119,21 @@ class Play:
         start_s = self.now_s
         while self.now_s < start_s + seconds:
             self.now_s += tick_s
-            for rank, line in enumerate(self.lines):
-                if rank not in self.silent and line.pid:
-                    self.lines[rank] = StatusRow(
-                        pid=line.pid,
-                        heartbeat_ns=self.now_ns,
-                        marked_ns=line.marked_ns,
-                        step=line.step,
-                        state=line.state,
-                        waiting_for=line.waiting_for,
-                    )
-            actions = self.do(Looked(self.lines))
+            for rank, row in enumerate(self.rows):
+                if rank not in self.silent and row.pid:
+                    self.rows[rank] = replace(row, heartbeat_ns=self.now_ns)
+            actions = self.look()
             seen += [(self.now_s - start_s, action) for action in actions if action not in self.kills]
             self.kills |= {action for action in actions if isinstance(action, KillProcess)}
         return seen
 
+    @property
+    def results(self) -> list[Finished]:
+        return [self.cluster._results[rank] for rank in sorted(self.cluster._results)]
+
     def failure(self) -> Exception:
-        assert self.watch.failure is not None
-        return self.watch.failure
+        assert self.cluster.failure is not None
+        return self.cluster.failure
 
 
 def failed(error: Exception, step: int = 17) -> Failed:
@@ -105,24 +147,24 @@ def failed(error: Exception, step: int = 17) -> Failed:
 
 def test_a_run_without_trouble_ends_with_every_result_by_rank() -> None:
     play = Play(2).at_work()
-    assert play.do(Heard(1, Note(payload={"x": 1}))) == [Deliver(1, Note(payload={"x": 1}))]
+    assert play.do(Heard(1, Note(payload={"x": 1}))) == [("note", 1, {"x": 1})]
     for rank in (1, 0):
         assert play.do(Heard(rank, Finished(payload={"rank": rank}))) == []
         assert play.do(Exited(rank, 0)) == []
-    assert play.watch.over
-    assert play.watch.failure is None
-    assert play.watch.results() == [Finished(payload={"rank": 0}), Finished(payload={"rank": 1})]
+    assert not play.members
+    assert play.cluster.failure is None
+    assert play.results == [Finished(payload={"rank": 0}), Finished(payload={"rank": 1})]
 
 
 def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -> None:
     play = Play(3).at_work()
     actions = play.do(Heard(1, failed(ValueError("bad thing"))))
-    assert actions == [HangAlarm(1), AskToStop(0), AskToStop(2)]
+    assert actions == [("alarm", 1), ("stop", 0), ("stop", 1), ("stop", 2)]
     assert play.do(Exited(1, 1)) == []
     assert play.do(Exited(0, 1)) == []
     assert play.let_pass(5.0) == [(2.0, KillProcess(2))]
     assert play.do(Exited(2, -9)) == []
-    assert play.watch.over
+    assert not play.members
     error = play.failure()
     assert isinstance(error, WorkerFailed)
     assert error.worker_rank == 1
@@ -142,7 +184,7 @@ def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -
 def test_a_death_without_a_report_is_reported_with_place_and_last_words(status: int, said: str) -> None:
     play = Play(2).at_work()
     play.let_pass(1.0)
-    assert play.do(Exited(0, status, "it hurts\n"))[0] == HangAlarm(0)
+    assert play.do(Exited(0, status, "it hurts\n"))[0] == ("alarm", 0)
     text = str(play.failure())
     assert text.startswith(said)
     assert "last seen computing step 17, 0.0 s ago" in text
@@ -157,8 +199,8 @@ def test_a_silent_role_is_killed_at_once_within_the_promise() -> None:
     play = Play(2).at_work()
     play.silent = {1}
     actions = play.let_pass(5.0, tick_s=0.2)
-    stops = [AskToStop(rank) for rank in range(2)]
-    assert [action for _, action in actions] == [HangAlarm(1), *stops, KillProcess(1)]
+    stops = [("stop", rank) for rank in range(2)]
+    assert [action for _, action in actions] == [("alarm", 1), *stops, KillProcess(1)]
     assert 4.5 < actions[0][0] < 5.0
     assert "worker 1 (pid 101) fell silent" in str(play.failure())
     assert "last seen computing step 17, 4." in str(play.failure())
@@ -173,19 +215,19 @@ def test_a_launcher_that_was_paused_blames_nobody() -> None:
     play.silent = set()
     assert play.let_pass(20.0) == []
     play.silent = {0}
-    assert play.let_pass(30.0, tick_s=1.5)[0][1] == HangAlarm(0), "a slow launcher still notices"
+    assert play.let_pass(30.0, tick_s=1.5)[0][1] == ("alarm", 0), "a slow launcher still notices"
 
 
 def test_a_role_that_never_starts_is_reported() -> None:
     play = Play(1)
     actions = play.let_pass(121.0)
-    assert [action for _, action in actions] == [HangAlarm(0), AskToStop(0), KillProcess(0)]
+    assert [action for _, action in actions] == [KillProcess(0), ("alarm", 0), ("stop", 0)]
     assert "did not start within 120 s; never seen on the board" in str(play.failure())
 
 
 def test_a_consequence_gives_way_to_its_cause() -> None:
     play = Play(3).at_work()
-    assert play.do(Heard(0, failed(PeerTimeout("no answer from 2", peer=2))))[0] == HangAlarm(0)
+    assert play.do(Heard(0, failed(PeerTimeout("no answer from 2", peer=2))))[0] == ("alarm", 0)
     assert play.do(Heard(1, failed(Aborted("someone failed")))) == []
     assert "worker 0 (pid 100) raised PeerTimeout" in str(play.failure())
     assert play.do(Exited(2, -11)) == []
@@ -227,24 +269,24 @@ def test_an_error_while_waiting_tells_what_the_other_was_doing() -> None:
 
 def test_an_interruption_asks_then_kills_and_a_second_kills_now() -> None:
     play = Play(2).at_work()
-    stop = [AskToStop(rank) for rank in range(2)]
-    assert play.do(WatchInterrupted()) == stop
+    stop = [("stop", rank) for rank in range(2)]
+    assert play.do(INTERRUPTED) == stop
     assert play.let_pass(2.0) == [(2.0, KillProcess(0)), (2.0, KillProcess(1))]
-    assert play.watch.failure is None
+    assert play.cluster.failure is None
 
     play = Play(2).at_work()
-    assert play.do(WatchInterrupted()) == stop
-    assert play.do(WatchInterrupted()) == []
-    assert play.let_pass(0.25) == [(0.25, KillProcess(0)), (0.25, KillProcess(1))]
+    assert play.do(INTERRUPTED) == stop
+    assert play.do(INTERRUPTED) == [KillProcess(0), KillProcess(1)]
 
 
 def test_who_is_wanted_to_stop_is_asked_once_and_takes_the_time_it_needs() -> None:
     play = Play(2).at_work()
-    stop = [AskToStop(rank) for rank in range(2)]
-    assert play.do(WatchStopWanted()) == stop
-    assert play.do(WatchStopWanted()) == []
+    stop = [("stop", rank) for rank in range(2)]
+    play.stop_wanted = True
+    assert play.look() == stop
+    assert play.look() == []
     assert play.let_pass(60.0) == []
-    assert play.do(WatchInterrupted()) == []  # asked already, but now there is a limit
+    assert play.do(INTERRUPTED) == stop  # asked already, but now there is a limit
     assert play.let_pass(2.0) == [(2.0, KillProcess(0)), (2.0, KillProcess(1))]
 
 
@@ -255,37 +297,37 @@ def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_st
     ((after_s, action),) = play.let_pass(EXIT_S + 1)
     assert (action, after_s) == (KillProcess(0), EXIT_S + 0.25)
     play.do(Exited(0, -9))
-    assert play.watch.failure is None
-    assert play.watch.results() == [Finished(payload={"x": 1})]
+    assert play.cluster.failure is None
+    assert play.results == [Finished(payload={"x": 1})]
 
 
 def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:
     play = Play(2).at_work()
-    play.do(WatchInterrupted())
-    play.do(WatchInterrupted())
-    assert [play.do(Looked(play.lines)) for _ in range(3)] == [[KillProcess(0), KillProcess(1)]] * 3
+    play.do(INTERRUPTED)
+    play.do(INTERRUPTED)
+    assert [play.look() for _ in range(3)] == [[KillProcess(0), KillProcess(1)]] * 3
     play.do(Exited(0, -9))
-    assert play.do(Looked(play.lines)) == [KillProcess(1)]
+    assert play.look() == [KillProcess(1)]
 
 
 def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:
     play = Play(2).at_work()
-    play.do(WatchInterrupted())
-    assert play.do(Exited(1, 1)) == [HangAlarm(1)]
+    play.do(INTERRUPTED)
+    assert play.do(Exited(1, 1)) == [("alarm", 1)]
     play.let_pass(2.0 + EXIT_S)
-    assert play.watch.failure is None
-    before = play.watch.over
+    assert play.cluster.failure is None
+    assert play.members == (0,)
     play.let_pass(1.0)
-    assert (before, play.watch.over) == (False, True)
+    assert play.members == ()
     assert "worker 0 (pid 100) did not end within 10 s of being killed" in str(play.failure())
 
 
 def test_what_a_child_may_not_say_is_its_failure() -> None:
     play = Play(1).at_work()
-    assert play.do(Garbled(0, "not a message"))[0] == HangAlarm(0)
+    assert play.do(Garbled(0, "not a message")) == [KillProcess(0), ("alarm", 0), ("stop", 0)]
     assert "worker 0 (pid 100) broke the control channel's rules: not a message" in str(play.failure())
     play = Play(1).at_work()
-    assert play.do(Heard(0, Stop())) == [HangAlarm(0), AskToStop(0)]
+    assert play.do(Heard(0, Stop())) == [KillProcess(0), ("alarm", 0), ("stop", 0)]
 
 
 @pytest.mark.parametrize(

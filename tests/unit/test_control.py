@@ -16,7 +16,6 @@ from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.places.local.control import (
     MAX_FRAME_BYTES,
     Channel,
-    Decoder,
     Failed,
     Finished,
     Message,
@@ -24,8 +23,10 @@ from manyhands.places.local.control import (
     RoleStarted,
     Stop,
     Unread,
+    decoder,
     encode,
 )
+from manyhands.transport.frames import FrameDecoder, encode_header
 from manyhands.transport.messages import ProtocolError
 
 MESSAGES: list[Message] = [
@@ -44,31 +45,43 @@ MESSAGES: list[Message] = [
 ]
 
 
+def feed(stream: FrameDecoder[Message], data: bytes) -> list[Message]:
+    received: list[Message] = []
+    while data:
+        room = stream.room()
+        taken = min(len(room), len(data))
+        room[:taken], data = data[:taken], data[taken:]
+        stream.advance(taken)
+        while (frame := stream.next_frame()) is not None:
+            received.append(frame.message)
+    return received
+
+
 @given(cuts=st.lists(st.integers(0, 2000), max_size=30))
 def test_every_message_survives_in_any_pieces(cuts: list[int]) -> None:
     wire = b"".join(encode(message) for message in MESSAGES)
     edges = sorted({0, len(wire), *(cut for cut in cuts if cut < len(wire))})
-    decoder = Decoder()
+    stream = decoder()
     received: list[Message] = []
     for start, end in itertools.pairwise(edges):
-        received += decoder.feed(wire[start:end])
+        received += feed(stream, wire[start:end])
     assert received == MESSAGES
 
 
-def test_a_frame_is_a_kind_a_length_and_the_body() -> None:
-    assert encode(RoleStarted(pid=7)) == struct.pack("<HIq", 1, 8, 7)
+def test_a_message_is_a_frame_without_a_payload() -> None:
+    assert encode(RoleStarted(pid=7)) == encode_header(1, 0, 8, 0) + struct.pack("<q", 7)
 
 
 def test_values_that_are_not_finite_arrive_as_they_are() -> None:
-    (message,) = Decoder().feed(encode(Note(payload={"nan": math.nan, "inf": math.inf})))
+    (message,) = feed(decoder(), encode(Note(payload={"nan": math.nan, "inf": math.inf})))
     assert isinstance(message, Note)
     assert math.isnan(message.payload["nan"])
     assert message.payload["inf"] == math.inf
 
 
 def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
-    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
-        Decoder().feed(struct.pack("<HI", 1, MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError, match=r"'body_bytes': 16\.0 MiB announced, at most 16\.0 MiB"):
+        feed(decoder(), encode_header(1, 0, MAX_FRAME_BYTES + 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,7 @@ def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
 )
 def test_what_is_no_message_is_refused(kind: int, body: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Decoder().feed(struct.pack("<HI", kind, len(body)) + body)
+        feed(decoder(), encode_header(kind, 0, len(body), 0) + body)
 
 
 def test_what_can_not_be_sent_is_refused_by_name() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.transport.hub.frames import (
+from manyhands.transport.frames import (
     HEADER_BYTES,
     IN_ARENA,
     FrameDecoder,
@@ -51,7 +51,7 @@ def frame_bytes(kind: int, body: bytes, payload: bytes) -> bytes:
 
 
 def test_the_header_is_the_documented_32_bytes() -> None:
-    expected = b"MHUB" + struct.pack("<HHHHIQQ", 3, 513, 2, 0, 7, 1 << 40, 9)
+    expected = b"MHFR" + struct.pack("<HHHHIQQ", 4, 513, 2, 0, 7, 1 << 40, 9)
     assert encode_header(513, IN_ARENA, 7, 1 << 40, 9) == expected
     assert len(expected) == HEADER_BYTES == 32
 
@@ -122,9 +122,9 @@ def test_a_payload_in_shared_memory_is_not_in_the_stream() -> None:
     ("data", "field"),
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "magic"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 1, 1, 0, 0, 0, 0, 0), "version"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 4, 0, 0, 0, 0), "flags"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 0, 1, 0, 0, 0), "reserved"),
+        (b"MHFR" + struct.pack("<HHHHIQQ", 1, 1, 0, 0, 0, 0, 0), "version"),
+        (b"MHFR" + struct.pack("<HHHHIQQ", 4, 1, 4, 0, 0, 0, 0), "flags"),
+        (b"MHFR" + struct.pack("<HHHHIQQ", 4, 1, 0, 1, 0, 0, 0), "reserved"),
         (encode_header(1, 0, LIMITS.body_bytes + 1, 0), "body_bytes"),
         (encode_header(1, 0, 0, LIMITS.payload_bytes + 1), "payload_bytes"),
         (encode_header(1, IN_ARENA, 0, (1 << 64) - 1), "payload_bytes"),
@@ -151,7 +151,7 @@ def test_lengths_are_refused_before_memory_is_taken() -> None:
 
 @given(st.binary(max_size=300), st.integers(1, 100))
 def test_random_bytes_give_frames_or_a_protocol_error(data: bytes, piece: int) -> None:
-    for beginning in (b"", b"MHUB", encode_header(1, 0, 5, 3)[:12]):
+    for beginning in (b"", b"MHFR", encode_header(1, 0, 5, 3)[:12]):
         try:
             feed(decoder(), beginning + data, piece)
         except ProtocolError:

@@ -36,7 +36,7 @@ def role(
         waiting_for=waits_for,
         waiting_since_ns=NOW_NS - 61_000_000_000 if waits_for != NOBODY else 0,
     )
-    return SeenRole(name=f"worker {number}", pid=100 + number, line=line, being=being, stack=stack)
+    return SeenRole(name=f"worker {number}", pid=100 + number, row=line, being=being, stack=stack)
 
 
 def roles(*waits_for: int | Being | None) -> dict[int, SeenRole]:
@@ -135,7 +135,7 @@ def test_a_page_stays_a_page_and_the_details_hold_everything() -> None:
     deep = tuple(Frame(file="/home/me/deep.py", line=n, function="f", text="f()") for n in range(90))
     events = tuple(f"event {n}" for n in range(50))
     stuck = SeenRole(
-        name="worker 0", pid=1, line=role(0).line, stack=deep, other_threads=("  File x",), events=events
+        name="worker 0", pid=1, row=role(0).row, stack=deep, other_threads=("  File x",), events=events
     )
     seen = {0: stuck, **{n: role(n, 0) for n in range(1, 200)}}
     verdict = judge(seen)

@@ -37,7 +37,8 @@ def test_a_header_survives_the_wire(header: Header) -> None:
 
 def test_the_layout_is_the_documented_one() -> None:
     # Written out by hand from the table in docs/links.md, so that neither can change alone.
-    by_hand = b"MHLK" + struct.pack("<HHIIQQQH", 1, 1, 7, 3, 118, 41, 4096, 1) + bytes(22)
+    header = b"MHFR" + struct.pack("<HHHHIQQ", 4, 1, 0, 0, 32, 4096, 0)
+    by_hand = header + struct.pack("<IIQQH6x", 7, 3, 118, 41, 1)
     assert by_hand == GOOD
     assert len(GOOD) == HEADER_BYTES == 64
 
@@ -67,12 +68,18 @@ def test_one_changed_byte_is_refused_or_understood(offset: int, value: int) -> N
         (4, "<H", 2, "version"),
         (6, "<H", 0, "frame"),
         (6, "<H", 2, "frame"),  # a goodbye with a payload
-        (32, "<Q", LIMIT + 4, "payload_bytes"),
-        (32, "<Q", 2**64 - 1, "payload_bytes"),
-        (32, "<Q", 4097, "payload_bytes"),  # not a multiple of float32
-        (40, "<H", 99, "dtype"),
-        (40, "<H", 0, "payload_bytes"),  # bytes of no dtype
-        (42, "<H", 1, "reserved"),
+        (8, "<H", 1, "flags"),
+        (8, "<H", 4, "flags"),
+        (10, "<H", 1, "reserved"),
+        (12, "<I", 31, "body_bytes"),
+        (12, "<I", 33, "body_bytes"),
+        (16, "<Q", LIMIT + 4, "payload_bytes"),
+        (16, "<Q", 2**64 - 1, "payload_bytes"),
+        (16, "<Q", 4097, "payload_bytes"),  # not a multiple of the 4 bytes of float32
+        (24, "<Q", 1, "position"),
+        (56, "<H", 99, "dtype"),
+        (56, "<H", 0, "payload_bytes"),  # bytes of no dtype
+        (58, "<H", 1, "reserved"),
     ],
 )
 def test_the_error_names_the_field(offset: int, layout: str, value: int, field: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.reports import ORDERS, REPORTS

@@ -31,7 +31,7 @@ from manyhands.places.ray.actor_placement import (
     room_for,
     seats,
 )
-from manyhands.places.ray.actor_store import ActorStore, RayStore
+from manyhands.places.ray.actor_store import ActorStore, open_actor_store
 from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster, connected, ray_module
 from manyhands.places.ray.role_actors import RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
@@ -104,7 +104,7 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
     store, chance = ActorStore(), random.Random(seed)
-    kept = RayStore(lambda call, *given: getattr(store, call)(*given), 1.0)
+    kept = open_actor_store(lambda call, *given: getattr(store, call)(*given), 1.0)
     ours = PrefixStore("run", kept)
     theirs = PrefixStore("run", HashStore())
     for _ in range(200):
@@ -126,19 +126,19 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    actor, troubles = ActorStore(), [None, "worker 1 on Ray: died"]
+    actor, troubles = ActorStore(), [None, None, "worker 1 on Ray: died"]
     ask = lambda call, *given: getattr(actor, call)(*given)  # noqa: E731
-    kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
+    kept, impatient = open_actor_store(ask, 5.0, lambda: troubles.pop(0)), open_actor_store(ask, 0.1)
     store = PrefixStore("run", kept)
     store.set("here/0", "a")
     assert not store.check(["here/1"])
     with pytest.raises(ManyhandsError, match="worker 1 on Ray: died"):
         store.check(["here/1"])
-    with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
+    with pytest.raises(PeerTimeout, match="nobody has set 'run/leader' in the run's store within 0 s"):
         PrefixStore("run", impatient).get("leader")
-    patient = RayStore(ask, 600.0)
+    patient = open_actor_store(ask, 600.0)
     patient.wait(["run/here/0"])
-    with pytest.raises(PeerTimeout, match="nobody has said 'leader' on Ray within 0 s"):
+    with pytest.raises(PeerTimeout, match="nobody has set 'leader' in the run's store within 0 s"):
         patient.wait(["run/here/0", "leader"], timedelta(seconds=0.1))
 
 

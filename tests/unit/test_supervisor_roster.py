@@ -9,8 +9,20 @@ import pytest
 
 from manyhands.errors import DataError, UserError, WorkerFailed
 from manyhands.places.local.control import Failed, Finished, Note, RoleStarted, Stop
-from manyhands.places.local.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
-from manyhands.places.local.roster import Ended, Event, Roster, Said, Silent, Started
+from manyhands.places.local.roster import (
+    EXIT_S,
+    Ended,
+    Event,
+    Exited,
+    Garbled,
+    Heard,
+    KillProcess,
+    Patience,
+    Roster,
+    Said,
+    Silent,
+    Started,
+)
 from manyhands.places.local.status import State, StatusRow, StatusTable
 
 

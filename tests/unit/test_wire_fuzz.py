@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.transport import messages, tls
-from manyhands.transport.hub.frames import FrameDecoder
+from manyhands.transport.frames import FrameDecoder
 from manyhands.transport.hub.handshake import Handshake
 from wire_fuzz import TARGETS, Failure, fuzz
 

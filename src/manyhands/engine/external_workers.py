@@ -35,9 +35,9 @@ from manyhands.places.external.links import open_heartbeats, open_links
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.sharing import attach_group, no_group, share_group_files, share_links
 from manyhands.places.external.torch_store import RunStore
+from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.failure import Failure, report
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore, meet
 from manyhands.places.local.roster import Ended, Said
 from manyhands.places.local.signals import as_exception, counted_signals

@@ -18,7 +18,7 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
 from manyhands.engine.options import StoppingCount
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 

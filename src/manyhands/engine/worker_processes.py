@@ -112,7 +112,7 @@ class ProcessTraining(Training):
         """Start the workers, process their notes, and read the weights that worker 0 left."""
         if stage.process_group is not None:
             return self._lead(stage, stage.process_group)
-        from manyhands.places.local.local import LocalCluster
+        from manyhands.places.local.supervisor import LocalCluster
 
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)

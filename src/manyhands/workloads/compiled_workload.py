@@ -1,6 +1,6 @@
 """The seam between a workload with a training of its own and the command line, which asks for none by its name.
 
-A workload says which options it has, how it trains with them and what came out; `cli/workload_command.py` makes
+A workload says which options it has, how it trains with them and what came out; `cli/train_command.py` makes
 `manyhands train NAME` and `manyhands compare NAME` of that: where the run is kept, its page, signals, summary, report.
 """
 

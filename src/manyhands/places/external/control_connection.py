@@ -1,11 +1,11 @@
 """A process's control connection to the leader of its run: the worker context of one host, over the network.
 
-    with open_control_connection(place, contact, terms, timeout_s=60) as line:
-        line.mark(step, State.COMPUTING)
-        line.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
-        line.send({"rows": …})
-        if line.stop_requested(): …
-        line.end({"steps": 100})
+    with open_control_connection(place, contact, terms, timeout_s=60) as connection:
+        connection.mark(step, State.COMPUTING)
+        connection.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
+        connection.send({"rows": …})
+        if connection.stop_requested(): …
+        connection.end({"steps": 100})
 
 A thread of the connection owns the socket. It sends the queued messages, receives from the leader, drains the event
 ring and compares clocks. If the leader dies, misses its heartbeats or reports that the run has failed, waits end
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
@@ -94,7 +95,7 @@ class Broken:
 
 
 class RunEnding(ManyhandsError):
-    """Who listens there is about to end its run, or will not talk: the next run may begin at the same address."""
+    """The run of who listens there is ending, or it does not answer: the next run may begin at the same address."""
 
 
 def open_control_connection(
@@ -105,7 +106,11 @@ def open_control_connection(
     timeout_s: float,
     settings: Settings | None = None,
 ) -> ControlConnection:
-    """Join the run of a leader; UserError if it rejects this process, PeerTimeout if it does not answer."""
+    """Join the run of a leader.
+
+    UserError if one of the two rejects the other, PeerTimeout if the leader does not answer, RunEnding if another
+    attempt may succeed.
+    """
     settings = replace(settings or Settings(), connect_s=timeout_s)
     # A random hub member number for each process, not its rank: if two processes claim one rank, both must get as
     # far as the hello, so that the second can be told why it is rejected.
@@ -115,12 +120,11 @@ def open_control_connection(
         hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
         hub.connect(_LEADER, contact.address)
         welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
-        line = ControlConnection(
-            place, hub, leader=welcome.leader, same_clock=welcome.clock == str(clock_id())
-        )
+        same_clock = welcome.clock == str(clock_id())
+        connection = ControlConnection(place, hub, leader=welcome.leader, same_clock=same_clock)
         stack.pop_all()
-    line.begin(rest)
-    return line
+    connection.begin(rest)
+    return connection
 
 
 def _introduce(
@@ -144,8 +148,9 @@ def _introduce(
                     return welcome, events[number:]
                 case Arrived(_, ControlRefused(reason=reason, field=field)):
                     raise (RunEnding if field == "over" else UserError)(printable(reason, 1000))
-                case Lost(_, reason):
-                    raise RunEnding(
+                case Lost(reason=reason, final=final):
+                    # A rejected token or certificate is rejected next time as well.
+                    raise (UserError if final else RunEnding)(
                         f"{place.name} (rank {place.rank}) cannot join the run of {contact.name}: {reason}"
                     )
                 case _:
@@ -162,23 +167,21 @@ class ControlConnection(Closeable):
         self.world = place.world
         self.leader = leader
         self.step = 0
-        self.store = ControlStore(self)
         self._hub = hub
+        self._post = partial(hub.send, _LEADER)
         self._same_clock = same_clock
         self._brackets: deque[Bracket] = deque(maxlen=_KEPT_BRACKETS)
         self._marked: ControlMarked | None = None
-        self._messages: deque[Mapping[str, Any]] = deque()
+        self._notes: deque[Mapping[str, Any]] = deque()
         self._stop_requested = False
         self.over: Broken | None = None
         """Why the run ended early, or None."""
         self._on_over: list[Callable[[Broken], None]] = []
-        self._heard = threading.Condition()
-        self._answers: dict[int, StoreAnswer | None] = {}
-        self._asked = 0
+        self.changed = threading.Condition()
+        """Notified when something has come from the leader, or the run is over."""
         self._large: dict[str, bytearray] = {}
-        self._whole: set[str] = set()
+        self._complete: set[str] = set()
         self._dropped = 0
-        self._leaving = False
         self._closed = False
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
@@ -188,18 +191,21 @@ class ControlConnection(Closeable):
 
             self._wakeup = Wakeup()
             stack.callback(self._wakeup.close)
-            hub.register(self._wakeup.descriptor)
-            self._bag = SendQueue(self._wakeup.ring)
-            self._ear = Wakeup()
-            stack.callback(self._ear.close)
+            hub.register(self._wakeup.fileno())
+            self.queue = SendQueue(self._wakeup.ring)
+            self._readable = Wakeup()
+            stack.callback(self._readable.close)
             self._stack = stack.pop_all()
+        self.store = ControlStore(self)
+        self.control_fileno = self._readable.fileno
+        """A descriptor that is readable when `received` has messages, or when the leader asked to stop."""
 
     # ── what a role asks of its context ───────────────────────────────────────────────────────────────────────────
 
     def send(self, payload: Mapping[str, Any]) -> None:
         """Send JSON to the leader; messages arrive in order, and all of them before the result."""
         note = encoded(Note(payload=payload), CONTROL_CODER)  # now: the caller may change it
-        self._bag.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
+        self.queue.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
 
     def mark(
         self,
@@ -218,14 +224,11 @@ class ControlConnection(Closeable):
 
     def received(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
         """Return the leader's messages since the last call, in order; waits at most `timeout_s` for the first."""
-        self._ear.answer_any()
+        self._readable.clear()
         if timeout_s > 0:
-            with self._heard:
-                self._heard.wait_for(lambda: self._messages or self.over is not None, timeout_s)
-        messages = []
-        while self._messages:
-            messages.append(self._messages.popleft())
-        return messages
+            with self.changed:
+                self.changed.wait_for(lambda: self._notes or self.over is not None, timeout_s)
+        return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def stop_requested(self) -> bool:
         """Whether the leader asked this process to stop, or the run is over."""
@@ -235,42 +238,36 @@ class ControlConnection(Closeable):
     def stopping(self) -> bool:
         return self.stop_requested()
 
-    def control_fileno(self) -> int:
-        """Return a descriptor that is readable when `received` has messages, or when the leader asked to stop."""
-        return self._ear.descriptor
-
     def give(self, name: str, chunks: Iterable[Any]) -> None:
         """Send the leader a large object, in order with the messages; chunks are buffers, produced lazily.
 
         The chunks are produced in the connection's thread, when there is capacity to send them.
         """
-        self._bag.put_all(pieces(name, chunks))
+        self.queue.put_all(pieces(name, chunks))
 
     def end(self, payload: Mapping[str, Any]) -> None:
-        """Report that this process has finished, with its result; the connection stays open for what the leader
-        gives.
+        """Report that this process has finished, with its result.
+
+        The connection stays open for what the leader gives.
         """
-        self._bag.put_when_room(
-            encoded(Finished(payload=payload), CONTROL_CODER), _SEND_TIMEOUT_S, self.leader
-        )
+        result = encoded(Finished(payload=payload), CONTROL_CODER)
+        self.queue.put_when_room(result, _SEND_TIMEOUT_S, self.leader)
 
     def fail(self, error: BaseException) -> None:
         """Report that this process failed; the leader receives the error and its traceback."""
-        self._bag.put(encoded(report(error, self.step), CONTROL_CODER))
+        self.queue.put(encoded(report(error, self.step), CONTROL_CODER))
 
     # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 
     def wait_over(self, timeout_s: float) -> Broken | None:
         """Wait at most `timeout_s` for the run to end early; return the reason, or None."""
-        with self._heard:
-            self._heard.wait_for(lambda: self.over is not None, timeout_s)
+        with self.changed:
+            self.changed.wait_for(lambda: self.over is not None, timeout_s)
             return self.over
 
     def on_over(self, act: Callable[[Broken], None]) -> None:
-        """Call `act` in the connection's thread if the run ends early, at once if it already has. Used to end
-        waits.
-        """
-        with self._heard:
+        """Call `act` in the connection's thread if the run ends early, at once if it already has: to end waits."""
+        with self.changed:
             over = self.over
             if over is None:
                 self._on_over.append(act)
@@ -283,9 +280,9 @@ class ControlConnection(Closeable):
         PeerTimeout if no more of it arrives for `timeout_s`, Aborted if the run is over.
         """
         seen, deadline = -1, 0.0
-        with self._heard:
-            while name not in self._whole:
-                self._require_going()
+        with self.changed:
+            while name not in self._complete:
+                self.require_going()
                 here = len(self._large.get(name, b""))
                 if here != seen:
                     seen, deadline = here, time.monotonic() + timeout_s
@@ -293,32 +290,9 @@ class ControlConnection(Closeable):
                     raise PeerTimeout(
                         f"{self.name}: {self.leader} sent no more of {name} for {timeout_s:.0f} s", _LEADER
                     )
-                self._heard.wait(min(1.0, timeout_s))
-            self._whole.discard(name)
+                self.changed.wait(min(1.0, timeout_s))
+            self._complete.discard(name)
             return self._large.pop(name)
-
-    def ask_store(self, call: str, keys: Sequence[str], values: Sequence[str] = ()) -> StoreAnswer:
-        """Make one call to the key-value store that the leader keeps; PeerTimeout if no answer comes, Aborted if
-        over.
-        """
-        with self._heard:
-            self._require_going()
-            self._asked += 1
-            number = self._asked
-            self._answers[number] = None
-        self._bag.put(StoreCall(number=number, call=call, keys=tuple(keys), values=tuple(values)))
-        deadline = time.monotonic() + _STORE_TIMEOUT_S
-        with self._heard:
-            try:
-                while (answer := self._answers[number]) is None:
-                    self._require_going()
-                    if not self._heard.wait(deadline - time.monotonic()):
-                        raise PeerTimeout(
-                            f"{self.name}: {self.leader} did not answer for {_STORE_TIMEOUT_S:.0f} s", _LEADER
-                        )
-            finally:
-                del self._answers[number]
-        return answer
 
     def offset(self) -> Offset:
         """The clock offset: add its `ns` to this process's clock to get the leader's."""
@@ -326,16 +300,23 @@ class ControlConnection(Closeable):
             return Offset(ns=0, error_ns=0)
         return offset_from(tuple(self._brackets))
 
+    def require_going(self) -> None:
+        if self.over is not None:
+            raise Aborted(self.over.sentence)
+        if self._closed:
+            raise Aborted(f"{self.name} has closed its connection to {self.leader}")
+
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, rest: Sequence[HubEvent] = ()) -> None:
-        self._take(rest)
+    def begin(self, events: Sequence[HubEvent] = ()) -> None:
+        """Take what came with the welcome, compare clocks, and start the thread."""
+        self._take(events)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
-            self._ping()
+            self._post(ControlPing(sent_ns=time.monotonic_ns()))
             asked, deadline = len(self._brackets), time.monotonic() + 1.0
             while len(self._brackets) == asked and time.monotonic() < deadline and self.over is None:
                 self._poll(0.1)
-        self._thread = threading.Thread(target=self._run, name="manyhands line", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="manyhands control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -343,161 +324,164 @@ class ControlConnection(Closeable):
         if self._closed:
             return
         self._closed = True
-        self._leaving = True
         if self._thread is not None:
             self._wakeup.ring()
             self._thread.join()
-        self._bag.close()
+        self.queue.close()
         self._stack.close()
 
     def _run(self) -> None:
-        """Run the thread's loop; an exception here ends all waits and is reported to the leader, or it would be
-        lost.
-        """
+        """The thread: an exception here ends all waits and is reported to the leader, or it would be lost."""
         try:
-            self._serve()
+            pinged_s = time.monotonic()
+            while not self._closed and self.over is None:
+                self._poll(_TICK_S)
+                self._send_signs()
+                if not self._same_clock and time.monotonic() - pinged_s >= _PING_S:
+                    pinged_s = time.monotonic()
+                    self._post(ControlPing(sent_ns=time.monotonic_ns()))
+            deadline = time.monotonic() + _FLUSH_S
+            while self.over is None and time.monotonic() < deadline:
+                self._send_signs()
+                if self.queue.empty(self._post):
+                    self._hub.flush(max(0.0, deadline - time.monotonic()))
+                    return
+                self._poll(_TICK_S)
+            if self.over is not None and self._hub.members():  # the leader is alive and may want the reason
+                self._send_signs()
+                self.queue.empty(self._post)
+                self._hub.flush(1.0)
         except BaseException as error:
-            self._end_waits(Broken(self.rank, f"{self.name}: its line to {self.leader} failed: {error!r}"))
-            self._post(report(error, self.step), [])
-            self._hub.flush(1.0)
-
-    def _serve(self) -> None:
-        pinged_s = time.monotonic()
-        while not self._leaving and self.over is None:
-            self._poll(_TICK_S)
-            self._send_signs()
-            if not self._same_clock and time.monotonic() - pinged_s >= _PING_S:
-                pinged_s = time.monotonic()
-                self._ping()
-        deadline = time.monotonic() + _FLUSH_S
-        while self.over is None and time.monotonic() < deadline:
-            self._send_signs()
-            if self._bag.empty(self._post):
-                self._hub.flush(max(0.0, deadline - time.monotonic()))
-                return
-            self._poll(_TICK_S)
-        if self.over is not None and self._hub.members():  # the leader is alive and may want the reason
-            self._send_signs()
-            self._bag.empty(self._post)
+            sentence = f"{self.name}: its connection to {self.leader} failed: {error!r}"
+            self._end_waits(Broken(self.rank, sentence))
+            self._post(report(error, self.step))
             self._hub.flush(1.0)
 
     def _poll(self, timeout_s: float) -> None:
-        self._bag.empty(self._post)
+        self.queue.empty(self._post)
         self._take(self._hub.poll(timeout_s))
-        self._bag.empty(self._post)
+        self.queue.empty(self._post)
 
     def _take(self, events: Sequence[HubEvent]) -> None:
         for event in events:
             match event:
-                case Arrived():
-                    try:
-                        self._hear(event)
-                    finally:
-                        event.release()
+                case Arrived(_, ControlPong(sent_ns=sent_ns, leader_ns=leader_ns)):
+                    now_ns = time.monotonic_ns()
+                    self._brackets.append(Bracket(before_ns=sent_ns, theirs_ns=leader_ns, after_ns=now_ns))
+                case Arrived(_, Note(payload=payload)):
+                    with self.changed:
+                        self._notes.append(payload)
+                        self.changed.notify_all()
+                    self._readable.ring()
+                case Arrived(_, Stop()):
+                    self._stop_requested = True
+                    self._readable.ring()
+                case Arrived(_, StoreAnswer() as answer):
+                    self.store.answered(answer)
+                case Arrived(_, ControlPiece(name=name, last=last), payload):
+                    with self.changed:
+                        self._large.setdefault(name, bytearray()).extend(payload)
+                        if last:
+                            self._complete.add(name)
+                        self.changed.notify_all()
+                    event.release()
+                case Arrived(_, ControlOver(rank=rank, sentence=sentence)):
+                    self._end_waits(Broken(rank, sentence))
                 case Lost(_, reason, in_peace):
                     how = "left" if in_peace else f"is lost: {reason}"
                     sentence = f"the leader of the run, {self.leader}, {how}"
                     self._end_waits(Broken(_LEADER, sentence, is_lost=not in_peace))
                 case Ready():
-                    self._wakeup.answer()
+                    self._wakeup.clear()
+                case Arrived(_, other):
+                    event.release()
+                    sentence = f"the leader sent a {type(other).__name__} out of order"
+                    self._end_waits(Broken(_LEADER, sentence))
                 case _:
-                    raise AssertionError(f"nobody else is at this line: {event}")
-
-    def _post(self, message: object, payload: list[Any]) -> bool:
-        return self._hub.send(_LEADER, message, payload)
+                    raise AssertionError(f"nobody else is at this connection: {event}")
 
     def _send_signs(self) -> None:
         """Send the newest mark and the new events, on the leader's clock; what exceeds the capacity stays queued."""
-        if not self._bag.empty(self._post):
+        if not self.queue.empty(self._post):
             return
         marked, self._marked = self._marked, None
         if marked is not None:
-            self._post(marked, [])
+            self._post(marked)
         records = self.ring.drain()
         dropped = self.ring.dropped
         if not len(records) and dropped == self._dropped:
             return
         records["start_ns"] += self.offset().ns
         lost, self._dropped = dropped - self._dropped, dropped
-        self._bag.put(ControlEvents(lost=lost), [records.tobytes()])
-        self._bag.empty(self._post)
-
-    def _ping(self) -> None:
-        self._post(ControlPing(sent_ns=time.monotonic_ns()), [])
-
-    def _hear(self, arrived: Arrived) -> None:
-        match arrived.message:
-            case ControlPong(sent_ns=sent_ns, leader_ns=leader_ns):
-                self._brackets.append(
-                    Bracket(before_ns=sent_ns, theirs_ns=leader_ns, after_ns=time.monotonic_ns())
-                )
-            case Note(payload=payload):
-                with self._heard:
-                    self._messages.append(payload)
-                    self._heard.notify_all()
-                self._ear.ring()
-            case Stop():
-                self._stop_requested = True
-                self._ear.ring()
-            case StoreAnswer() as answer:
-                with self._heard:
-                    if answer.number in self._answers:
-                        self._answers[answer.number] = answer
-                        self._heard.notify_all()
-            case ControlPiece(name=name, last=last):
-                with self._heard:
-                    self._large.setdefault(name, bytearray()).extend(arrived.payload)
-                    if last:
-                        self._whole.add(name)
-                    self._heard.notify_all()
-            case ControlOver(rank=rank, sentence=sentence):
-                self._end_waits(Broken(rank, sentence))
-            case other:
-                self._end_waits(Broken(_LEADER, f"the leader sent a {type(other).__name__} out of turn"))
+        self.queue.put(ControlEvents(lost=lost), [records.tobytes()])
+        self.queue.empty(self._post)
 
     def _end_waits(self, broken: Broken) -> None:
-        with self._heard:
+        with self.changed:
             if self.over is not None:
                 return
             self.over = broken
             acts, self._on_over = self._on_over, []
-            self._heard.notify_all()
-        self._ear.ring()
+            self.changed.notify_all()
+        self._readable.ring()
         for act in acts:
             act(broken)
 
-    def _require_going(self) -> None:
-        if self.over is not None:
-            raise Aborted(self.over.sentence)
-        if self._closed:
-            raise Aborted(f"{self.name} has closed its line to {self.leader}")
-
 
 class ControlStore:
-    """The leader's key-value store over the control connection, with the calls that `rendezvous.meet` makes on
-    torch's.
-    """
+    """The leader's key-value store over the control connection, with the calls that `rendezvous.meet` makes."""
 
-    def __init__(self, line: ControlConnection) -> None:
-        self._line = line
+    def __init__(self, connection: ControlConnection) -> None:
+        self._connection = connection
+        self._answers: dict[int, StoreAnswer | None] = {}
+        self._asked = 0
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
+        return self.ask("compare_set", [key], [expected, desired]).value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._line.ask_store("check", keys).found
+        return self.ask("check", keys).found
 
     def get(self, key: str) -> bytes:
-        answer = self._line.ask_store("get", [key])
+        answer = self.ask("get", [key])
         if not answer.found:
             raise UserError(f"the run's store has no {key!r}")
         return answer.value.encode()
 
     def set(self, key: str, value: str) -> None:
-        self._line.ask_store("set", [key], [value])
+        self.ask("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._line.ask_store("add", [key], [str(amount)]).value)
+        return int(self.ask("add", [key], [str(amount)]).value)
 
     def delete_key(self, key: str) -> bool:
-        return self._line.ask_store("delete_key", [key]).found
+        return self.ask("delete_key", [key]).found
+
+    def ask(self, call: str, keys: Sequence[str], values: Sequence[str] = ()) -> StoreAnswer:
+        """Make one call; PeerTimeout if no answer comes, Aborted if the run is over."""
+        connection, changed = self._connection, self._connection.changed
+        with changed:
+            connection.require_going()
+            self._asked += 1
+            number = self._asked
+            self._answers[number] = None
+        connection.queue.put(StoreCall(number=number, call=call, keys=tuple(keys), values=tuple(values)))
+        deadline = time.monotonic() + _STORE_TIMEOUT_S
+        with changed:
+            try:
+                while (answer := self._answers[number]) is None:
+                    connection.require_going()
+                    if not changed.wait(deadline - time.monotonic()):
+                        raise PeerTimeout(
+                            f"{connection.name}: {connection.leader} did not answer for {_STORE_TIMEOUT_S:.0f} s",
+                            _LEADER,
+                        )
+            finally:
+                del self._answers[number]
+        return answer
+
+    def answered(self, answer: StoreAnswer) -> None:
+        with self._connection.changed:
+            if answer.number in self._answers:
+                self._answers[answer.number] = answer
+                self._connection.changed.notify_all()

@@ -51,7 +51,7 @@ from manyhands.places.local.control import Failed, Finished, Note, Stop, encoded
 from manyhands.places.local.failure import Failure, describe_status
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.roster import Ended, Said, Started
-from manyhands.places.local.status import StatusRow as ProcessStatus
+from manyhands.places.local.status import StatusRow
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Lost, Ready, Rejected, Settings, Shared
@@ -107,15 +107,17 @@ def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
 
 
 @dataclass(slots=True)
-class _Member:
+class ControlMember:
     """A process that was admitted, with its connection and send queue."""
 
     hello: ControlHello
     connection: int
     """The hub's number for its connection."""
 
-    bag: SendQueue
-    seen: ProcessStatus
+    queue: SendQueue
+    seen: StatusRow
+    """The status that it last reported, on this process's clock."""
+
     ended: bool = False
     connected: bool = True
     large: dict[str, bytearray] = field(default_factory=dict)
@@ -124,6 +126,18 @@ class _Member:
     @property
     def name(self) -> str:
         return f"{self.hello.name} (process {self.hello.pid})"
+
+    def end(self, failure: Failure | None = None, payload: Mapping[str, Any] | None = None) -> Ended:
+        self.ended = True
+        short = self.hello.name.partition(" on ")[0]  # the name in the run's files
+        return Ended(
+            member=self.hello.rank,
+            name=self.hello.name,
+            status=None,
+            last_words="",
+            payload=payload,
+            failure=replace(failure, name=short) if failure is not None else None,
+        )
 
 
 class ControlServer(Closeable):
@@ -144,11 +158,13 @@ class ControlServer(Closeable):
         """The run's store, which the members reach as `ControlConnection.store`."""
 
         self.register = Register(hello_of(place, terms))
-        self._members: dict[int, _Member] = {}  # by rank, members that left included
+        self.known: dict[int, ControlMember] = {}
+        """By rank, members that left included."""
+
         self._ranks: dict[int, int] = {}  # from the hub's number
         self._unreported: list[ControlEvent] = []
         self._closed = False
-        self._seeing_off = False
+        self._shutting_down = False
         with ExitStack() as stack:
             self.rings: Mapping[int, EventRing] = {
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
@@ -159,8 +175,9 @@ class ControlServer(Closeable):
             self._hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
             self._wakeup = Wakeup()
             stack.callback(self._wakeup.close)
-            self._hub.register(self._wakeup.descriptor)
+            self._hub.register(self._wakeup.fileno())
             self._stack = stack.pop_all()
+        self.listen = self._hub.listen
 
     @contextmanager
     def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
@@ -173,31 +190,18 @@ class ControlServer(Closeable):
         finally:
             self.rings = before
 
-    def listen(self, address: str = "unix") -> str:
-        return self._hub.listen(address)
-
-    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(rank for rank, member in self._members.items() if not member.ended)
-
-    @property
-    def known(self) -> tuple[int, ...]:
-        return tuple(self._members)
+        return tuple(rank for rank, member in self.known.items() if not member.ended)
 
     def name_of(self, rank: int) -> str:
         """`worker 2 on hostB (process 4711)`; just the rank if it never joined."""
-        member = self._members.get(rank)
+        member = self.known.get(rank)
         return member.name if member is not None else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:
         """The identity of the host that a rank is on."""
-        return self._members[rank].hello.host
-
-    def line(self, rank: int) -> ProcessStatus:
-        """The status that a member last reported, on this process's clock."""
-        return self._members[rank].seen
+        return self.known[rank].hello.host
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -217,27 +221,27 @@ class ControlServer(Closeable):
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON to a member, which its `received` returns; in order, without waiting. A no-op if it has left."""
-        self._bag(member).put(encoded(Note(payload=payload), CONTROL_CODER))
+        self._queue(member).put(encoded(Note(payload=payload), CONTROL_CODER))
 
     def ask_to_stop(self, member: int) -> None:
         """Ask the member to stop; a no-op if it has left."""
-        self._bag(member).put(encoded(Stop(), CONTROL_CODER))
+        self._queue(member).put(encoded(Stop(), CONTROL_CODER))
 
     def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
         """Send a large object, which the member's `take(name)` returns; chunks are buffers, produced lazily.
 
         The chunks are produced in the polling thread.
         """
-        self._bag(member).put_all(pieces(name, chunks))
+        self._queue(member).put_all(pieces(name, chunks))
 
     def break_off(self, rank: int, sentence: str) -> None:
         """Tell every member that the run has failed because of `rank`: their waits end with this sentence."""
-        for member in tuple(self._members.values()):
-            member.bag.put(ControlOver(rank=rank, sentence=sentence))
+        for member in tuple(self.known.values()):
+            member.queue.put(ControlOver(rank=rank, sentence=sentence))
 
     def dismiss(self, member: int, sentence: str) -> None:
         """Disconnect a member and tell it why; `poll` then reports its end. Call from the polling thread."""
-        found = self._members.get(member)
+        found = self.known.get(member)
         if found is None or not found.connected:
             return
         self._hub.send(found.connection, ControlOver(rank=member, sentence=sentence))
@@ -247,9 +251,9 @@ class ControlServer(Closeable):
     def shutdown(self, timeout_s: float) -> tuple[int, ...]:
         """Send everything and wait until all members have left; return the ranks that have not. Replaces `poll`."""
         deadline = time.monotonic() + timeout_s
-        self._seeing_off = True
+        self._shutting_down = True
         while True:
-            left = tuple(rank for rank, member in self._members.items() if member.connected)
+            left = tuple(rank for rank, member in self.known.items() if member.connected)
             if not left or time.monotonic() >= deadline:
                 return left
             self.poll(0.05)
@@ -259,30 +263,40 @@ class ControlServer(Closeable):
         if self._closed:
             return
         self._closed = True
-        for member in self._members.values():
-            member.bag.close()
+        for member in self.known.values():
+            member.queue.close()
         self._stack.close()
 
-    def _bag(self, rank: int) -> SendQueue:
-        member = self._members.get(rank)
+    def _queue(self, rank: int) -> SendQueue:
+        member = self.known.get(rank)
         if member is None:
             raise UserError(f"member={rank} never came")
-        return member.bag
+        return member.queue
 
     def _send_queued(self) -> None:
         """Pass queued messages to the hub, as far as it accepts them."""
-        for member in self._members.values():
+        for member in self.known.values():
             if member.connected:
                 connection = member.connection
-                member.bag.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
+                member.queue.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
 
     # ── what they say ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, event: HubEvent) -> list[ControlEvent]:
         match event:
+            case Arrived(connection, ControlHello() as hello):
+                return self._greet(connection, hello)
+            case Arrived(connection) if connection not in self._ranks:
+                event.release()
+                self._hub.disconnect(connection, "it says something before it says who it is")
             case Arrived(connection, message, payload):
+                member = self.known[self._ranks[connection]]
+                member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
                 try:
-                    return self._take(connection, message, payload)
+                    return self._said(member.hello.rank, member, message, payload)
+                except ProtocolError as error:
+                    self._hub.disconnect(connection, str(error))
+                    return self._lost(connection, f"it broke the protocol: {printable(str(error))}", False)
                 finally:
                     event.release()
             case Lost(connection, reason, in_peace):
@@ -292,42 +306,31 @@ class ControlServer(Closeable):
                     ProcessRejected(f"a process that has this run's token was rejected: {printable(reason)}")
                 ]
             case Ready():
-                self._wakeup.answer()
+                self._wakeup.clear()
             case Shared():
                 raise AssertionError(f"nobody shares memory over a control connection: {event}")
         return []  # Joined: connected, but its hello has not arrived yet
 
-    def _take(self, connection: int, message: object, payload: memoryview) -> list[ControlEvent]:
-        if isinstance(message, ControlHello):
-            return self._greet(connection, message)
-        rank = self._ranks.get(connection)
-        if rank is None:
-            self._hub.disconnect(connection, "it says something before it says who it is")
-            return []
-        member = self._members[rank]
-        member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
-        try:
-            return self._said(rank, member, message, payload)
-        except ProtocolError as error:
-            self._hub.disconnect(connection, str(error))
-            return self._lost(connection, f"it broke the protocol: {printable(str(error))}", False)
-
-    def _said(self, rank: int, member: _Member, message: object, payload: memoryview) -> list[ControlEvent]:
+    def _said(
+        self, rank: int, member: ControlMember, message: object, payload: memoryview
+    ) -> list[ControlEvent]:
         match message:
             case Note() | Finished() | Failed() if member.ended:
                 pass  # its end was reported: nothing may follow it
             case Note(payload=note):
                 return [Said(rank, note)]
             case Finished(payload=result):
-                return [self._end(rank, member, payload=result)]
+                self.register.leave(rank)
+                return [member.end(payload=result)]
             case Failed():
                 sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
-                return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
+                self.register.leave(rank)
+                return [member.end(Failure(rank=rank, sentence=sentence, reported=message))]
             case ControlPing(sent_ns=sent_ns):
                 self._hub.send(member.connection, ControlPong(sent_ns=sent_ns, leader_ns=time.monotonic_ns()))
             case ControlMarked():
                 now_ns = time.monotonic_ns()
-                member.seen = ProcessStatus(
+                member.seen = StatusRow(
                     pid=member.hello.pid,
                     heartbeat_ns=now_ns,
                     marked_ns=now_ns,
@@ -351,7 +354,7 @@ class ControlServer(Closeable):
                 if last:
                     return [Delivered(rank, name, member.large.pop(name))]
             case StoreCall():
-                member.bag.put(self.store.answer(message))
+                member.queue.put(self.store.answer(message))
             case _:
                 raise ProtocolError("kind", f"a {type(message).__name__} is for members, not for the leader")
         return []
@@ -361,7 +364,7 @@ class ControlServer(Closeable):
             self._hub.disconnect(connection, "it says twice who it is")
             return self._lost(connection, "it says twice who it is", False)
         refused = self.register.arrive(hello)
-        if refused is None and self._seeing_off:
+        if refused is None and self._shutting_down:
             # The run is over: free the rank that `arrive` has just taken, and reject the process.
             self.register.leave(hello.rank)
             refused = ControlRefused(field="over", reason=f"{hello.name} comes too late: the run is over")
@@ -369,42 +372,24 @@ class ControlServer(Closeable):
             self._hub.send(connection, refused)
             return [ProcessRejected(refused.reason, refused.field)]
         self._ranks[connection] = hello.rank
-        self._members[hello.rank] = _Member(
-            hello, connection, SendQueue(self._wakeup.ring), ProcessStatus(pid=hello.pid)
+        self.known[hello.rank] = ControlMember(
+            hello, connection, SendQueue(self._wakeup.ring), StatusRow(pid=hello.pid)
         )
         self._hub.send(connection, ControlWelcome(leader=self.name, clock=str(clock_id())))
-        events: list[ControlEvent] = [Started(hello.rank, hello.pid)]
         notice = clock_notice(hello.name, hello.unix_s, time.time())
-        return [*events, Warned(hello.rank, notice)] if notice is not None else events
+        warnings = [Warned(hello.rank, notice)] if notice is not None else []
+        return [Started(hello.rank, hello.pid), *warnings]
 
     def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
         rank = self._ranks.pop(connection, None)
         if rank is None:
             return []
-        member = self._members[rank]
+        member = self.known[rank]
         member.connected = False
-        member.bag.close()
+        member.queue.close()
         if member.ended:
             return []  # its result or failure was reported before the connection closed
         how = "left before it had a result" if in_peace else f"is lost: {reason}"
         sentence = f"{member.name} {how}; {describe_status(member.seen, time.monotonic_ns())}"
-        return [self._end(rank, member, Failure(rank=rank, sentence=sentence))]
-
-    def _end(
-        self,
-        rank: int,
-        member: _Member,
-        failure: Failure | None = None,
-        payload: Mapping[str, Any] | None = None,
-    ) -> Ended:
-        member.ended = True
         self.register.leave(rank)
-        short = member.hello.name.partition(" on ")[0]  # the name in the run's files
-        return Ended(
-            member=rank,
-            name=member.hello.name,
-            status=None,
-            last_words="",
-            payload=payload,
-            failure=replace(failure, name=short) if failure is not None else None,
-        )
+        return [member.end(Failure(rank=rank, sentence=sentence))]

@@ -1,51 +1,49 @@
 """Links between workers of different hosts: one TCP connection for each pair, with TLS if the run uses it.
 
-    store    link/0 … link/3       the address where each worker that has others elsewhere listens
-    socket   higher rank ── ranks, nonce ──► lower rank
-             ◄── nonce, HMAC ──                            both have the run's token
-             ── HMAC ──►
-             TLS, both with certificates                   where the run has them
-
-The higher rank connects. Each rank connects to the lower ranks before it accepts the higher ones, so there is no
-cycle of waits. If workers come and go, the addresses come not from a store but from the membership that all are
-sent (`meet_all`).
+The higher rank connects, to an address that the lower one has put into the store (`link/0` …) or, if workers come and
+go, that the membership has which all are sent (`meet_all`). Both prove the run's token by the handshake of
+`transport.hub.handshake`; TLS follows, where the run has certificates. Each rank connects to the lower ranks before it
+accepts the higher ones, so there is no cycle of waits.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.specification import listening_at
 from manyhands.places.local.rendezvous import RendezvousStore
+from manyhands.transport.frames import OF_TRANSPORT, encode_header
 from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
+from manyhands.transport.hub.handshake import (
+    CONTROL,
+    NO_PROOF,
+    Credentials,
+    Handshake,
+    HandshakeRefused,
+    authenticate,
+)
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S
+from manyhands.transport.messages import ProtocolError
 from manyhands.transport.security import HANDSHAKE_S, Security
 from manyhands.transport.tls import End, TlsRefused
 
 __all__ = ["address_towards", "meet_all", "open_heartbeats", "open_links"]
 
-_HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
-_PROOF_BYTES: Final = 32
+_FINGERPRINT: Final = "manyhands link 2"
 _PENDING_S: Final = 2.0
 _SLICE_S: Final = 0.2
 _CONNECT_S: Final = 2.0
 
 Still = Callable[[], None]
 """Called several times a second during a wait; raises if waiting has become pointless."""
-
-
-def _go_on() -> None:
-    """Continue waiting: the default `Still`, which never raises."""
 
 
 def address_towards(host: str, family: int = socket.AF_INET) -> str:
@@ -83,7 +81,12 @@ def open_links(
             raise _late([peer], "say where it listens")
         return store.get(f"link/{peer}").decode()
 
-    with _listening(rank, address, len(far) + 16) as listener:
+    try:  # `address` may be a name for this host that no interface has
+        host = listening_at(f"{address}:0").split(":")[1]
+        listener = socket.create_server((host, 0), backlog=len(far) + 16)
+    except OSError as error:
+        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
+    with listener:
         store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
         return meet_all(
             rank,
@@ -130,7 +133,7 @@ def meet_all(
     token: bytes,
     deadline: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
-    still: Still = _go_on,
+    still: Still = lambda: None,
 ) -> dict[int, TcpLink]:
     """Collective: open a link to each rank of `far`; `where` returns the `host:port` at which a rank listens.
 
@@ -157,63 +160,44 @@ def meet_all(
     return links
 
 
-def _listening(rank: int, address: str, backlog: int) -> socket.socket:
-    """Listen where others reach `address`, which may be a name for this host that no interface has."""
-    try:
-        host = listening_at(f"{address}:0").split(":")[1]
-        return socket.create_server((host, 0), backlog=backlog)
-    except OSError as error:
-        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
-
-
 def _secured(
     wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
 ) -> End:
     try:
-        return wrap(end, peer, min(HANDSHAKE_S, _left_s(deadline)))
+        return wrap(end, peer, min(HANDSHAKE_S, max(0.001, deadline - time.monotonic())))
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
 
 def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, still: Still) -> socket.socket:
-    """Connect to a lower rank; both ends prove to each other that they have the token."""
+    """Connect to a lower rank, again while its host does not answer; a refused connection raises at once."""
     host, _, port = address.rpartition(":")
-    try:
-        end = _connected(host, int(port), deadline, still)
-    except OSError as error:
-        raise ManyhandsError(
-            f"rank {rank} cannot connect to rank {peer} at {host}:{port}: {error}; see whether a firewall is between"
-        ) from error
-    try:
-        nonce = secrets.token_bytes(_PROOF_BYTES)
-        end.settimeout(_left_s(deadline))
-        end.sendall(_HELLO.pack(rank, peer, nonce))
-        answer = _read(end, 2 * _PROOF_BYTES, deadline, still)
-        theirs = answer[:_PROOF_BYTES]
-        said = nonce + theirs + struct.pack("!II", rank, peer)
-        if not hmac.compare_digest(answer[_PROOF_BYTES:], _proof(token, b"accept", said)):
-            raise ManyhandsError(f"who answers at rank {peer}'s address, {host}:{port}, is not of this run")
-        end.sendall(_proof(token, b"connect", said))
-        tune(end, 4 * SILENT_AFTER_S)
-        return end
-    except OSError as error:
-        end.close()
-        raise ManyhandsError(f"rank {peer} at {host}:{port} ended the connection: {error}") from error
-    except BaseException:
-        end.close()
-        raise
-
-
-def _connected(host: str, port: int, deadline: float, still: Still) -> socket.socket:
-    """Dial again while the host does not answer; a refused connection raises at once."""
     while True:
         still()
         left_s = deadline - time.monotonic()
         try:
-            return socket.create_connection((host, port), max(0.001, min(left_s, _CONNECT_S)))
-        except TimeoutError:
-            if left_s <= _CONNECT_S:
-                raise
+            end = socket.create_connection((host, int(port)), max(0.001, min(left_s, _CONNECT_S)))
+            break
+        except OSError as error:
+            if not isinstance(error, TimeoutError) or left_s <= _CONNECT_S:
+                raise ManyhandsError(
+                    f"rank {rank} cannot connect to rank {peer} at {address}: {error}; see whether a firewall is "
+                    "between"
+                ) from error
+    try:
+        _authenticate(end, rank, peer, token, deadline, still)
+        return end
+    except (ProtocolError, HandshakeRefused) as error:
+        end.close()
+        raise ManyhandsError(
+            f"who answers at rank {peer}'s address, {address}, is not of this run: {error}"
+        ) from error
+    except OSError as error:
+        end.close()
+        raise ManyhandsError(f"rank {peer} at {address} ended the connection: {error}") from error
+    except BaseException:
+        end.close()
+        raise
 
 
 def _accept(
@@ -237,29 +221,36 @@ def _accept(
             continue
         peer = _admit(end, rank, token, time.monotonic() + min(_PENDING_S, left_s), still)
         if peer is not None and peer in waited_for:
-            tune(end, 4 * SILENT_AFTER_S)
             return peer, end
         end.close()
 
 
-def _admit(end: socket.socket, rank: int, token: bytes, deadline: float, still: Still = _go_on) -> int | None:
+def _admit(
+    end: socket.socket, rank: int, token: bytes, deadline: float, still: Still = lambda: None
+) -> int | None:
+    """The rank that a new connection proves to be; None for a peer that proves nothing."""
     try:
-        peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size, deadline, still))
-        if wanted != rank:
-            return None
-        mine = secrets.token_bytes(_PROOF_BYTES)
-        said = nonce + mine + struct.pack("!II", peer, rank)
-        end.sendall(mine + _proof(token, b"accept", said))
-        if not hmac.compare_digest(
-            _read(end, _PROOF_BYTES, deadline, still), _proof(token, b"connect", said)
-        ):
-            return None
-        return int(peer)
+        return _authenticate(end, rank, None, token, deadline, still)
+    except (ProtocolError, HandshakeRefused):
+        kind, body = CONTROL.encode(NO_PROOF)
+        with suppress(OSError):  # it is gone
+            end.sendall(encode_header(kind, OF_TRANSPORT, len(body), 0) + body)
+        return None
     except OSError:
         return None
     except BaseException:
         end.close()
         raise
+
+
+def _authenticate(
+    end: socket.socket, rank: int, expected: int | None, token: bytes, deadline: float, still: Still
+) -> int:
+    mine = Credentials(member=rank, role=f"rank {rank}", token=token, fingerprint=_FINGERPRINT)
+    handshake = Handshake(mine, expected)
+    peer = authenticate(handshake, end.sendall, lambda num_bytes: _read(end, num_bytes, deadline, still))
+    tune(end, 4 * SILENT_AFTER_S)
+    return peer.member
 
 
 def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> bytes:
@@ -278,14 +269,6 @@ def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> 
             raise ConnectionResetError("it closed the connection")
         data += more
     return data
-
-
-def _left_s(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
-
-
-def _proof(token: bytes, word: bytes, said: bytes) -> bytes:
-    return hmac.digest(token, b"link " + word + b"|" + said, "sha256")
 
 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from manyhands.errors import PeerTimeout
@@ -24,14 +25,15 @@ _Send = Callable[[object, list[Any]], bool]
 
 
 class Wakeup:
-    """Wakes the thread that polls a hub, where `descriptor` is registered; any thread may call, `close` is
-    idempotent.
-    """
+    """Wakes a thread that waits for its descriptor; any thread may call, `close` is idempotent."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._closed = False
+
+    def fileno(self) -> int:
+        return self.descriptor
 
     def ring(self) -> None:
         """Wake the thread; a no-op once closed, because the descriptor number may have been reused."""
@@ -39,20 +41,13 @@ class Wakeup:
             if not self._closed:
                 os.eventfd_write(self.descriptor, 1)
 
-    def answer(self) -> None:
-        os.eventfd_read(self.descriptor)
-
-    def answer_any(self) -> None:
-        """Consume a wake-up if there is one; a no-op once closed."""
-        with self._lock:
+    def clear(self) -> None:
+        """Consume the wake-ups so far; a no-op once closed."""
+        with self._lock, suppress(BlockingIOError):
             if not self._closed:
-                try:
-                    os.eventfd_read(self.descriptor)
-                except BlockingIOError:
-                    pass
+                os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """Close the descriptor; later wake-ups do nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,7 +1,7 @@
-"""The leader's key-value store as a torch Store: torch's backends then need no port and no server of their own.
+"""A run's key-value store as a torch Store: torch's backends then need no port and no server of their own.
 
-Members call it over their control connections, which have proved the run's token and use TLS between hosts. torch's
-values are bytes and the leader's are text, so bytes are encoded in base64.
+Members call the leader's over their control connections, which have proved the run's token and use TLS between hosts.
+torch's values are bytes and the store's are text, so bytes are encoded in base64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from torch._C._distributed_c10d import Store
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import PeerTimeout
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 
@@ -49,7 +49,7 @@ class RunStore(Store):
         return self._store.check([self._named(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys exist; ManyhandsError names those that never came."""
+        """Wait until all of these keys exist; PeerTimeout names the first that never came."""
         timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
 
         def are_there() -> bool:
@@ -60,11 +60,10 @@ class RunStore(Store):
 
         if not comes_true(are_there, timeout_s):
             late = next((key for key in keys if not self.check([key])), keys[0])
-            raise ManyhandsError(f"nobody has said {late!r} in the run's store within {timeout_s:.0f} s")
+            raise PeerTimeout(f"nobody has set {late!r} in the run's store within {timeout_s:.0f} s", 0)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        before = _written(expected) if expected else ""
-        return _read(self._store.compare_set(self._named(key), before, _written(desired)))
+        return _read(self._store.compare_set(self._named(key), _written(expected), _written(desired)))
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(self._named(key), amount)
@@ -79,8 +78,9 @@ class RunStore(Store):
 
 
 def _written(value: str | bytes) -> str:
+    """In base64; empty stays empty, which `compare_set` takes for a key that is absent."""
     data = value.encode() if isinstance(value, str) else bytes(value)
-    return _BYTES + base64.b64encode(data).decode()
+    return _BYTES + base64.b64encode(data).decode() if data else ""
 
 
 def _read(value: bytes) -> bytes:

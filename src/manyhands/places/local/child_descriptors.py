@@ -19,7 +19,7 @@ class RoleSpec:
     parent_pid: int
     lifeline: int
     status_table: int
-    line: int
+    row: int
     """Its row of the status table."""
 
     descriptors: Mapping[str, int]

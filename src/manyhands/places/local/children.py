@@ -1,10 +1,8 @@
 """The child processes of this process, and the one place where all of them are waited for.
 
 One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. The
-reaction is decided elsewhere: `local` runs a fixed set of roles on these children, `supervisor` members that come
-and go.
-
-All of them are forks of one template process, which has already imported the slow modules (`template`).
+reaction is decided elsewhere (`roster`, `supervisor`). All of them are forks of one template process, which has already
+imported the slow modules (`template`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.control import Channel, Message, RoleContext
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.local.member import Exited, Garbled, Heard
+from manyhands.places.local.roster import Exited, Garbled, Heard
 from manyhands.places.local.stacks import STACK_SIGNAL
 from manyhands.places.local.status import StatusRow, StatusTable
 from manyhands.places.local.template import StillRunning, Template, inherited_environment, obtain
@@ -35,6 +33,7 @@ __all__ = ["Children", "Role"]
 KEPT_BYTES = 4096
 _READ_BYTES = 64 * 2**10
 _LONGEST_LINE = 64 * 2**10
+_REAP_S = 5.0
 
 
 class Output:
@@ -47,26 +46,30 @@ class Output:
         self._name = name
         self._waiting = b""
         self._kept = b""
-
-    def fileno(self) -> int:
-        return self._pipe.fileno()
+        self.fileno = pipe.fileno
 
     @property
     def last_words(self) -> str:
         return self._kept.decode(errors="replace")
 
     def pump(self) -> bool:
-        """Pass on what has arrived, without waiting; whether more may come."""
+        """Pass on the whole lines that have arrived, without waiting; whether more may come."""
         while True:
             try:
-                data = os.read(self._pipe.fileno(), _READ_BYTES)
+                data = os.read(self.fileno(), _READ_BYTES)
             except BlockingIOError:
                 return True
             if not data:
                 return False
             self._kept = (self._kept + data)[-KEPT_BYTES:]
-            whole, self._waiting = _split(self._waiting + data)
-            self._pass_on(whole)
+            data = self._waiting + data
+            end = (
+                max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            )  # a progress bar's lines end with a carriage return
+            if len(data) - end > _LONGEST_LINE:
+                end = len(data)
+            self._waiting = data[end:]
+            self._pass_on(data[:end])
 
     def close(self) -> None:
         """Pass on an unfinished last line and close the pipe."""
@@ -84,19 +87,8 @@ class Output:
         except (
             OSError,
             ValueError,
-        ):  # our own reader is gone or the stream is closed: no reason to end the run
+        ):  # our own reader is gone, or the stream closed: no reason to end the run
             pass
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """The whole lines of `data` (a progress bar ends its lines with a carriage return), and the rest."""
-    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-    if len(data) - end > _LONGEST_LINE:
-        end = len(data)
-    return data[:end], data[end:]
-
-
-_REAP_S = 5.0
 
 
 class Child:
@@ -108,9 +100,9 @@ class Child:
         The child leads a session of its own: Ctrl-C does not reach it, and one kill reaches all its children.
         """
         self.rank = spec.rank
-        self.line = spec.line
+        self.row = spec.row
         self.is_closed = False
-        self._read_bytes = 0
+        self._stacks_read = 0
         with ExitStack() as stack:
             self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
             stack.callback(os.close, self._stacks)
@@ -132,35 +124,31 @@ class Child:
             stack.pop_all()
 
     @property
-    def pidfd(self) -> int:
-        return self.process.pidfd
+    def sources(self) -> tuple[Channel, Output, Output, int]:
+        return self.channel, self.stdout, self.stderr, self.process.pidfd
 
     def ask_for_stacks(self) -> None:
         """Have it write its stacks, for `read_stacks` a moment later; only once its job has begun."""
-        self._read_bytes = os.fstat(self._stacks).st_size
+        self._stacks_read = os.fstat(self._stacks).st_size
         if self.process.returncode is None:
             os.kill(self.process.pid, STACK_SIGNAL)
 
     def read_stacks(self) -> str:
         """What it has written since it was asked; nothing if it is stopped."""
-        num_bytes = os.fstat(self._stacks).st_size - self._read_bytes
-        return os.pread(self._stacks, num_bytes, self._read_bytes).decode(errors="replace")
+        num_bytes = os.fstat(self._stacks).st_size - self._stacks_read
+        return os.pread(self._stacks, num_bytes, self._stacks_read).decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process and all of its group; harmless once it is reaped."""
         if self.process.returncode is None:  # not reaped, so its number still means this process
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def bury(self) -> int:
-        self.kill()
-        return self.process.wait()
-
     def close(self) -> None:
         """Make sure that the process is gone, and close every descriptor; may be called again."""
         self.kill()
         try:
             self.process.wait(_REAP_S)
-        except StillRunning:  # stuck in the kernel; the watch has already said so
+        except StillRunning:  # stuck in the kernel, which the roster has reported
             pass
         for output in (self.stdout, self.stderr):
             output.close()
@@ -206,8 +194,8 @@ class Children:
         self._stack = ExitStack()
         self._processes: set[Child] = set()
         self._children: dict[int, Child] = {}
-        self._lines: dict[int, int] = {}
-        self._free_lines = deque(range(capacity))
+        self._rows: dict[int, int] = {}
+        self._free_rows = deque(range(capacity))
         self._unreported: list[Heard | Garbled | Exited] = []
         self._batches: ExitStack | None = None
 
@@ -219,7 +207,7 @@ class Children:
             stack.callback(os.close, self._lifeline)
             stack.callback(os.close, held)
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            stack.callback(self.end)
+            stack.callback(self._end)
             self._stack = stack.pop_all()
         return self
 
@@ -239,22 +227,42 @@ class Children:
     def start(self, rank: int, role: Role, job: int) -> int:
         """Start `role` as `rank`, its target being item `rank` of the packed `job`; the process id.
 
-        `job` and the role's descriptors stay the caller's.
+        `job` and the role's descriptors stay the caller's. Cores are shared out unless the launcher's environment or
+        the role's says otherwise; the role takes over the launcher's exact search path later, and its own PYTHONPATH.
         """
-        environment = _environment(role.env, self._world)
-        line = self._free_line()
-        self._status_table.wipe(line)
-        self._lines = {rank: of for rank, of in self._lines.items() if of != line}
+        inherited = inherited_environment()
+        threads = {"OMP_NUM_THREADS": str(threads_per_role(self._world))}
+        environment = {**threads, **inherited, **role.env, "PYTHONPATH": inherited["PYTHONPATH"]}
+        if not self._free_rows:
+            raise ManyhandsError(
+                f"{self._capacity} processes are there already, and no more are allowed at once"
+            )
+        row = self._free_rows[0]
+        self._status_table.wipe(row)
+        self._rows = {rank: of for rank, of in self._rows.items() if of != row}
         template = obtain(environment)
         if self._batches is not None:
             self._batches.enter_context(template.batch())
-        child = Child(self._spec(rank, role, job, line), environment, template)
+        spec = RoleSpec(
+            name=role.name,
+            rank=rank,
+            world=self._world,
+            parent_pid=os.getpid(),
+            lifeline=self._lifeline,
+            status_table=self._status_table.descriptor,
+            row=row,
+            job=job,
+            descriptors=dict(role.descriptors),
+            path=tuple(sys.path),
+            python_path=role.env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
+        )
+        child = Child(spec, environment, template)
         self._processes.add(child)
-        self._free_lines.remove(line)
-        for source in _sources(child):
+        self._free_rows.remove(row)
+        for source in child.sources:
             self._selector.register(source, selectors.EVENT_READ, child)
         self._children[rank] = child
-        self._lines[rank] = line
+        self._rows[rank] = row
         return child.process.pid
 
     def wait(self, timeout_s: float) -> list[Heard | Garbled | Exited]:
@@ -264,17 +272,20 @@ class Children:
         the next call.
         """
         ready = self._selector.select(0.0 if self._unreported else timeout_s)
-        ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
+        ended = {key.data for key, _ in ready if key.fileobj == key.data.process.pidfd}
         for child in dict.fromkeys(key.data for key, _ in ready):
             self._unreported += self._attend(child)
             if child in ended:
-                self._bury(child)
+                child.kill()  # what is left of its group
+                status = child.process.wait()
+                self._unreported.append(Exited(child.rank, status, child.stderr.last_words))
+                self._release(child)
         events, self._unreported = self._unreported, []
         return events
 
-    def line(self, rank: int) -> StatusRow:
+    def status(self, rank: int) -> StatusRow:
         """The status of `rank`; also after its end, until its row is given to another."""
-        return self._status_table.read(self._lines[rank])
+        return self._status_table.read(self._rows[rank])
 
     def post(self, rank: int, message: Message) -> None:
         """Send `message` without waiting, the rest of it in `wait`; nothing happens if `rank` is gone."""
@@ -296,34 +307,12 @@ class Children:
         if rank in self._children:
             self._children[rank].kill()
 
-    def end(self) -> None:
-        """Kill everyone and wait until they are gone; idempotent."""
+    def _end(self) -> None:
+        """Kill everyone and wait until they are gone."""
         for child in self._processes:
             child.kill()  # all of them first: closing waits for the end
         for child in list(self._processes):
             self._release(child)
-
-    def _spec(self, rank: int, role: Role, job: int, line: int) -> RoleSpec:
-        return RoleSpec(
-            name=role.name,
-            rank=rank,
-            world=self._world,
-            parent_pid=os.getpid(),
-            lifeline=self._lifeline,
-            status_table=self._status_table.descriptor,
-            line=line,
-            job=job,
-            descriptors=dict(role.descriptors),
-            path=tuple(sys.path),
-            python_path=role.env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
-        )
-
-    def _free_line(self) -> int:
-        if not self._free_lines:
-            raise ManyhandsError(
-                f"{self._capacity} processes are there already, and no more are allowed at once"
-            )
-        return self._free_lines[0]
 
     def _attend(self, child: Child) -> list[Heard | Garbled | Exited]:
         """Pass on its output and hear what it says, as far as that has arrived."""
@@ -347,24 +336,19 @@ class Children:
             waits = selectors.EVENT_WRITE if child.channel.has_more else 0
             self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
 
-    def _bury(self, child: Child) -> None:
-        status = child.bury()
-        self._unreported.append(Exited(child.rank, status, child.stderr.last_words))
-        self._release(child)
-
     def _release(self, child: Child) -> None:
         """Forget a child and close it, in this order: what is closed cannot be looked up in the selector."""
-        for source in _sources(child):
+        for source in child.sources:
             self._ignore(source)
         self._children.pop(child.rank, None)
         try:
             child.close()
         finally:
-            if child.is_closed:  # else `end` goes on with it
+            if child.is_closed:  # else `_end` continues with it
                 self._processes.discard(child)
             if child.is_closed and child.process.returncode is not None:
                 # A process that is stuck in the kernel may still write to its row.
-                self._free_lines.append(child.line)
+                self._free_rows.append(child.row)
 
     def _ignore(self, source: Channel | Output | int) -> None:
         """Wait for it no longer; harmless for one that is closed, which nobody waits for."""
@@ -372,21 +356,3 @@ class Children:
             self._selector.unregister(source)
         except (KeyError, ValueError):  # it was not registered, or has no descriptor any more
             pass
-
-
-def _environment(env: Mapping[str, str], world: int) -> dict[str, str]:
-    """The launcher's environment and the role's own; cores are shared out unless either says otherwise.
-
-    The role takes over the launcher's exact search path later, and the PYTHONPATH of its own.
-    """
-    inherited = inherited_environment()
-    return {
-        "OMP_NUM_THREADS": str(threads_per_role(world)),
-        **inherited,
-        **env,
-        "PYTHONPATH": inherited["PYTHONPATH"],
-    }
-
-
-def _sources(child: Child) -> tuple[Channel, Output, Output, int]:
-    return child.channel, child.stdout, child.stderr, child.pidfd

@@ -1,18 +1,14 @@
 """The control channel between the launcher and one of its children: small typed messages over a socket pair.
 
-A frame is the kind of a message (2 bytes), the length of its body (4) and the body, by `transport.messages`; the
-length is checked before anything is read, and nothing on the channel can carry code. Child to launcher:
-`RoleStarted`, `Note`..., then `Failed` or `Finished`. Launcher to child: `Note`..., `Stop`. Processes of other hosts
-send the same messages over their control connections.
-
-`encode` and `Decoder` are pure; `Channel` is the thin socket around them.
+The frames are those of `transport.frames`: lengths are checked before anything is read, and nothing on the channel can
+carry code. Child to launcher: `RoleStarted`, `Note`..., then `Failed` or `Finished`. Launcher to child: `Note`...,
+`Stop`. Processes of other hosts send the same messages over their control connections.
 """
 
 from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -22,6 +18,7 @@ from typing import Any, Final, Protocol
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
 from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.status import NOBODY, State, StatusTable
+from manyhands.transport.frames import FrameDecoder, Limits, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
@@ -34,13 +31,13 @@ __all__ = [
     "RoleContext",
     "RoleStarted",
     "Stop",
+    "TypedNotes",
     "Unread",
     "encoded",
 ]
 
 MAX_FRAME_BYTES = 16 * 2**20
-_HEAD: Final = struct.Struct("<HI")
-_READ_BYTES = 64 * 2**10
+_LIMITS: Final = Limits(body_bytes=MAX_FRAME_BYTES, payload_bytes=0)
 
 
 class Unread(ManyhandsError):
@@ -105,33 +102,11 @@ def encoded(message: Message, coder: MessageCoder = _CODER) -> tuple[int, bytes]
 
 def encode(message: Message) -> bytes:
     kind, body = encoded(message)
-    return _HEAD.pack(kind, len(body)) + body
+    return encode_header(kind, 0, len(body), 0) + body
 
 
-class Decoder:
-    """Bytes in, in pieces of any size; whole messages out."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes; ProtocolError for the first frame that cannot be right."""
-        self._buffer += data
-        messages: list[Message] = []
-        start = 0
-        while len(self._buffer) - start >= _HEAD.size:
-            kind, length = _HEAD.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(
-                    "length", f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
-                )
-            end = start + _HEAD.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(_CODER.decode(kind, bytes(self._buffer[start + _HEAD.size : end])))
-            start = end
-        del self._buffer[:start]
-        return messages
+def decoder() -> FrameDecoder[Message]:
+    return FrameDecoder(_LIMITS, lambda header, body: _CODER.decode(header.kind, body))
 
 
 class Channel:
@@ -144,7 +119,8 @@ class Channel:
         """Own `connection`; `peer` names the other end in errors."""
         connection.setblocking(False)
         self._connection = connection
-        self._decoder = Decoder()
+        self._decoder = decoder()
+        self._room = self._decoder.room()  # kept: a role looks at every step, mostly for nothing
         self._sending = threading.Lock()
         self._queue = bytearray()  # what did not fit into the socket
         self.peer = peer
@@ -193,14 +169,16 @@ class Channel:
         messages: list[Message] = []
         while not self.ended:
             try:
-                data = self._connection.recv(_READ_BYTES)
+                num_bytes = self._connection.recv_into(self._room)
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                data = b""
-            if not data:
-                self.ended = True
-            messages += self._decoder.feed(data)
+                num_bytes = 0
+            self.ended = num_bytes == 0
+            self._decoder.advance(num_bytes)
+            while (frame := self._decoder.next_frame()) is not None:
+                messages.append(frame.message)
+            self._room = self._decoder.room()
         return messages
 
     def close(self) -> None:
@@ -224,6 +202,35 @@ class Channel:
 
 
 _SEND_TIMEOUT_S = 60.0
+
+
+class TypedNotes:
+    """Typed messages in notes: the types of message that one side of a run may say to the other.
+
+    REPORTS = TypedNotes(Joined, Left)
+    REPORTS.write(Joined(member=3))      {"kind": "Joined", "body": its bytes by `transport.messages`, in hexadecimal}
+    REPORTS.read(…)                      Joined(member=3)
+    """
+
+    def __init__(self, *kinds: type) -> None:
+        self._coder = MessageCoder(dict(enumerate(kinds, 1)))
+        self._numbers = {kind.__name__: number for number, kind in enumerate(kinds, 1)}
+
+    def write(self, message: Any) -> dict[str, Any]:
+        """A message as a note has it; UserError for one that is not listed."""
+        _, body = self._coder.encode(message)
+        return {"kind": type(message).__name__, "body": body.hex()}
+
+    def read(self, payload: Mapping[str, Any]) -> Any:
+        """The message that `write` made this of; ProtocolError names what it is not."""
+        number = self._numbers.get(str(payload.get("kind")))
+        if number is None:
+            raise ProtocolError("kind", f"{payload.get('kind')!r} is none of {', '.join(self._numbers)}")
+        try:
+            body = bytes.fromhex(payload["body"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("body", f"of a {payload['kind']} is not hexadecimal") from error
+        return self._coder.decode(number, body)
 
 
 class Context(Protocol):
@@ -268,8 +275,8 @@ class RoleContext:
         self._descriptors = spec.descriptors
         self._channel = channel
         self._status_table = status_table
-        self._line = spec.line
-        self._messages: list[Mapping[str, Any]] = []
+        self._row = spec.row
+        self._told: list[Mapping[str, Any]] = []
         self._stop_requested = False
 
     def descriptor(self, name: str) -> int:
@@ -299,7 +306,7 @@ class RoleContext:
         In a pipeline `place` is the stage and the micro-batch.
         """
         self.step = step
-        self._status_table.mark(self._line, step, state, waiting_for, place)
+        self._status_table.mark(self._row, step, state, waiting_for, place)
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to leave; a role that does not is killed after the launcher's grace."""
@@ -314,8 +321,8 @@ class RoleContext:
     def received(self) -> list[Mapping[str, Any]]:
         """What the launcher told this role since the last call, in order; does not wait."""
         self._sort(self._channel.receive())
-        messages, self._messages = self._messages, []
-        return messages
+        told, self._told = self._told, []
+        return told
 
     def control_fileno(self) -> int:
         """A descriptor for a selector, readable when the launcher sent something (or is gone).
@@ -330,4 +337,4 @@ class RoleContext:
                 case Stop():
                     self._stop_requested = True
                 case Note(payload=payload):
-                    self._messages.append(payload)
+                    self._told.append(payload)

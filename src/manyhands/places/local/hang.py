@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import PurePath
 
-from manyhands.places.local.member import watched_s
+from manyhands.places.local.roster import watched_s
 from manyhands.places.local.stacks import Frame, call_of
 from manyhands.places.local.status import NOBODY, State, StatusRow
 
@@ -47,7 +47,7 @@ class SeenRole:
 
     name: str
     pid: int
-    line: StatusRow
+    row: StatusRow
     being: Being = Being.RUNNING
     stack: tuple[Frame, ...] = ()
     """Of its main thread, the innermost call first; empty where it could not be had."""
@@ -126,9 +126,9 @@ def is_busy(spent_s: float, elapsed_s: float) -> bool:
 def judge(roles: Mapping[int, SeenRole]) -> HangVerdict | None:
     """Who holds up the run; None where nobody is in its job, or none has begun to work and none waits."""
     waits = {
-        number: role.line.waiting_for
+        number: role.row.waiting_for
         for number, role in roles.items()
-        if role.being in (Being.RUNNING, Being.STOPPED) and role.line.waiting_for != NOBODY
+        if role.being in (Being.RUNNING, Being.STOPPED) and role.row.waiting_for != NOBODY
     }
     ends = {number: _follow(number, waits) for number in roles}
     # Who waits for one that is not there any more is the launcher's to help.
@@ -143,7 +143,7 @@ def judge(roles: Mapping[int, SeenRole]) -> HangVerdict | None:
         if number not in waits
         and role.being is Being.RUNNING
         # A script that trains by itself, or a server, is to blame only if somebody waits for it.
-        and (behind[number] or role.line.state not in (State.STARTING, State.SERVING))
+        and (behind[number] or role.row.state not in (State.STARTING, State.SERVING))
     ]
     waited_for = [number for number in stuck if behind[number]]
     for end, found in ((End.STOPPED, stopped), (End.STUCK, waited_for), (End.LEFT, left)):
@@ -183,12 +183,12 @@ def headline(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float)
             return f"nobody has made progress for {idle_s:.0f} s: a cycle of waits: {circle}; {first.name} is {where}"
         case End.STOPPED:
             stopped = f"{first.name} (pid {first.pid}) is stopped (SIGSTOP, or a debugger)"
-            return f"{stopped} at step {first.line.step}; {waiting}"
+            return f"{stopped} at step {first.row.step}; {waiting}"
         case End.LEFT:
-            return f"{first.name} has left after step {first.line.step}, and {waiting}"
+            return f"{first.name} has left after step {first.row.step}, and {waiting}"
         case End.STUCK:
             return (
-                f"{first.name} holds up the run: for {idle_s:.0f} s it has been {where} at step {first.line.step}; "
+                f"{first.name} holds up the run: for {idle_s:.0f} s it has been {where} at step {first.row.step}; "
                 f"it waits for nobody, and {waiting}"
             )
 
@@ -222,26 +222,26 @@ def details(roles: Mapping[int, SeenRole]) -> str:
 
 def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
     if role.being is Being.LEFT:
-        return f"has left after step {role.line.step}"
+        return f"has left after step {role.row.step}"
     if role.being is Being.STARTING:
         return "starting"
-    state = "not at work yet" if role.line.state is State.STARTING else _state(role.line)
+    state = "not at work yet" if role.row.state is State.STARTING else _state(role.row)
     if role.being is Being.STOPPED:
         return f"{state:<20} is stopped (SIGSTOP, or a debugger)"
-    waited = role.line.waiting_for
+    waited = role.row.waiting_for
     if waited == NOBODY:
         wait = "waits for nobody"
     else:
-        since = role.line.waiting_since_ns or role.line.marked_ns
+        since = role.row.waiting_since_ns or role.row.marked_ns
         name = roles[waited].name if waited in roles else f"role {waited}"
         wait = f"waits for {name} since {(now_ns - since) / 1e9:.1f} s"
     return f"{state:<20} {wait:<32} {call_of(role.stack)}"
 
 
-def _state(line: StatusRow) -> str:
-    if line.state is State.SERVING:
+def _state(row: StatusRow) -> str:
+    if row.state is State.SERVING:
         return "serving"
-    return f"{line.state.name.lower()} step {line.step}"
+    return f"{row.state.name.lower()} step {row.step}"
 
 
 def _close_up(role: SeenRole, num_frames: int, num_events: int) -> list[str]:
@@ -283,7 +283,7 @@ def _stack_lines(stack: Sequence[Frame]) -> list[str]:
 def _in_which_call(roles: Mapping[int, SeenRole], culprit: int) -> str:
     """Where one that waits for the culprit is."""
     for role in roles.values():
-        if role.being is Being.RUNNING and role.line.waiting_for == culprit:
+        if role.being is Being.RUNNING and role.row.waiting_for == culprit:
             return f": {role.name} {call_of(role.stack)}"
     return ""
 

@@ -28,10 +28,10 @@ def run_role(spec: RoleSpec) -> int:
     for descriptor in spec.inherited():
         os.set_inheritable(descriptor, False)
     status_table = StatusTable(spec.status_table)
-    status_table.sign_on(spec.line)
-    start_sentinel(status_table, spec.line, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
+    status_table.sign_on(spec.row)
+    start_sentinel(status_table, spec.row, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
     answer_with_stacks(spec.stacks)
-    wait_sign.hang_at(status_table.control_address(spec.line) + SIGN_OFFSET)
+    wait_sign.hang_at(status_table.control_address(spec.row) + SIGN_OFFSET)
     _restore_environment(spec)
     channel = Channel(socket.socket(fileno=spec.control), "the launcher")
     return _run(spec, channel, RoleContext(spec, channel, status_table))

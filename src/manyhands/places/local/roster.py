@@ -1,11 +1,12 @@
 """The decisions of a supervisor: a register of members that come and go, with the events to report. Does no I/O.
 
-It holds no process, socket or clock. The events of a member are Started, Said..., perhaps Silent, and Ended, once.
-The rules:
+It holds no process, socket or clock. A member goes from STARTING over RUNNING and REPORTED to GONE, or directly to GONE
+from any phase. Its events are Started, Said..., perhaps Silent, and Ended, once. The rules:
 
 - The end of one member is reported and changes nothing for the others.
 - A member without a heartbeat for `silent_after_s` is reported as Silent, once until the next heartbeat. It is not
-  killed: whether it is given up is for those who need it to say.
+  killed: whether it is given up is for those who need it to say. Missed heartbeats count only while the launcher runs:
+  if it was itself paused, no member is blamed for that time.
 - One that did not start in time, or that breaks the rules of the control channel, is killed.
 - One that was asked to stop is killed if it has not left after `grace_s`; one that has reported, after `EXIT_S`.
 """
@@ -14,24 +15,71 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any
 
+from manyhands.errors import UserError
 from manyhands.places.local.control import Failed, Finished, Message, Note, RoleStarted, Stop
-from manyhands.places.local.failure import Failure, describe_status
-from manyhands.places.local.member import (
-    Exited,
-    Garbled,
-    Heard,
-    KillProcess,
-    Member,
-    Patience,
-    ProcessPhase,
-    watched_s,
-)
+from manyhands.places.local.failure import Failure, describe_exit, describe_status
+from manyhands.places.local.sentinel import HEARTBEAT_S
 from manyhands.places.local.status import StatusRow
 
-__all__ = ["Ended", "Event", "Interrupted", "Roster", "Said", "Silent", "Started"]
+__all__ = [
+    "TICK_S",
+    "Ended",
+    "Event",
+    "Exited",
+    "Garbled",
+    "Heard",
+    "Interrupted",
+    "KillProcess",
+    "Member",
+    "Patience",
+    "ProcessPhase",
+    "Roster",
+    "Said",
+    "Silent",
+    "Started",
+    "watched_s",
+]
+
+TICK_S = 0.2
+EXIT_S = 10.0
+_LEAST_SILENCE_S = 5 * HEARTBEAT_S
+_PAUSE_S = 1.0  # more than this between two looks, and the launcher itself did not run
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A member sent a message."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """A member sent something that is not a message."""
+
+    rank: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A member's process ended, after everything it sent was heard."""
+
+    rank: int
+    status: int
+    last_words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """To be done: kill a member's process group."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +135,66 @@ class Interrupted:
 Event = Started | Said | Silent | Ended | Interrupted
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A member, and what to report at its end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the launcher waits for what, in seconds."""
 
-    member: Member
+    silent_after_s: float
+    grace_s: float
+    start_timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not self.silent_after_s >= _LEAST_SILENCE_S:
+            raise UserError(
+                f"silent_after_s={self.silent_after_s:g} must be at least {_LEAST_SILENCE_S:g}: five heartbeats"
+            )
+        if not self.grace_s >= 0:
+            raise UserError(f"grace_s={self.grace_s:g} must not be negative")
+        if not self.start_timeout_s > 0:
+            raise UserError(f"start_timeout_s={self.start_timeout_s:g} must be positive")
+
+
+class ProcessPhase(Enum):
+    """How far a member is."""
+
+    STARTING = auto()  # spawned; its job is not loaded yet
+    RUNNING = auto()  # in its job
+    REPORTED = auto()  # its job returned or raised; the process is leaving
+    GONE = auto()  # the process has ended
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one process, and what to report at its end."""
+
+    name: str
+    pid: int
+    since_ns: int
+    """When it entered its phase."""
+
+    phase: ProcessPhase = ProcessPhase.STARTING
+    row: StatusRow = field(default_factory=StatusRow)
+    finished: Finished | None = None
     failure: Failure | None = None
+    kill_at_ns: int | None = None
+    """When it is killed unless it has left; None while it was not asked to leave."""
+
+    killed_ns: int = 0
+    silent_s: float = 0.0
+    """How long the launcher has watched without a heartbeat from it."""
+
     reported_silent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a result is still owed."""
+        return self.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING)
+
+    def enter(self, phase: ProcessPhase, now_ns: int) -> None:
+        self.phase, self.since_ns = phase, now_ns
 
 
 class Roster:
@@ -101,122 +202,137 @@ class Roster:
 
     def __init__(self, patience: Patience, now_ns: int) -> None:
         self._patience = patience
-        self._entries: dict[int, _Entry] = {}
+        self.known: dict[int, Member] = {}
+        """The members that are there, by number."""
+
+        self.failures: list[Failure] = []
+        """Of members, in order, each as soon as it is known; without what the launcher's own kills do."""
+
         self._looked_ns = now_ns
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(self._entries)
+        return tuple(self.known)
 
-    def known(self) -> dict[int, Member]:
-        return {number: entry.member for number, entry in self._entries.items()}
-
-    def add(self, number: int, name: str, pid: int, now_ns: int) -> None:
-        self._entries[number] = _Entry(Member(name, pid, now_ns))
+    def add(self, number: int, name: str, pid: int, now_ns: int) -> Member:
+        self.known[number] = member = Member(name, pid, now_ns)
+        return member
 
     def ask_to_stop(self, number: int, now_ns: int) -> None:
         """The member is asked to leave; its grace begins, unless it has begun before."""
-        member = self._entries[number].member
+        member = self.known[number]
         if member.kill_at_ns is None:
             member.kill_at_ns = now_ns + round(self._patience.grace_s * 1e9)
 
     def kill(self, number: int, now_ns: int) -> list[KillProcess]:
-        entry = self._entries[number]
-        sentence = f"{entry.member} was killed by its launcher; {describe_status(entry.member.line, now_ns)}"
-        return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
+        """Kill a member, once; its result or its first failure stands."""
+        member = self.known[number]
+        if member.killed_ns:
+            return []
+        member.killed_ns = now_ns
+        if member.failure is None:
+            seen = describe_status(member.row, now_ns)
+            member.failure = Failure(rank=number, sentence=f"{member} was killed by its launcher; {seen}")
+        return [KillProcess(number)]
 
-    def look(self, lines: Mapping[int, StatusRow], now_ns: int) -> list[Event | KillProcess]:
+    def look(self, rows: Mapping[int, StatusRow], now_ns: int) -> list[Event | KillProcess]:
         """What follows from the current status table; called before the events of every poll."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         events: list[Event | KillProcess] = []
-        for number, entry in list(self._entries.items()):
-            member = entry.member
-            member.look(lines[number], seconds)
+        for number, member in list(self.known.items()):
+            row = rows[number]
+            has_beaten = row.heartbeat_ns != member.row.heartbeat_ns or not row.heartbeat_ns
+            member.silent_s = 0.0 if has_beaten else member.silent_s + seconds
+            member.row = row
+            in_phase_s = (now_ns - member.since_ns) / 1e9
             if member.killed_ns:
-                events += self._go_on_killing(number, now_ns)
-            elif member.is_late(self._patience, now_ns):
-                sentence = member.late(self._patience, now_ns)
-                events += self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
-            elif member.is_overdue(now_ns):
+                if now_ns - member.killed_ns <= EXIT_S * 1e9:
+                    # Again: an exception of a signal handler may have cut the first kill.
+                    events.append(KillProcess(number))
+                else:  # it is stuck in the kernel
+                    sentence = f"{member} did not end within {EXIT_S:g} s of being killed"
+                    member.failure = Failure(rank=number, sentence=sentence)
+                    events.append(self._end(number, None, "", now_ns))
+            elif member.phase is ProcessPhase.STARTING and in_phase_s > self._patience.start_timeout_s:
+                seen = describe_status(row, now_ns)
+                late = f"{member} did not start within {self._patience.start_timeout_s:g} s; {seen}"
+                events += self._fail(number, late, now_ns)
+            elif (member.kill_at_ns is not None and now_ns >= member.kill_at_ns) or (
+                member.phase is ProcessPhase.REPORTED and in_phase_s > EXIT_S
+            ):
                 events += self.kill(number, now_ns)
             else:
-                events += self._listen(number, now_ns)
+                # Two ticks early: the next look may come too late. None is owed after the report.
+                is_silent = member.at_work and member.silent_s > self._patience.silent_after_s - 2 * TICK_S
+                if is_silent and not member.reported_silent:
+                    seen = describe_status(row, now_ns)
+                    stopped = f"{member} fell silent (stopped, or starved of processor time); {seen}"
+                    events.append(Silent(number, stopped))
+                member.reported_silent = is_silent
         return events
 
     def handle(self, event: Heard | Garbled | Exited, now_ns: int) -> list[Event | KillProcess]:
         """What follows from what a member did; nothing if it was given up before."""
-        if event.rank not in self._entries:
+        number = event.rank
+        if number not in self.known:
             return []
+        member = self.known[number]
         match event:
-            case Heard(number, message):
-                return self._hear(number, message, now_ns)
-            case Garbled(number, problem):
-                return self._refuse(number, problem, now_ns)
-            case Exited(number, status, last_words):
-                return [self._end(number, status, last_words, now_ns)]
-
-    def _listen(self, number: int, now_ns: int) -> list[Event | KillProcess]:
-        entry = self._entries[number]
-        was_reported, entry.reported_silent = entry.reported_silent, entry.member.is_silent(self._patience)
-        if entry.reported_silent and not was_reported:
-            return [Silent(number, entry.member.silent(now_ns))]
-        return []
-
-    def _hear(self, number: int, message: Message, now_ns: int) -> list[Event | KillProcess]:
-        entry = self._entries[number]
-        match message:
-            case RoleStarted(pid=pid):
-                entry.member.enter(ProcessPhase.RUNNING, now_ns)
+            case Heard(_, RoleStarted(pid=pid)):
+                member.enter(ProcessPhase.RUNNING, now_ns)
                 return [Started(number, pid)]
-            case Note(payload=payload):
+            case Heard(_, Note(payload=payload)):
                 return [Said(number, payload)]
-            case Finished():
-                entry.member.enter(ProcessPhase.REPORTED, now_ns)
-                entry.member.finished = message
-            case Failed():
-                entry.member.enter(ProcessPhase.REPORTED, now_ns)
-                sentence = entry.member.raised(message, self._peer_of, now_ns)
-                entry.failure = Failure(rank=number, sentence=sentence, reported=message)
-            case Stop():
-                return self._refuse(number, f"a child may not send {type(message).__name__}", now_ns)
+            case Heard(_, Finished() as finished):
+                member.enter(ProcessPhase.REPORTED, now_ns)
+                member.finished = finished
+            case Heard(_, Failed() as reported):
+                member.enter(ProcessPhase.REPORTED, now_ns)
+                sentence = f"{member} raised {reported.error} at step {reported.step}: {reported.message}"
+                peer = self.known.get(member.row.waiting_for)
+                if peer is not None:
+                    sentence += f" (waiting for {peer}, {describe_status(peer.row, now_ns)})"
+                member.failure = Failure(rank=number, sentence=sentence, reported=reported)
+                self.failures.append(member.failure)
+            case Heard(_, Stop()):
+                return self._fail(number, _broke(member, "a child may not send Stop"), now_ns)
+            case Garbled(_, problem):
+                return self._fail(number, _broke(member, problem), now_ns)
+            case Exited(_, status, last_words):
+                return [self._end(number, status, last_words, now_ns)]
         return []
 
-    def _peer_of(self, number: int) -> Member | None:
-        return self._entries[number].member if number in self._entries else None
-
-    def _refuse(self, number: int, problem: str, now_ns: int) -> list[Event | KillProcess]:
-        sentence = self._entries[number].member.refused(problem)
-        return [*self._kill(number, Failure(rank=number, sentence=sentence), now_ns)]
-
-    def _kill(self, number: int, failure: Failure, now_ns: int) -> list[KillProcess]:
-        """Kill a member, once; its result or its first failure stands."""
-        entry = self._entries[number]
-        if entry.member.killed_ns:
-            return []
-        entry.member.killed_ns = now_ns
-        entry.failure = entry.failure or failure
-        return [KillProcess(number)]
-
-    def _go_on_killing(self, number: int, now_ns: int) -> list[Event | KillProcess]:
-        """Repeat the kill, which an exception of a signal handler may have cut; not for one stuck in the kernel."""
-        member = self._entries[number].member
-        if not member.is_stuck(now_ns):
-            return [KillProcess(number)]
-        self._entries[number].failure = Failure(rank=number, sentence=member.stuck())
-        return [self._end(number, None, "", now_ns)]
+    def _fail(self, number: int, sentence: str, now_ns: int) -> list[Event | KillProcess]:
+        """Kill a member for what it did; its first failure stands."""
+        member = self.known[number]
+        failure = Failure(rank=number, sentence=sentence)
+        self.failures.append(failure)
+        member.failure = member.failure or failure
+        return [*self.kill(number, now_ns)]
 
     def _end(self, number: int, status: int | None, last_words: str, now_ns: int) -> Ended:
-        entry = self._entries.pop(number)
-        finished, failure = entry.member.finished, entry.failure
+        member = self.known.pop(number)
+        member.phase = ProcessPhase.GONE
+        finished, failure = member.finished, member.failure
         if finished is None and failure is None and status is not None:
-            sentence = entry.member.died(status, now_ns)
+            sentence = f"{member} {describe_exit(status)}; {describe_status(member.row, now_ns)}"
             failure = Failure(rank=number, sentence=sentence, last_words=last_words)
+            self.failures.append(failure)
         return Ended(
             member=number,
-            name=entry.member.name,
+            name=member.name,
             status=status,
             last_words=last_words,
             payload=finished.payload if finished is not None else None,
-            failure=replace(failure, name=entry.member.name) if failure and finished is None else None,
+            failure=replace(failure, name=member.name) if failure and finished is None else None,
         )
+
+
+def _broke(member: Member, problem: str) -> str:
+    return f"{member} broke the control channel's rules: {problem}"
+
+
+def watched_s(looked_ns: int, now_ns: int) -> float:
+    """How much of the time since the last look counts as watching."""
+    return min((now_ns - looked_ns) / 1e9, _PAUSE_S)

@@ -1,4 +1,4 @@
-"""The supervisor: processes of this host that come and go, monitored one by one; none is left behind.
+"""The processes of this host that a run consists of, monitored one by one; none is left behind.
 
     with Supervisor(num_members=4) as supervisor:
         number = supervisor.start(Role(name="worker 0", target=job))
@@ -8,8 +8,11 @@
                     case Ended(member=number, failure=failure) if failure is not None:
                         supervisor.start(...)
 
-`local.LocalCluster` ends all roles at the first failure; here every end is an event, and the caller decides what it
-means. `roster` decides what to report, and the processes are those of `children`.
+    with LocalCluster([Role(name=f"worker {rank}", target=job) for rank in range(4)]) as cluster:
+        results = cluster.run()
+
+Under a `Supervisor` every end is an event, and the caller decides what it means; a `LocalCluster` ends all roles at the
+first failure. `roster` decides what to report, and the processes are those of `children`.
 """
 
 from __future__ import annotations
@@ -18,24 +21,49 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.children import Children, Role
-from manyhands.places.local.control import Note, Stop, Unread
+from manyhands.places.local.control import Finished, Note, Stop, Unread
+from manyhands.places.local.failure import Failure
 from manyhands.places.local.hang import Found
-from manyhands.places.local.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.places.local.packed_job import pack
-from manyhands.places.local.roster import Ended, Event, Interrupted, Roster, Said, Silent, Started
+from manyhands.places.local.roster import (
+    TICK_S,
+    Ended,
+    Event,
+    Exited,
+    Garbled,
+    Heard,
+    Interrupted,
+    KillProcess,
+    Patience,
+    Roster,
+    Said,
+    Silent,
+    Started,
+)
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import StatusRow
 from manyhands.places.local.watchdog import Watchdog, Watched
 from manyhands.transport.liveness import SILENT_AFTER_S
 
-__all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
+__all__ = [
+    "Ended",
+    "Event",
+    "Hung",
+    "Interrupted",
+    "LocalCluster",
+    "Role",
+    "Said",
+    "Silent",
+    "Started",
+    "Supervisor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +74,11 @@ class Hung:
 
 
 class Supervisor:
-    """Starts members at any time and tells what becomes of them; a context manager.
+    """Starts members at any time and reports what becomes of them; a context manager.
 
     `num_members` is how many are at work at a time: the cores are shared out among so many, and their contexts say
     so as `world`. At most `capacity` processes, spares included, are there at once; there is no limit on how many
-    come one after another.
+    come one after another. Unless the caller `replaces` those that leave, waiting for one of them is a hang.
 
     All calls come from one thread, which must `poll` several times a second for anything to be noticed. Leaving asks
     everyone to stop, kills who has not left after `grace_s`, and returns when all are gone. Ctrl-C, SIGTERM and SIGHUP
@@ -67,15 +95,15 @@ class Supervisor:
         start_timeout_s: float = 120.0,
         watched: Watched | None = None,
         capacity: int = 1024,
+        replaces: bool = True,
     ) -> None:
         if not 1 <= num_members <= capacity:
             raise UserError(f"{num_members=} must lie between 1 and {capacity=}")
         self._num_members = num_members
         self._capacity = capacity
-        self._patience = Patience(
-            silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
-        )
-        self._roster = Roster(self._patience, time.monotonic_ns())
+        patience = Patience(silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s)
+        self._roster = Roster(patience, time.monotonic_ns())
+        self._watched_members = self._roster.known if replaces else {}
         self._watchdog = Watchdog(watched or Watched(deadline_s=0.0), time.monotonic_ns())
         self._numbers: set[int] = set()
         self._signals: list[int] = []
@@ -111,6 +139,11 @@ class Supervisor:
         return self._roster.members
 
     @property
+    def failures(self) -> Sequence[Failure]:
+        """Of members so far, each as soon as it is known: its process may still be there."""
+        return self._roster.failures
+
+    @property
     def stop_signal(self) -> signal.Signals | None:
         """The first signal that came to end it, if any; `signals.as_exception` is what Python makes of it."""
         return signal.Signals(self._signals[0]) if self._signals else None
@@ -119,24 +152,24 @@ class Supervisor:
         """Members that are started inside come right one after the other; all of them begin when this is left."""
         return self._open_children().together()
 
-    def start(self, role: Role, member: int | None = None) -> int:
+    def start(self, role: Role, member: int | None = None, job: int | None = None) -> int:
         """Start `role` and return its number: `member`, or one more than the highest so far, from 1.
 
         The number is the `rank` of the role's context, and is never used again. Nothing is waited for: `Started` is
-        told when the role enters its job. Its target is packed now; pack what many members need once, and give it to
-        them as a descriptor.
+        reported when the role enters its job. Its target is packed now, unless `job` is a packed file that has it as
+        item `member`; pack what many members need once, and give it to them as a descriptor.
         """
         children = self._open_children()
         number = max(self._numbers, default=0) + 1 if member is None else member
         if number < 0 or number in self._numbers:
             raise UserError(f"member={number} must be a number from 0 on that no member has had before")
-        job = pack({number: role.target})
-        try:
+        with ExitStack() as stack:
+            if job is None:
+                job = pack({number: role.target})
+                stack.callback(os.close, job)
             pid = children.start(number, role, job)
-        finally:
-            os.close(job)
         self._numbers.add(number)
-        self._roster.add(number, role.name, pid, time.monotonic_ns())
+        self._watched_members[number] = self._roster.add(number, role.name, pid, time.monotonic_ns())
         return number
 
     def poll(self, timeout_s: float) -> list[Event | Hung]:
@@ -159,12 +192,16 @@ class Supervisor:
         self._check_known(member)
         self._open_children().post(member, Note(payload=payload))
 
-    def ask_to_stop(self, member: int) -> None:
-        """Ask the member to leave; it is killed if it has not after `grace_s`. Nothing happens if it has ended."""
+    def ask_to_stop(self, member: int, *, patiently: bool = False) -> None:
+        """Ask the member to leave; it is killed if it has not after `grace_s`, but for `patiently`.
+
+        A no-op if it has ended.
+        """
         self._check_known(member)
-        if member not in self._roster.members:
+        if member not in self._roster.known:
             return
-        self._roster.ask_to_stop(member, time.monotonic_ns())
+        if not patiently:
+            self._roster.ask_to_stop(member, time.monotonic_ns())
         try:
             self._open_children().post(member, Stop())
         except Unread:  # it will not see the request either; the grace has begun
@@ -173,38 +210,35 @@ class Supervisor:
     def kill(self, member: int) -> None:
         """Kill the member and its children now; `poll` reports `Ended`. A no-op if it has ended."""
         self._check_known(member)
-        if member in self._roster.members:
+        if member in self._roster.known:
             self._do(self._roster.kill(member, time.monotonic_ns()))
 
-    def line(self, member: int) -> StatusRow:
+    def status(self, member: int) -> StatusRow:
         """The status of a member that has not ended: what it is doing, and when it was last seen."""
-        if member not in self._roster.members:
+        if member not in self._roster.known:
             raise UserError(f"{member=} is not among those who are there: {self._roster.members}")
-        return self._open_children().line(member)
+        return self._open_children().status(member)
 
     def _poll(self, timeout_s: float) -> list[Event | Hung]:
         """Everything on the way is kept here: an exception of a user's signal handler must not lose an event."""
         children = self._open_children()
         self._arrived.extend(children.wait(0.0 if self._unreported else timeout_s))
-        lines = {number: children.line(number) for number in self._roster.members}
-        self._unreported += self._do(self._roster.look(lines, time.monotonic_ns()))
+        rows = {number: children.status(number) for number in self._roster.known}
+        self._unreported += self._do(self._roster.look(rows, time.monotonic_ns()))
         while self._arrived:
             self._unreported += self._do(self._roster.handle(self._arrived.popleft(), time.monotonic_ns()))
-        found = self._watchdog.look(self._roster.known(), children, time.monotonic_ns())
+        found = self._watchdog.look(self._watched_members, children, time.monotonic_ns())
         if found is not None:
             self._unreported.append(Hung(found))
         events, self._unreported = self._unreported, []
         return events
 
-    def _do(self, items: Sequence[Event | KillProcess]) -> list[Event]:
+    def _do(self, decided: Sequence[Event | KillProcess]) -> list[Event]:
         """Kill the members that the roster wants killed; the other events are for the caller."""
-        events: list[Event] = []
-        for item in items:
+        for item in decided:
             if isinstance(item, KillProcess):
                 self._open_children().kill(item.rank)
-            else:
-                events.append(item)
-        return events
+        return [item for item in decided if not isinstance(item, KillProcess)]
 
     def _take_down(self) -> None:
         """Ask all members to stop, wait for the grace period, kill; `children` ends what is left after that."""
@@ -227,3 +261,137 @@ class Supervisor:
                 "a supervisor is used as a context manager: with Supervisor(...) as supervisor"
             )
         return self._children
+
+
+class LocalCluster:
+    """Runs `roles` side by side, rank by position, which succeed or fail together; a context manager, for one `run`.
+
+    `on_note(rank, payload)` gets what the roles send, `on_failure(rank)` is called at the first failure,
+    before anyone else is told (to end waits in shared memory). Both are called in the thread of `run`.
+
+    A role whose process gives no sign of life is noticed within `silent_after_s`, and killed. After a failure or an
+    interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
+    run fails with a `Hang` that names who is to blame. Once `stop_wanted()`, which is asked after all that came, the
+    roles are asked to stop and come to their end by themselves, with results.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        *,
+        on_note: Callable[[int, Mapping[str, Any]], None] = lambda _rank, _payload: None,
+        on_failure: Callable[[int], None] = lambda _rank: None,
+        stop_wanted: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of the `Supervisor`: `watched`, `silent_after_s`, `grace_s`, `start_timeout_s`."""
+        if not roles:
+            raise UserError("roles=[] must hold at least one role")
+        self._roles = tuple(roles)
+        self._on_note = on_note
+        self._on_failure = on_failure
+        self._stop_wanted = stop_wanted
+        self._supervisor = Supervisor(num_members=len(roles), capacity=len(roles), replaces=False, **settings)
+        self._job = -1
+        self._results: dict[int, Finished] = {}
+        self._failure: Failure | None = None
+        self._num_failures = 0
+        self._alarmed = self._taking_down = self._stop_asked = False
+        self._interrupted: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        """Pack the job; no process is started yet."""
+        self._job = pack([role.target for role in self._roles])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release what `__enter__` made; the processes are gone when `run` returns or raises."""
+        job, self._job = self._job, -1
+        if job >= 0:
+            os.close(job)
+
+    def run(self) -> list[Finished]:
+        """Start every role and wait for all results, by rank; called once.
+
+        Raises WorkerFailed for the first failure, or the role's own error if that was a UserError. On Ctrl-C
+        and on SIGTERM (in the main thread, where they have their default meaning) all roles are taken down
+        first; then KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process
+        is gone.
+        """
+        if self._job < 0:
+            raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
+        try:
+            with self._supervisor as supervisor:
+                with supervisor.together():
+                    for rank, role in enumerate(self._roles):
+                        supervisor.start(role, rank, self._job)
+                while supervisor.members:
+                    self.look(supervisor.poll(TICK_S))
+        except BaseException as error:  # from a callback, or from a signal handler of the user's own
+            if self.failure is not None:
+                error.add_note(f"before that: {self.failure}")
+            raise
+        if self._interrupted is not None:
+            raise as_exception(self._interrupted) from self.failure
+        if self.failure is not None:
+            raise self.failure
+        return [self._results[rank] for rank in sorted(self._results)]
+
+    @property
+    def failure(self) -> ManyhandsError | None:
+        failure = self._failure
+        return replace(failure, name=self._roles[failure.rank].name).error() if failure is not None else None
+
+    def look(self, events: Sequence[Event | Hung]) -> None:
+        """React to what the supervisor reports.
+
+        A role that failed only because of another (`Aborted`, `PeerTimeout`) is reported only if no other failure
+        shows while the rest is taken down. A failure after an interruption is part of the shutdown and not reported.
+        """
+        for event in sorted(events, key=lambda one: not isinstance(one, Interrupted)):
+            match event:
+                case Interrupted(number):
+                    self._interrupted = self._interrupted or number
+                    if self._taking_down:  # for the second time: at once
+                        for rank in self._supervisor.members:
+                            self._supervisor.kill(rank)
+                    self._take_down()
+                case Said(rank, payload):
+                    self._on_note(rank, payload)
+                case Silent(rank, seen):
+                    self._fail(Failure(rank=rank, sentence=seen))
+                    self._supervisor.kill(rank)  # it cannot leave
+                case Hung(found) if not self._taking_down:
+                    self._fail(
+                        Failure(
+                            rank=found.role, sentence=found.sentence, page=found.page, details=found.details
+                        )
+                    )
+                case Ended(member=rank, payload=payload) if payload is not None:
+                    self._results[rank] = Finished(payload=payload)
+                case Ended(
+                    status=None, failure=failure
+                ):  # the kernel keeps it: told whatever happened before
+                    self._failure = self._failure or failure
+        failures = self._supervisor.failures[self._num_failures :]
+        self._num_failures += len(failures)
+        for failure in failures:
+            self._fail(failure)
+        if self._stop_wanted() and not self._stop_asked:
+            self._stop_asked = True
+            for rank in self._supervisor.members:
+                self._supervisor.ask_to_stop(rank, patiently=True)
+
+    def _fail(self, failure: Failure) -> None:
+        if self._interrupted is None and (self._failure is None or failure.outranks(self._failure)):
+            self._failure = failure
+        if not self._alarmed:
+            self._alarmed = True
+            self._on_failure(failure.rank)
+            self._take_down()
+
+    def _take_down(self) -> None:
+        if not self._taking_down:
+            self._taking_down = True
+            for rank in self._supervisor.members:
+                self._supervisor.ask_to_stop(rank)

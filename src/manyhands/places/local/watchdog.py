@@ -15,8 +15,8 @@ from pathlib import Path
 
 from manyhands.places.local.children import Children
 from manyhands.places.local.hang import Being, Found, SeenRole, Stall, details, headline, is_busy, judge, page
-from manyhands.places.local.member import Member, ProcessPhase
 from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.roster import Member, ProcessPhase
 from manyhands.places.local.stacks import main_stack, split_threads
 from manyhands.places.local.status import NOBODY, StatusRow
 
@@ -69,7 +69,7 @@ class Watchdog:
         """The hang, if the deadline has passed; `roles` are those of `children`, by number."""
         if not self._watched.deadline_s or not any(role.at_work for role in roles.values()):
             return None
-        shown = tuple((number, role.phase, _mark(role.line)) for number, role in roles.items())
+        shown = tuple((number, role.phase, _mark(role.row)) for number, role in roles.items())
         self._stall.look((shown, tuple(self._watched.count_events())), now_ns)
         if not self._stall.is_suspicious:
             self._inquiry = None
@@ -90,7 +90,7 @@ class Watchdog:
         spent = {
             number: _spent_s(roles[number].pid)
             for number in at_work
-            if roles[number].line.waiting_for == NOBODY
+            if roles[number].row.waiting_for == NOBODY
         }
         before, self._spent, self._measured_ns = self._spent, spent, now_ns
         return any(is_busy(now_s - before[n], elapsed_s) for n, now_s in spent.items() if n in before)
@@ -117,7 +117,7 @@ class Watchdog:
         moved = any(
             main_stack(dumps[number]) != main_stack(inquiry.first[number])
             for number, role in roles.items()
-            if role.line.waiting_for == NOBODY
+            if role.row.waiting_for == NOBODY
         )
         seen = {number: self._see(number, role, dumps[number]) for number, role in roles.items()}
         verdict = None if moved else judge(seen)
@@ -136,7 +136,7 @@ class Watchdog:
         return SeenRole(
             name=role.name,
             pid=role.pid,
-            line=role.line,
+            row=role.row,
             being=_being(role),
             stack=main_stack(dump),
             other_threads=tuple(split_threads(dump)[:-1]),

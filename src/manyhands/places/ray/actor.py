@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from manyhands.places.external.process_place import ProcessPlace
+    from manyhands.places.external.torch_store import RunStore
     from manyhands.places.place import PlacedRun
-    from manyhands.places.ray.actor_store import RayStore
 
 __all__ = ["RUN", "ActorSeat", "take_part"]
 
@@ -38,12 +38,12 @@ class ActorSeat:
     def place(self, store: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
         """The place itself, made where its process is."""
         from manyhands.places.external.process_place import ProcessPlace
-        from manyhands.places.ray.actor_store import RayStore, asking
+        from manyhands.places.ray.actor_store import asking, open_actor_store
 
-        kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
+        kept: list[RunStore] = []  # torch's own reference does not keep what is written in Python
 
         def open_store(timeout_s: float) -> Store:
-            kept.append(RayStore(asking(store, timeout_s), timeout_s, trouble))
+            kept.append(open_actor_store(asking(store, timeout_s), timeout_s, trouble))
             return kept[-1]
 
         return ProcessPlace(

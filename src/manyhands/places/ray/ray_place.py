@@ -5,7 +5,7 @@
         ── stands in rank 0 ─────────►  session, run directory and terminal are this process's
 
 What an actor is given is the run; tensors move on links between the processes. Through Ray go the address of the
-leader and the run's secret (`RayStore`), and word of who died. Where the strategy survives that, the role is started
+leader and the run's secret (`actor_store`), and word of who died. Where the strategy survives that, the role is started
 again, on another node if need be, and comes back in the place of the one that died. Where workers follow the size of
 the cluster, one that has no place any more is followed by an actor that takes none, for as long as it takes to finish
 what the slot owes.

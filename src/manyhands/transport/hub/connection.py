@@ -20,19 +20,18 @@ from typing import Any, Final
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.native.segment import Segment
-from manyhands.transport.hub.areas import ArenaReader, Arenas
-from manyhands.transport.hub.frames import (
+from manyhands.transport.frames import (
     HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
     FrameDecoder,
     FrameHeader,
     Limits,
-    Place,
     WholeFrame,
     encode_header,
 )
-from manyhands.transport.hub.handshake import CONTROL, Handshake
+from manyhands.transport.hub.areas import ArenaReader, Arenas
+from manyhands.transport.hub.handshake import BEFORE_HANDSHAKE, CONTROL, Handshake
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
 
@@ -185,7 +184,6 @@ class Outbox:
         self.pending_bytes = self._later_bytes = 0
 
 
-BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections are served
 _DESCRIPTORS_AT_ONCE: Final = 4
 _ARENA_FROM_BYTES: Final = 4096  # the kernel copies smaller payloads faster, together with the header
@@ -207,7 +205,7 @@ class Connection:
         handshake: Handshake,
         *,
         interpret: Callable[[FrameHeader, memoryview], Any],
-        place: Place[Any],
+        place: Callable[[Any, int], memoryview | None],
         queue_bytes: int,
         on_pending: Callable[[bool], None],
     ) -> None:
@@ -229,7 +227,7 @@ class Connection:
         self.shaking = self._secure is not None
         """Whether the TLS handshake is still to be done, before which nothing is sent or received."""
         self._passed: deque[int] = deque()
-        self._arenas: Arenas | None = None
+        self.arenas: Arenas | None = None
 
     def untransmitted_bytes(self) -> int:
         """Bytes that the kernel has accepted but would lose if this process ended now.
@@ -240,9 +238,6 @@ class Connection:
         if self.local:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
-
-    def is_call_to(self, member: int) -> bool:
-        return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
 
     def shake(self) -> int:
         """Continue the TLS handshake; 0 once it is done, else the socket event to wait for."""
@@ -273,13 +268,13 @@ class Connection:
                 f"a message of {format_bytes(len(body))} with {format_bytes(num_bytes)} of payload exceeds the limits "
                 f"of {format_bytes(limits.body_bytes)} and {format_bytes(limits.payload_bytes)}"
             )
-        if num_bytes >= _ARENA_FROM_BYTES and self._arenas is not None:
-            position = self._arenas.writer.put(parts, num_bytes)
+        if num_bytes >= _ARENA_FROM_BYTES and self.arenas is not None:
+            position = self.arenas.writer.put(parts, num_bytes)
             if position >= 0:
                 head = encode_header(kind, IN_ARENA, len(body), num_bytes, position) + body
                 if self.outbox.offer([head], len(head), later=later):
                     return True
-                self._arenas.writer.take_back()
+                self.arenas.writer.take_back()
                 return False
         head = encode_header(kind, 0, len(body), num_bytes) + body
         return self.outbox.offer([head, *parts], len(head) + num_bytes, later=later)
@@ -319,13 +314,10 @@ class Connection:
             os.close(descriptor)
             raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
 
-    def use_arenas(self, segment: Segment, end: int) -> None:
-        self._arenas = Arenas(segment, end)
-
     def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
-        if self._arenas is None:
+        if self.arenas is None:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
-        return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
+        return self.arenas.reader.take(header.position, header.payload_bytes), self.arenas.reader
 
     @property
     def met_tls(self) -> bool:
@@ -346,9 +338,9 @@ class Connection:
         self.end.close()
         while self._passed:
             os.close(self._passed.popleft())
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        if self.arenas is not None:
+            self.arenas.close()
+            self.arenas = None
 
     def _receive_with_descriptors(self, room: memoryview) -> int:
         assert isinstance(self.end, socket.socket), "descriptors travel over Unix sockets"

@@ -21,14 +21,17 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
+from manyhands.transport.frames import HEADER_BYTES, OF_TRANSPORT, Limits, decode_header, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
+    "BEFORE_HANDSHAKE",
     "CONTROL",
     "NO_PROOF",
     "Credentials",
@@ -40,8 +43,10 @@ __all__ = [
     "Proof",
     "Refusal",
     "ShareSegment",
+    "authenticate",
 ]
 
+BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16
@@ -254,6 +259,26 @@ class Handshake:
     def _compare(self, proof: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(proof, expected):
             raise ProtocolError("token", "the proof is wrong: the other end has another token, or none")
+
+
+def authenticate(
+    handshake: Handshake, send: Callable[[bytes], object], read: Callable[[int], bytes]
+) -> Claim:
+    """Run a handshake over a connection that nobody else reads from, frame by frame; the other end's claim.
+
+    No byte behind it is read. Header and body are sent one after the other, for sockets that keep messages apart.
+    """
+    message: object = handshake.knock() if handshake.outgoing else None
+    while True:
+        if message is not None:
+            kind, body = CONTROL.encode(message)
+            send(encode_header(kind, OF_TRANSPORT, len(body), 0))
+            send(body)
+        if handshake.peer is not None:
+            return handshake.peer
+        limits = BEFORE_HANDSHAKE
+        header = decode_header(read(HEADER_BYTES), 0, limits.body_bytes, limits.payload_bytes)
+        message = handshake.handle(CONTROL.decode(header.kind, read(header.body_bytes)))
 
 
 def _bytes_of(claim: Claim) -> bytes:

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.native.segment import Segment
+from manyhands.transport.frames import NO_PAYLOAD, Limits
 from manyhands.transport.hub.areas import ArenaReader
-from manyhands.transport.hub.frames import NO_PAYLOAD, Limits
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security
 
@@ -91,11 +91,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection to a member ended or could not be made; `in_peace` if the member said goodbye."""
+    """The connection to a member ended or could not be made.
+
+    `in_peace`: the member said goodbye. `final`: one end rejected the other, which another attempt would not change.
+    """
 
     member: int
     reason: str
     in_peace: bool = False
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

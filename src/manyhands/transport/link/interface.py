@@ -11,21 +11,18 @@ checker:
 the peer went without that. Messages of one direction arrive in the order of their sends, each whole. What
 arrived before the end is received before the end is told.
 
-Every message is one header of 64 bytes and then the raw bytes of one tensor, little-endian, nothing else: no
-code, no names, no lengths inside the payload. The header says how many bytes follow, so a receiver refuses
-what is malformed or too large before it reads or allocates anything.
+Every message is a frame (see `transport.frames`) whose body of 32 bytes says what the raw bytes of one tensor behind
+it are, little-endian, nothing else: no code, no names, no lengths inside the payload. The two say how many bytes
+follow, so a receiver refuses what is malformed or too large before it reads or allocates anything.
 
     offset  size  field
-         0     4  magic           0x4B4C484D, "MHLK" as bytes
-         4     2  version         of this layout
-         6     2  frame           a message (1), or the goodbye that ends a link (2)
-         8     4  kind            what the message means; the two roles agree on it
-        12     4  tag             which part (bucket, chunk, shard) it is about
-        16     8  step            which step, clock or round it belongs to
-        24     8  sequence        0, 1, 2, … per direction of a link
-        32     8  payload_bytes   length of what follows
-        40     2  dtype           code of the payload's dtype; 0 for no payload
-        42    22  reserved        zero
+         0    32  header          of kind 1, a message, or 2, the goodbye that ends a link
+        32     4  kind            what the message means; the two roles agree on it
+        36     4  tag             which part (bucket, chunk, shard) it is about
+        40     8  step            which step, clock or round it belongs to
+        48     8  sequence        0, 1, 2, … per direction of a link
+        56     2  dtype           code of the payload's dtype; 0 for no payload
+        58     6  reserved        zero
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ import torch
 from manyhands.errors import UserError, format_bytes
 from manyhands.native.closeable import Closeable
 from manyhands.native.dtypes import CODES, LINKED
+from manyhands.transport import frames
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
@@ -68,22 +66,19 @@ __all__ = [
     "room_for",
 ]
 
-MAGIC: Final = 0x4B4C484D
-PROTOCOL_VERSION: Final = 1
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 1 << 34
 
-_LAYOUT: Final = struct.Struct("<IHHIIQQQH22s")
-HEADER_BYTES: Final = _LAYOUT.size
-_RESERVED: Final = bytes(22)
+_BODY: Final = struct.Struct("<IIQQH6s")
+HEADER_BYTES: Final = frames.HEADER_BYTES + _BODY.size
+_RESERVED: Final = bytes(6)
 _U32: Final = 1 << 32
 _U64: Final = 1 << 64
 
-_DTYPE_CODES: Final = {dtype: CODES[dtype] for dtype in LINKED}
-_NO_PAYLOAD: Final = 0
+_DTYPE_CODES: Final[dict[torch.dtype | None, int]] = {None: 0, **{dtype: CODES[dtype] for dtype in LINKED}}
 _DTYPES: Final = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 if HEADER_BYTES != 64:
-    raise ImportError(f"link/message.py: the header is {HEADER_BYTES} bytes, the protocol says 64")
+    raise ImportError(f"a link's header is {HEADER_BYTES} bytes, and payloads must be aligned to 64")
 
 
 class FrameKind(IntEnum):
@@ -176,18 +171,9 @@ class Header(NamedTuple):
         return 0 if self.dtype is None else self.payload_bytes // self.dtype.itemsize
 
     def encode(self) -> bytes:
-        code = _NO_PAYLOAD if self.dtype is None else _DTYPE_CODES[self.dtype]
-        return _LAYOUT.pack(
-            MAGIC,
-            PROTOCOL_VERSION,
-            self.frame,
-            self.kind,
-            self.tag,
-            self.step,
-            self.sequence,
-            self.payload_bytes,
-            code,
-            _RESERVED,
+        frame, kind, tag, step, sequence, dtype, payload_bytes = self
+        return frames.encode_header(frame, 0, _BODY.size, payload_bytes) + _BODY.pack(
+            kind, tag, step, sequence, _DTYPE_CODES[dtype], _RESERVED
         )
 
     @classmethod
@@ -195,40 +181,29 @@ class Header(NamedTuple):
         """Read 64 bytes from a peer; ProtocolError names the first field that is not allowed."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError("length", f"a header is {HEADER_BYTES} bytes, not {len(data)}")
-        magic, version, frame, kind, tag, step, sequence, payload_bytes, code, reserved = _LAYOUT.unpack(data)
-        if magic != MAGIC:
-            raise ProtocolError(
-                "magic", f"{magic:#010x} instead of {MAGIC:#010x}; the peer is no link of ours"
-            )
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                "version", f"the peer speaks {version}, this end {PROTOCOL_VERSION}; run one release on both"
-            )
+        frame, flags, body_bytes, payload_bytes, _ = frames.decode_header(
+            data, 0, _BODY.size, max_payload_bytes
+        )
+        kind, tag, step, sequence, code, reserved = _BODY.unpack_from(data, frames.HEADER_BYTES)
         if frame not in _FRAMES:
             raise ProtocolError("frame", f"unknown frame {frame}")
-        if code != _NO_PAYLOAD and code not in _DTYPES:
+        if flags or body_bytes != _BODY.size:
+            raise ProtocolError("flags" if flags else "body_bytes", "must be 0 and 32 on a link")
+        if code not in _DTYPES:
             raise ProtocolError("dtype", f"unknown dtype code {code}")
-        dtype = None if code == _NO_PAYLOAD else _DTYPES[code]
-        _check_length(payload_bytes, dtype, max_payload_bytes)
+        dtype = _DTYPES[code]
+        if dtype is None:
+            if payload_bytes:
+                raise ProtocolError("payload_bytes", f"{payload_bytes} bytes announced without a dtype")
+        elif payload_bytes % dtype.itemsize:
+            raise ProtocolError(
+                "payload_bytes", f"{payload_bytes} bytes are not a multiple of {dtype.itemsize}, for {dtype}"
+            )
         if frame == _GOODBYE and (dtype is not None or kind or tag or step):
             raise ProtocolError("frame", "a goodbye carries nothing")
         if reserved != _RESERVED:
             raise ProtocolError("reserved", "must be zero in this version")
         return cls(_FRAMES[frame], kind, tag, step, sequence, dtype, payload_bytes)
-
-
-def _check_length(payload_bytes: int, dtype: torch.dtype | None, max_payload_bytes: int) -> None:
-    if payload_bytes > max_payload_bytes:
-        raise ProtocolError(
-            "payload_bytes",
-            f"{format_bytes(payload_bytes)} announced, at most {format_bytes(max_payload_bytes)} allowed",
-        )
-    if dtype is None and payload_bytes:
-        raise ProtocolError("payload_bytes", f"{payload_bytes} bytes announced without a dtype")
-    if dtype is not None and payload_bytes % dtype.itemsize:
-        raise ProtocolError(
-            "payload_bytes", f"{payload_bytes} bytes are not a multiple of the size of {dtype} items"
-        )
 
 
 DEFAULT_QUEUE_BYTES: Final = 64 << 20

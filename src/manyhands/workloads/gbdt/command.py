@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.errors import num_of
 from manyhands.workloads.compiled_workload import (
     ComparedTask,
     CompiledWorkload,
@@ -153,7 +154,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
 def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
     held_out = f" + {summary['valid_rows']:,} held out" if summary["valid_rows"] else ""
     lines: list[str | TableRows] = [
-        f"gbdt · {summary['objective']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"gbdt · {summary['objective']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
         f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {summary['trees']} trees in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.errors import num_of
 from manyhands.workloads.compiled_workload import (
     ComparedTask,
     CompiledWorkload,
@@ -95,7 +96,7 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
         shown=_shown(summary, passes),
         notes=[] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)],
         interrupted=f"the result is that of {passes}" * result.interrupted,
-        next={"rows projected on the components": predict, "the page of the run": ("watch", keep.out)},
+        next={"rows projected on the components": predict, "the page of the run": ("show", keep.out)},
     )
 
 
@@ -110,7 +111,7 @@ def _shown(summary: dict[str, Any], passes: str) -> list[str | TableRows]:
     more = f"and {summary['rank'] - _SHOWN} more, which together have {total:.2%}"
     return [
         f"{'PCA' if summary['center'] else 'SVD'} · rank {summary['rank']} · {summary['strategy']} · "
-        f"{summary['workers']} workers · {summary['rows']:,} × {summary['columns']:,} {kind} · {passes} in "
+        f"{num_of(summary['workers'], 'worker')} · {summary['rows']:,} × {summary['columns']:,} {kind} · {passes} in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting) · "
         f"error {summary['error']:.1e}",
         TableRows(head=("", "singular value", f"part of all {part}", "so far"), rows=rows[:_SHOWN]),

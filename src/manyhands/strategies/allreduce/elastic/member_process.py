@@ -27,8 +27,7 @@ from manyhands.errors import Aborted
 from manyhands.native.threads import use_threads, with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.local.control import Context, RoleContext
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import Context, RoleContext, TypedNotes
 from manyhands.places.local.packed_job import load
 from manyhands.strategies.allreduce.elastic.elastic_membership import Done
 from manyhands.strategies.allreduce.elastic.epochs import (

@@ -31,7 +31,7 @@ from manyhands.errors import Aborted, PeerTimeout
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.ps.live.member_resources import MemberResources
 from manyhands.strategies.ps.live.ps_job import Job

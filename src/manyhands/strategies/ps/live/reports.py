@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 

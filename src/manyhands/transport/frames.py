@@ -1,7 +1,7 @@
-"""Framing of messages in a byte stream: a fixed header, the body, and the raw bytes of the payload.
+"""The one format of bytes between processes, on hubs, links and control channels: a fixed header, a body, a payload.
 
     offset bytes field
-         0     4 magic           b"MHUB"
+         0     4 magic           b"MHFR"
          4     2 version         of this layout and of the handshake
          6     2 kind            which message the body is
          8     2 flags           1: of the transport itself; 2: the payload lies in shared memory and not in the stream
@@ -10,7 +10,8 @@
         16     8 payload_bytes
         24     8 position        of the payload in shared memory; else zero
 
-Little-endian. Lengths are checked against limits before anything of that length is read or allocated.
+Little-endian. Lengths are checked against limits before anything of that length is read or allocated. The body of a
+link's frame has a fixed size (see `link.interface`).
 
 `FrameDecoder` does no I/O: it says where the next bytes go (`room`), is told how many arrived (`advance`), and
 returns the frames one by one (`next_frame`). So a large payload is received directly into the application's buffer,
@@ -37,29 +38,23 @@ __all__ = [
     "FrameDecoder",
     "FrameHeader",
     "Limits",
-    "Place",
     "WholeFrame",
+    "decode_header",
     "encode_header",
 ]
 
-VERSION: Final = 3
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")
 
-_MAGIC: Final = int.from_bytes(b"MHUB", "little")
+_VERSION: Final = 4
+_MAGIC: Final = int.from_bytes(b"MHFR", "little")
 _TLS_HANDSHAKE: Final = int.from_bytes(b"\x16\x03", "little")
 _LAYOUT: Final = struct.Struct("<IHHHHIQQ")
 HEADER_BYTES: Final = _LAYOUT.size
-_FLAGS: Final = OF_TRANSPORT | IN_ARENA
 _BUFFER_BYTES: Final = 64 << 10
 
-if HEADER_BYTES != 32:
-    raise ImportError(f"link/frames.py: the header is {HEADER_BYTES} bytes, the protocol says 32")
-
 T = TypeVar("T")
-Place = Callable[[T, int], memoryview | None]
-"""Returns the destination of a payload: a writable view of exactly that many bytes, or None for new memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,48 +90,52 @@ class WholeFrame(NamedTuple, Generic[T]):
 
 
 def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, position: int = 0) -> bytes:
-    return _LAYOUT.pack(_MAGIC, VERSION, kind, flags, 0, body_bytes, payload_bytes, position)
+    return _LAYOUT.pack(_MAGIC, _VERSION, kind, flags, 0, body_bytes, payload_bytes, position)
 
 
-def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> FrameHeader:
+def decode_header(
+    data: bytes | bytearray | memoryview, offset: int, max_body_bytes: int, max_payload_bytes: int
+) -> FrameHeader:
     """Decode a header; ProtocolError names the first field that is not allowed."""
     magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
-    if magic & 0xFFFF == _TLS_HANDSHAKE:
-        raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
     if magic != _MAGIC:
-        raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is no hub of ours")
-    if version != VERSION:
+        if magic & 0xFFFF == _TLS_HANDSHAKE:
+            raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
+        raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is not of manyhands")
+    if version != _VERSION:
         raise ProtocolError(
-            "version", f"the peer speaks {version}, this end {VERSION}; run one release on both"
+            "version", f"the peer speaks {version}, this end {_VERSION}; run one release on both"
         )
-    if flags & ~_FLAGS:
+    if flags & ~(OF_TRANSPORT | IN_ARENA):
         raise ProtocolError("flags", f"{flags:#06x} is not known")
     if reserved:
         raise ProtocolError("reserved", "must be zero in this version")
-    if body > limits.body_bytes:
-        raise ProtocolError(
-            "body_bytes",
-            f"{format_bytes(body)} announced, at most {format_bytes(limits.body_bytes)} allowed",
-        )
-    if payload > limits.payload_bytes:
-        raise ProtocolError(
-            "payload_bytes",
-            f"{format_bytes(payload)} announced, at most {format_bytes(limits.payload_bytes)} allowed",
-        )
+    if body > max_body_bytes:
+        raise _too_long("body_bytes", body, max_body_bytes)
+    if payload > max_payload_bytes:
+        raise _too_long("payload_bytes", payload, max_payload_bytes)
     if position and not flags & IN_ARENA:
         raise ProtocolError("position", "is for payloads in shared memory")
     return FrameHeader(kind, flags, body, payload, position)
+
+
+def _too_long(field: str, announced: int, most: int) -> ProtocolError:
+    return ProtocolError(field, f"{format_bytes(announced)} announced, at most {format_bytes(most)} allowed")
 
 
 class FrameDecoder(Generic[T]):
     """Incremental decoder: bytes in, in pieces of any size; frames out.
 
     `interpret` turns a header and its body into a message; `place` then returns the destination of the payload,
-    before it is read. Either may raise ProtocolError, after which the stream is unusable.
+    before it is read: a writable view of exactly that many bytes, or None for new memory. Either may raise
+    ProtocolError, after which the stream is unusable.
     """
 
     def __init__(
-        self, limits: Limits, interpret: Callable[[FrameHeader, memoryview], T], place: Place[T]
+        self,
+        limits: Limits,
+        interpret: Callable[[FrameHeader, memoryview], T],
+        place: Callable[[T, int], memoryview | None] = lambda _message, _num_bytes: None,
     ) -> None:
         self.limits = limits
         self._interpret = interpret
@@ -179,7 +178,7 @@ class FrameDecoder(Generic[T]):
         begin = self._begin
         if self._end - begin < HEADER_BYTES:
             return None
-        header = decode_header(self._view, begin, self.limits)
+        header = decode_header(self._view, begin, self.limits.body_bytes, self.limits.payload_bytes)
         body_begin, body_end = begin + HEADER_BYTES, begin + HEADER_BYTES + header.body_bytes
         if body_end <= self._end:
             self._begin = body_end
