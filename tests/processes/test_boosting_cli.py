@@ -14,7 +14,7 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.workloads.gbdt.options import GbdtOptions

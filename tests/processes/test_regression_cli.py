@@ -15,12 +15,12 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.data.batch_plan import permutation
+from manyhands.data.batches import permutation
 from manyhands.data.row_files import RowFile
 from manyhands.engine.fitting import fit
-from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
+from manyhands.engine.training import Keeping
 from manyhands.workloads.logreg.examples import Examples, Spool, SpooledRows, parse_examples
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions

@@ -50,9 +50,9 @@ from manyhands.workloads.task_options import chosen
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
+    from manyhands.engine.training import Keeping
     from manyhands.task import Task
 
 __all__ = ["end_run", "task_table", "train_app"]
@@ -283,8 +283,8 @@ def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], aske
 def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
     """Where the run is kept; UserError where it cannot be, before anything is read."""
     from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.options import Options
+    from manyhands.engine.training import Keeping
 
     if asked.resume:
         RunDirectory.open(out, lock=False)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from manyhands.engine.fitting import fit_or_kept
-from manyhands.engine.history_rows import PASS_LOSS
-from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
+from manyhands.engine.run import PASS_LOSS
+from manyhands.engine.training import Keeping, Kept
 from manyhands.observe.draw.bars import BarPhase, bar_view
 from manyhands.strategy import Strategy
 

@@ -19,8 +19,8 @@ from manyhands.workloads.task_options import option
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.kernel_task import KernelTask
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["ComparedTask", "CompiledWorkload", "TableRows", "TrainEnd", "WorkerOptions"]

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.engine.exchanging import exchange_for

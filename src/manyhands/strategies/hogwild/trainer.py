@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan

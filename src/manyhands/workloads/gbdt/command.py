@@ -21,7 +21,7 @@ from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.gbdt.row_sources import RowSource
     from manyhands.workloads.gbdt.training import TableChoice

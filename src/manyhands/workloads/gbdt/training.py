@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.engine.fitting import await_workers
-from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import EarlyStopping, StoppingCount
+from manyhands.engine.training import Keeping
 from manyhands.errors import DataError, UserError
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars

@@ -18,7 +18,7 @@ from manyhands.workloads.task_options import narrowed, option
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.glove.learning import Learning
 

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.errors import DataError, UserError
 from manyhands.facts import Split, Truth

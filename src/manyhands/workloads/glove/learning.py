@@ -24,9 +24,9 @@ from torch import nn
 
 from manyhands.data.store.atomic import reason
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, require_free
-from manyhands.engine.history_rows import PASS_LOSS
-from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import Options
+from manyhands.engine.run import PASS_LOSS
+from manyhands.engine.training import Keeping
 from manyhands.errors import UserError
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars

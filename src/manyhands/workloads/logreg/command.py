@@ -17,7 +17,7 @@ from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["LOGREG"]

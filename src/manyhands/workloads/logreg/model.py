@@ -20,8 +20,7 @@ from torch import Tensor
 from manyhands.data.matrix import Rows
 from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.exported import check_precision, narrow, widen
-from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
@@ -75,7 +74,7 @@ class LogregModel:
         return measure(margins, targets, weights)
 
     def save(self, path: Path, precision: str = "fp32") -> None:
-        """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.exported`."""
+        """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
         bits = str(self.bits or "")
         header = {"format": _FORMAT, "labels": str(self.labels), "bits": bits, "hash": self.hash}
         write_atomically(path, encode_tensors(narrow(self._tensors, precision), header))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes

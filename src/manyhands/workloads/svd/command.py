@@ -20,7 +20,7 @@ from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["SVD"]

@@ -19,7 +19,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.data.stored_matrix import OpenedMatrix, StoredMatrix
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
 from manyhands.native.group.gate import Turn

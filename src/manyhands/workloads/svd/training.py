@@ -13,7 +13,7 @@ from torch import Tensor
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
 from manyhands.engine.fitting import await_workers
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.capacity import check_capacity, of_processes

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import UserError
 from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece

@@ -14,8 +14,8 @@ import json
 from dataclasses import replace
 
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.optimizer_state import restore_optimizer
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.errors import UserError
 from manyhands.strategies.ps.live.live_training import resume_point
@@ -60,7 +60,7 @@ def onto_shards(
             slots=tuple(range(workers)),
         )
         replica = ShardReplica(config, member=0)
-        replica.core = ShardCore.after(config, state.batches)
+        replica.core = ShardCore(config, state.batches)
         core = json.dumps(replica.state())
         snapshots.save(shard, ShardSnapshot(version=state.batches, state=state, held={}, core=core))
 
