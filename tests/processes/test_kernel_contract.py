@@ -24,9 +24,7 @@ from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.workloads.glove.cooccurrence_files import RECORD
-from manyhands.workloads.glove.glove_batches import TensorStep
-from manyhands.workloads.glove.glove_steps import RecordStep
-from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.glove_task import GloveTask, RecordStep, TensorStep
 from manyhands.workloads.glove.options import GloveOptions
 
 pytestmark = pytest.mark.timeout(300)
