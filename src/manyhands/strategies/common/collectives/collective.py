@@ -33,12 +33,11 @@ from manyhands.native.group.shared_group import Bucket, SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE
 from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
 from manyhands.transport.link.wire import Wire
-from manyhands.wire.codec_state import as_memory, as_one
+from manyhands.wire.codec import as_memory, as_one
 from manyhands.wire.flat_layout import BucketLayout, lay_out, side_by_side, trainable
-from manyhands.wire.gpu import GpuCopies
 from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
-from manyhands.wire.tap import GradientTap, put
+from manyhands.wire.tap import GpuCopies, GradientTap, put
 
 __all__ = [
     "Collective",
