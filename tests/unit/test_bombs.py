@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from file_readers_runs import ended_run
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import Trial
 from manyhands.lab.compare.run_comparison import measure

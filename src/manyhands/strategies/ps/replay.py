@@ -22,8 +22,7 @@ from torch import nn
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import preserved
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.native.segment import available_bytes
 from manyhands.native.threads import with_threads

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from manyhands.native.segment import round_up
-from manyhands.strategies.common.tables.row_tables import Placement
-from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, Unknown
+from manyhands.strategies.common.tables.row_tables import Given, Named, Placement, RowSets, Unknown
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES

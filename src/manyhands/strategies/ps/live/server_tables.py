@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.native.segment import round_up
-from manyhands.strategies.common.tables.row_tables import RowGradient
-from manyhands.strategies.common.tables.rowsets import Given, RowSets, name_of
+from manyhands.strategies.common.tables.row_tables import Given, RowGradient, RowSets, name_of
 from manyhands.strategies.ps.live.row_payloads import (
     Vetted,
     add_part,

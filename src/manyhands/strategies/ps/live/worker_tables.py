@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.native.segment import round_up
 from manyhands.strategies.common.tables.row_kernels import ascend, put_rows
-from manyhands.strategies.common.tables.row_tables import RowGradient
-from manyhands.strategies.common.tables.rowsets import RowSetNames, Unknown, name_of
+from manyhands.strategies.common.tables.row_tables import RowGradient, RowSetNames, Unknown, name_of
 from manyhands.strategies.ps.live.row_payloads import Said, pack, values_bytes
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.task import RowsOf
