@@ -39,7 +39,7 @@ from manyhands.strategies.ps.ps_messages import (
     View,
     Work,
 )
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 __all__ = [
     "Assignment",
@@ -72,8 +72,7 @@ class Copy:
     store: Any
     held: dict[tuple[int, int], Gradient]
     rows: list[Row]
-    core: str
-    """The core's own state, as JSON text."""
+    core: str  # the core's own state, as JSON text
 
 
 @dataclass(frozen=True, slots=True)

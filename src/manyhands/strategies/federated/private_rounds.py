@@ -1,0 +1,420 @@
+"""The privacy that a run has spent for each client, and how many more rounds its budget allows.
+
+A round is the Gaussian mechanism: noise of `noise` times the most that one client can change. Where a client is in a
+round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
+divergences, by Google's `dp-accounting`; they add up over rounds, and epsilon follows from their sum.
+
+With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
+rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
+knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
+with most of them is the worst off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.errors import UserError
+from manyhands.strategies.federated.privacy_noise import (
+    LEAST_STEPS,
+    ClipRule,
+    NoiseShare,
+    RoundNoise,
+    SeededDraws,
+    SystemDraws,
+    UniformDraws,
+    next_bound,
+)
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
+from manyhands.strategies.federated.secure.secure_messages import fewest_clients
+from manyhands.strategy import check_choice
+
+__all__ = [
+    "FIXED",
+    "SERVER",
+    "SYSTEM",
+    "PrivacyBudget",
+    "PrivacyTerms",
+    "PrivateRounds",
+    "RoundKind",
+    "Spending",
+    "need_accountant",
+]
+
+_ENDLESS: Final = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundKind:
+    """The properties of a round that determine its privacy cost."""
+
+    noise: float  # the deviation of the noise, by the most that one client can change
+    probability: float
+    """The probability with which a client is in the round, where that stays secret; 1 where it is known."""
+
+
+def need_accountant() -> None:
+    try:
+        import dp_accounting  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "noise needs the dp-accounting package, which counts what it protects; "
+            "pip install 'manyhands[privacy]', or leave out noise="
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _one_round(kind: RoundKind) -> tuple[Any, Any]:
+    import dp_accounting
+
+    event = dp_accounting.GaussianDpEvent(kind.noise)
+    if kind.probability < 1:
+        event = dp_accounting.PoissonSampledDpEvent(kind.probability, event)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    # Without the package's warnings of orders that it leaves out: epsilon is the least of all the others.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        accountant.compose(event)
+    finally:
+        logger.setLevel(level)
+    return accountant.orders, accountant.rdp
+
+
+def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
+    import dp_accounting
+
+    orders, divergences = None, 0.0
+    for kind, rounds in played.items():
+        if rounds:
+            orders, one = _one_round(kind)
+            divergences = divergences + rounds * one
+    if orders is None:
+        return 0.0
+    found, _ = dp_accounting.rdp.compute_epsilon(orders, divergences, delta)
+    return float(found)
+
+
+def most_rounds(
+    kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
+) -> int:
+    def is_within(rounds: int) -> bool:
+        played = dict(before or {})
+        played[kind] = played.get(kind, 0) + rounds
+        return epsilon_of(played, delta) <= epsilon
+
+    if not is_within(1):
+        return 0
+    low, high = 1, 2
+    while high < _ENDLESS and is_within(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_within(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivacyBudget:
+    """The privacy promise: the largest epsilon (0: unlimited) at this delta."""
+
+    epsilon: float
+    delta: float
+
+
+class Spending:
+    """Counts rounds of one kind, after those of others that a resumed run has behind it.
+
+    Each of so many `clients` is counted by itself; with 0, all alike.
+    """
+
+    def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
+        self._kind, self._budget = kind, budget
+        self._apart = clients > 0
+        self._rounds = np.zeros(max(1, clients), dtype=np.int64)
+        self._before: dict[RoundKind, int] = {}
+        self.most_rounds = self._allowed()  # by the budget; None: there is none
+
+    def _allowed(self) -> int | None:
+        epsilon, delta = self._budget.epsilon, self._budget.delta
+        return most_rounds(self._kind, epsilon, delta, self._before) if epsilon else None
+
+    @property
+    def rounds(self) -> int:
+        return int(self._rounds.max()) + sum(self._before.values())
+
+    def take(self, chosen: Sequence[int]) -> None:
+        self._rounds[list(chosen) if self._apart else 0] += 1
+
+    def affords(self, chosen: Sequence[int]) -> bool:
+        asked = self._rounds[list(chosen)] if self._apart else self._rounds
+        return self.most_rounds is None or bool((asked < self.most_rounds).all())
+
+    def why_over(self) -> str:
+        budget = self._budget
+        next_one = "the next round would bring a client to" if self._apart else "another one would make it"
+        return (
+            f"the privacy budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent: {self.summary()}, "
+            f"and {next_one} {self.epsilon_after(1):.4g}"
+        )
+
+    def summary(self) -> str:
+        count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
+        whose = " of the client that was in most" if self._apart else ""
+        return f"epsilon is {self.epsilon_after(0):.4g} after {count}{whose}"
+
+    def state(self) -> dict[str, Any]:
+        played = [
+            *((kind, [rounds]) for kind, rounds in self._before.items()),
+            (self._kind, self._rounds.tolist()),
+        ]
+        return {"played": [{**asdict(kind), "rounds": rounds} for kind, rounds in played]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was spent before; of rounds of another kind every client has been in the most."""
+        self._before = {}
+        self._rounds[:] = 0
+        for one in state["played"]:
+            kind = RoundKind(noise=float(one["noise"]), probability=float(one["probability"]))
+            rounds = np.asarray(one["rounds"], dtype=np.int64)
+            if kind == self._kind and rounds.shape == self._rounds.shape:
+                self._rounds += rounds
+            elif rounds.max(initial=0):
+                self._before[kind] = self._before.get(kind, 0) + int(rounds.max())
+        self.most_rounds = self._allowed()
+
+    def epsilon_after(self, more: int) -> float:
+        played = dict(self._before)
+        played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
+        return epsilon_of(played, self._budget.delta)
+
+
+# A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far. A
+# setting that promises less than a reader thinks is rejected.
+
+_LEAST_NOISE: Final = 1e-3
+_MOST_NOISE: Final = 1e6
+SERVER: Final = "server"
+CLIENTS: Final = "clients"
+FIXED: Final = "fixed"
+POISSON: Final = "poisson"
+SYSTEM: Final = "system"
+SEED: Final = "seed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivacyTerms:
+    """The settings of a federated run that are about privacy; UserError where they do not fit together."""
+
+    clip: str
+    noise: float
+    noise_by: str
+    epsilon: float
+    delta: float
+    sampling: str
+    randomness: str
+    secure: bool
+    fraction: float
+
+    def __post_init__(self) -> None:
+        check_choice("noise_by", self.noise_by, (SERVER, CLIENTS))
+        check_choice("sampling", self.sampling, (FIXED, POISSON))
+        check_choice("randomness", self.randomness, (SYSTEM, SEED))
+        if self.noise != 0 and not _LEAST_NOISE <= self.noise <= _MOST_NOISE:
+            raise UserError(
+                f"noise={self.noise:g}: must be 0, or a number from {_LEAST_NOISE:g} to {_MOST_NOISE:g}: the noise by "
+                "what one client can change"
+            )
+        rule = ClipRule.parse(self.clip)
+        if self.noise == 0:
+            for name, default in (
+                ("epsilon", 0.0),
+                ("delta", 0.0),
+                ("noise_by", SERVER),
+                ("sampling", FIXED),
+                ("randomness", SYSTEM),
+            ):
+                if (value := getattr(self, name)) != default:
+                    shown = f"{value:g}" if isinstance(value, float) else value
+                    raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")
+            return
+        if rule is None:
+            raise UserError(
+                f"noise={self.noise:g}: without clip= an update may be of any length, and no noise hides it; add "
+                "clip=1.0 or clip=adaptive:0.5"
+            )
+        self._check_promise()
+
+    def _check_promise(self) -> None:
+        if self.delta == 0 and self.epsilon:
+            raise UserError(
+                f"epsilon={self.epsilon:g}: says nothing without delta; add delta=1e-5, well below one by the clients"
+            )
+        if not 0 < self.delta < 1:
+            raise UserError(
+                f"delta={self.delta:g}: with noise it must be above 0 and below 1, as in delta=1e-5; epsilon is "
+                "counted for it"
+            )
+        if not 0 <= self.epsilon < math.inf:
+            raise UserError(f"epsilon={self.epsilon:g}: must be a number above 0, or 0 for no budget")
+        if self.noise_by == CLIENTS and not self.secure:
+            raise UserError(
+                "noise_by=clients: the server would see each update with a small share of the noise; add secure=yes, "
+                "so that it sees the sum alone, or use noise_by=server"
+            )
+        if self.secure and self.sampling == POISSON:
+            raise UserError(
+                "sampling=poisson: with secure=yes the server knows who takes part, and what it may learn is counted "
+                "by each client's rounds, however they were drawn; use sampling=fixed"
+            )
+        if not self.secure and self.fraction < 1 and self.sampling == FIXED:
+            raise UserError(
+                f"fraction={self.fraction:g}: with noise, epsilon is counted for clients that take part each by a draw "
+                "of its own, and not for a fixed number of them; add sampling=poisson"
+            )
+
+    @property
+    def rule(self) -> ClipRule | None:
+        """How updates are clipped; None: not at all, and nothing here applies."""
+        return ClipRule.parse(self.clip)
+
+    def round_noise(self, cohort: float, bound: float) -> RoundNoise:
+        adapts = self.rule is not None and self.rule.quantile is not None
+        return RoundNoise(share=NoiseShare.of(self.noise, cohort, adapts=adapts), bound=bound, adapts=adapts)
+
+    def limits(self, per_round: int, fixed: FixedPoint | None) -> tuple[float, float]:
+        """Between which the clip's bound must stay: with a secure sum it has a smallest step and a largest number."""
+        if fixed is None:
+            return 0.0, math.inf
+        if self.noise == 0 or self.noise_by == SERVER:
+            return fixed.step, fixed.clip
+        noise = self.round_noise(float(per_round), 1.0)
+        return noise.bounds_for(fixed.step, fixed.clip, fewest_clients(per_round))
+
+    def check_clients(self, clients: int, per_round: int, fixed: FixedPoint | None) -> None:
+        """UserError where the promise is void for so many clients, or the fixed point cannot hold the noise."""
+        if self.noise and self.delta * clients >= 1:
+            raise UserError(
+                f"delta={self.delta:g}: at one by the clients ({clients}) or more, giving one client's data away whole "
+                "would be allowed; use a smaller one"
+            )
+        if self.rule is None:
+            return
+        least, most = self.limits(per_round, fixed)
+        bound = self.rule.bound
+        if least > most or (self.rule.quantile is None and not least <= bound):
+            raise UserError(
+                f"clip={self.clip}: a client's share of the noise must be {LEAST_STEPS:g} steps of the fixed point at "
+                f"least, so that the clip must be {least:.2g} or more; use more bits, or a smaller range"
+            )
+        if self.rule.quantile is None and bound > most:
+            raise UserError(
+                f"clip={self.clip}: with range={fixed.clip if fixed else 0:g} there is room for updates and their "
+                f"noise up to clip={most:.3g}; use a larger range"
+            )
+
+
+_SELECTING, _SERVER, _CLIENT = 11, 12, 13
+
+
+class PrivateRounds:
+    """What a server of a private run keeps from round to round, the same on every worker."""
+
+    def __init__(
+        self, terms: PrivacyTerms, clients: int, per_round: int, fixed: FixedPoint | None, seed: int
+    ) -> None:
+        """For so many clients; `fixed` is that of the secure sum, where there is one."""
+        rule = terms.rule
+        assert rule is not None, "without a clip nothing is private"
+        terms.check_clients(clients, per_round, fixed)
+        self._terms, self._clients, self._seed = terms, clients, seed
+        self._quantile = rule.quantile
+        self._least, self._most = terms.limits(per_round, fixed)
+        self.bound = self._allowed(rule.bound)
+        self.ended = ""  # why no round may follow, once that is known
+        self.draws_itself: Final = terms.sampling == POISSON  # whether `drawn` says who takes part
+        # how many clients take part in a round, on average; sums are divided by it
+        self.cohort: Final = terms.fraction * clients if self.draws_itself else float(per_round)
+        self.fewest: Final = fewest_clients(per_round)
+        kind = RoundKind(noise=terms.noise, probability=terms.fraction if self.draws_itself else 1.0)
+        budget = PrivacyBudget(epsilon=terms.epsilon, delta=terms.delta)
+        spending = Spending(kind, budget, clients if terms.secure else 0) if terms.noise else None
+        self.spending: Final = spending
+        self.step: Final = fixed.step if fixed is not None else 0.0  # of the fixed-point encoding
+
+    @property
+    def noise(self) -> RoundNoise:
+        return self._terms.round_noise(self.cohort, self.bound)
+
+    def drawn(self, number: int, total: Callable[[Tensor], Tensor], rank: int) -> list[int]:
+        """Collective: who takes part in round `number`, each client by a draw of its own that worker 0 makes."""
+        taken = torch.zeros(self._clients, dtype=torch.float64)
+        if rank == 0:
+            drawn = self._draws(number, _SELECTING).uniform(self._clients)
+            taken += torch.from_numpy((drawn <= self._terms.fraction).astype(float))
+        return [int(one) for one in total(taken).nonzero().flatten()]
+
+    def draws(self, number: int, client: int | None = None) -> UniformDraws | None:
+        """Where the noise of a client comes from, or of the server (None); None where it adds none."""
+        by_clients = self._terms.noise_by == CLIENTS
+        if not self._terms.noise or by_clients is (client is None):
+            return None
+        return self._draws(number, _SERVER) if client is None else self._draws(number, _CLIENT, client)
+
+    def _draws(self, *numbers: int) -> UniformDraws:
+        return SeededDraws(self._seed, *numbers) if self._terms.randomness == SEED else SystemDraws()
+
+    def follow(self, within: float) -> None:
+        """Set the next round's bound, by the share of updates that were within this one's."""
+        if self._quantile is not None:
+            self.bound = self._allowed(next_bound(self.bound, self._quantile, within))
+
+    def _allowed(self, bound: float) -> float:
+        return min(max(bound, self._least), self._most)
+
+    def state(self) -> dict[str, Any]:
+        spent = self.spending.state() if self.spending is not None else {}
+        return {"bound": self.bound, **spent}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """From a checkpoint; UserError where it comes from rounds without noise, and this run has some."""
+        if self.spending is not None:
+            if state is None or "played" not in state:
+                raise UserError(
+                    "noise: the run to be resumed has trained on its clients' data without noise, and no epsilon would "
+                    "hold; begin a new run"
+                )
+            self.spending.restore(state)
+        if state is not None and self._quantile is not None:
+            self.bound = self._allowed(float(state["bound"]))
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"clip": self.bound, "noise": self._terms.noise}
+        terms, spending = self._terms, self.spending
+        if spending is None:
+            return found
+        against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
+        words = f"privacy of each client, against {against}: {spending.summary()}, at delta={terms.delta:g}"
+        if spending.most_rounds is not None:
+            words += f", of a budget of {terms.epsilon:g}"
+        if terms.randomness == SEED:
+            words += "; but with randomness=seed, none against who knows the seed"
+        return {
+            **found,
+            "epsilon": spending.epsilon_after(0),
+            "delta": terms.delta,
+            "budget": terms.epsilon,
+            "rounds": spending.rounds,
+            "sentence": words,
+            "ended": self.ended,
+        }

@@ -1,0 +1,234 @@
+"""The simulation's driver of the core: every client is there, some say nothing, and time is drawn instead of measured.
+
+    begin(number) ─► who is asked, and whose reports would count ── they are trained ──► close(refused) ─► does it?
+
+How long a client takes, and whether it drops out, follows from (seed, attempt, client): all workers of a run find the
+same without a word, and so does a run that continues from a checkpoint. The core is pure, so that it can be asked what
+would come of a round before anybody is trained; attempts that fail cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from manyhands.data.randomness import mix
+from manyhands.errors import DataError, ManyhandsError, UserError
+from manyhands.strategies.federated.algorithms.buff import duration_s
+from manyhands.strategies.federated.round_core import (
+    AbandonRound,
+    ClientGone,
+    ClientsSeen,
+    CloseRound,
+    EndRounds,
+    ReportCame,
+    RoundDecision,
+    RoundEvent,
+    RoundState,
+    RoundTerms,
+    ServerResumed,
+    SumCame,
+    TimePassed,
+    as_json,
+    handle,
+    state_of,
+)
+from manyhands.strategies.federated.secure.secure_messages import fewest_clients
+from manyhands.strategies.federated.strategy import Federated
+
+__all__ = ["SimulatedCourse", "SimulatedRounds", "simulated_rounds"]
+
+_DROPPING: Final = 21
+_ENDLESS: Final = 1 << 53  # rounds: how many there are, the training loop says
+_LONG_S: Final = 1e6  # a deadline that no client misses; a typical one takes a second
+_ATTEMPTS: Final = 100
+_USUAL_S: Final = 10.0  # an attempt without a deadline; after as long as so many take a round is given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedCourse:
+    """The clients that take part in an attempt that counts, unless updates are rejected."""
+
+    attempt: int  # the attempt's number, from 1
+    asked: tuple[int, ...]
+    counted: tuple[int, ...]
+    """Clients whose reports come first, and in time; no other client needs to be trained."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SimulatedTurnout:
+    """What became of the clients that were asked, over all rounds so far."""
+
+    asked: int = 0
+    dropped: int = 0  # clients that stopped responding
+    late: int = 0  # whose report came after the round had ended
+    simulated_s: float = 0.0  # how long that would have taken, where a typical client takes a second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """The planned outcome of one attempt."""
+
+    begun: RoundState
+    asked: tuple[int, ...]
+    events: Sequence[RoundEvent]
+    dropped: int
+    counted: tuple[int, ...] = ()  # clients whose reports count, unless they are rejected
+
+
+class SimulatedRounds:
+    """The rounds of a simulation, the same on every worker."""
+
+    def __init__(self, terms: RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
+        """With `as_one_sum` no single report is seen, and all clients that stay are in the sum (secure sums)."""
+        self._terms, self._dropout, self._as_one_sum = terms, dropout, as_one_sum
+        self._has_deadline = terms.deadline_s < _LONG_S
+        self._everybody = tuple(range(terms.clients))
+        self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
+        """Whether only a rejected update can keep an attempt from counting in full."""
+        self.state = RoundState()  # the core's state between rounds
+        self.participation = SimulatedTurnout()
+        self._open: _Attempt | None = None
+
+    def begin(self, number: int) -> SimulatedCourse:
+        """Try round `number`, from 0, until an attempt has enough reports; ManyhandsError where none has.
+
+        Called again before `close`, it finds the same.
+        """
+        if self.state.done != number:  # of a checkpoint that had nothing to say of it
+            self.state = RoundState(done=number, attempt=number)
+        # Each round starts as after a restart, with its own clock: so a run resumed from a checkpoint continues the
+        # same.
+        state, _ = handle(self._terms, self.state, ServerResumed(at_s=0.0))
+        while True:
+            everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
+            state, decisions = handle(self._terms, state, everybody)
+            if any(isinstance(decision, EndRounds) for decision in decisions):
+                raise ManyhandsError(
+                    f"round {number + 1}: too few of its clients have reported in time, up to attempt {state.attempt} "
+                    f"(it takes {self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or "
+                    "deadline"
+                )
+            attempt = self._attempt(state)
+            after, ended = self._outcome(state, attempt.events)
+            if isinstance(ended, CloseRound):
+                self._open = replace(attempt, counted=ended.counted)
+                return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
+            reports = [event for event in attempt.events if isinstance(event, ReportCame | SumCame)]
+            in_time = sum(len(one.clients) if isinstance(one, SumCame) else 1 for one in reports)
+            self._count(attempt, in_time, after)
+            state = after
+
+    def close(self, refused: Collection[int] = ()) -> bool:
+        """Close the round after its clients were trained; return whether it counts without the rejected updates."""
+        assert self._open is not None, "begin comes before close"
+        opened, self._open = self._open, None
+        # The same attempt, without the clients whose updates were rejected or never made.
+        out = ({*opened.asked} - {*opened.counted}) | {*refused} if refused else set()
+        events: list[RoundEvent] = []
+        for event in opened.events:
+            if isinstance(event, ReportCame) and event.client in out:
+                event = ClientGone(client=event.client, at_s=event.at_s)
+            elif isinstance(event, SumCame):
+                event = replace(event, clients=tuple(one for one in event.clients if one not in out))
+            events.append(event)
+        state, ended = self._outcome(opened.begun, events)
+        self._count(opened, len(opened.counted), state)
+        return isinstance(ended, CloseRound)
+
+    def memory(self) -> dict[str, Any]:
+        if self.all_report and self.state.attempt == self.state.done:
+            return {}
+        return {"state": as_json(self.state), "participation": asdict(self.participation)}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        if not memory:
+            return
+        self.state = state_of(memory.get("state"))
+        try:
+            self.participation = SimulatedTurnout(**memory["participation"])
+        except (KeyError, TypeError) as error:
+            raise DataError(f"the participation of clients is damaged: {error!r}") from error
+
+    def summary(self) -> dict[str, Any]:
+        state = self.state
+        return {"attempts": state.attempt, "abandoned": state.abandoned, **asdict(self.participation)}
+
+    def _attempt(self, begun: RoundState) -> _Attempt:
+        attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
+        if self.all_report:
+            whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
+            return _Attempt(begun=begun, asked=asked, events=[whole], dropped=0)
+        seed, clients = self._terms.seed, self._terms.clients
+        gone: set[int] = set()
+        if self._dropout:
+            draws = {one: np.random.default_rng(mix(seed, attempt, one, _DROPPING)).random() for one in asked}
+            gone = {client for client, drawn in draws.items() if drawn < self._dropout}
+        trips = sorted(
+            (since_s + duration_s(seed, client, attempt * clients + client), client) for client in asked
+        )
+        until_s = since_s + self._terms.deadline_s if self._has_deadline else trips[-1][0]
+        in_time = [(at_s, client) for at_s, client in trips if at_s < until_s or not self._has_deadline]
+        events: list[RoundEvent]
+        if self._as_one_sum:
+            stay = tuple(sorted(client for _, client in in_time if client not in gone))
+            ends_s = until_s if len(stay) < len(asked) else trips[-1][0]
+            events = [SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
+        else:
+            events = []
+            for at_s, client in in_time:
+                if client not in gone:
+                    events.append(ReportCame(client=client, attempt=attempt, digest="", at_s=at_s))
+                elif (
+                    not self._has_deadline
+                ):  # else the deadline shows it; without one the server is taken to know
+                    events.append(ClientGone(client=client, at_s=at_s))
+            events.append(TimePassed(at_s=until_s))
+        return _Attempt(begun=begun, asked=asked, events=events, dropped=len(gone))
+
+    def _outcome(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+        """Up to the end of the attempt; who comes after that is too late."""
+        for event in events:
+            state, decisions = handle(self._terms, state, event)
+            for decision in decisions:
+                if isinstance(decision, CloseRound | AbandonRound):
+                    return state, decision
+        raise AssertionError("an attempt ends with its last client, or at its deadline")
+
+    def _count(self, attempt: _Attempt, in_time: int, after: RoundState) -> None:
+        self.state = replace(after, present={}, now_s=0.0, since_s=0.0, counted_s=0.0)
+        self.participation.simulated_s += after.now_s - attempt.begun.since_s
+        self.participation.asked += len(attempt.asked)
+        self.participation.dropped += attempt.dropped
+        self.participation.late += len(attempt.asked) - attempt.dropped - in_time
+
+
+def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedRounds:
+    """Those of a strategy with so many clients; UserError where they cannot be held."""
+    goal = strategy.per_round(clients)
+    if strategy.min_reports > goal:
+        raise UserError(
+            f"federated min_reports={strategy.min_reports}: a round takes {goal} reports of {clients} clients; use "
+            "fewer, or a larger fraction"
+        )
+    deadline_s = strategy.deadline or _LONG_S
+    terms = RoundTerms(
+        rounds=_ENDLESS,
+        clients=clients,
+        goal=goal,
+        minimum=strategy.min_reports,
+        over=strategy.over,
+        deadline_s=deadline_s,
+        select_s=1.0,
+        present_s=1.0,
+        patience_s=_ATTEMPTS * min(deadline_s, _USUAL_S),
+        seed=seed,
+    )
+    if strategy.secure:  # no client can be left out of a sum, and enough must be in it
+        strategy.fixed_point.check_capacity(terms.asks)
+        least = max(strategy.min_reports, fewest_clients(terms.asks))
+        terms = replace(terms, goal=terms.asks, over=1.0, minimum=least)
+    return SimulatedRounds(terms, strategy.dropout, as_one_sum=strategy.secure)
