@@ -55,7 +55,6 @@ JOBS: Mapping[str, CompileJob] = {
             "manyhands.transport.link.byte_ring",
             "manyhands.transport.heartbeats",
             "manyhands.places.local.status",
-            "manyhands.places.local.sentinel",
             "manyhands.native.counters",
         ),
         after="waiting",

@@ -145,12 +145,12 @@ def meet_all(
     try:
         for peer in sorted(one for one in far if one < rank):
             end = _dial(rank, peer, where(peer), token, deadline, still)
-            secured = _secured(far[peer].wrap_client, end, name_of(peer), deadline)
+            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=False)
             links[peer] = TcpLink(secured, peer=name_of(peer))
         waited_for = {one for one in far if one > rank}
         while waited_for:
             peer, end = _accept(listener, rank, waited_for, token, deadline, still)
-            secured = _secured(far[peer].wrap_server, end, name_of(peer), deadline)
+            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=True)
             links[peer] = TcpLink(secured, peer=name_of(peer))
             waited_for.discard(peer)
     except BaseException:
@@ -160,11 +160,10 @@ def meet_all(
     return links
 
 
-def _secured(
-    wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
-) -> End:
+def _secured(security: Security, end: socket.socket, peer: str, deadline: float, *, server_side: bool) -> End:
     try:
-        return wrap(end, peer, min(HANDSHAKE_S, max(0.001, deadline - time.monotonic())))
+        timeout_s = min(HANDSHAKE_S, max(0.001, deadline - time.monotonic()))
+        return security.wrap(end, peer, timeout_s, server_side=server_side)
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
@@ -201,12 +200,7 @@ def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, sti
 
 
 def _accept(
-    listener: socket.socket,
-    rank: int,
-    waited_for: Iterable[int],
-    token: bytes,
-    deadline: float,
-    still: Still,
+    listener: socket.socket, rank: int, waited_for: Iterable[int], token: bytes, deadline: float, still: Still
 ) -> tuple[int, socket.socket]:
     """Accept the next of the awaited ranks; a peer that cannot prove the token is rejected."""
     while True:

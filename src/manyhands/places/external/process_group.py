@@ -83,13 +83,21 @@ class ProcessGroup:
 
         UserError if a process does not belong to the run, PeerTimeout naming the ranks that are late.
         """
-        began = time.monotonic()
+        began, spec = time.monotonic(), self.place.cluster
         needed = self.place.world - self.place.later
+
+        def named(rank: int) -> str:
+            return (
+                f"rank {rank}"
+                if spec is None
+                else f"{spec.ranked[rank]} at {spec.address(spec.ranked[rank])}"
+            )
+
         while any(rank < needed for rank in self.control_server.register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(
-                    self.control_server.register.late("join", waited_s, self._named),
+                    self.control_server.register.late("join", waited_s, named),
                     self.control_server.register.missing[0],
                 )
             for event in self.control_server.poll(_TICK_S):
@@ -108,13 +116,6 @@ class ProcessGroup:
                         raise failure.error()
                     case _:
                         self.early.append(event)
-
-    def _named(self, rank: int) -> str:
-        spec = self.place.cluster
-        if spec is None:
-            return f"rank {rank}"
-        role = spec.ranked[rank]
-        return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
         for rank in range(1, self.place.world):
@@ -199,7 +200,7 @@ def lead_group(
             stack.pop_all()
         host = place.leader.rpartition(":")[0]
         return ProcessGroup(place, control_server, token, host, security, timeout_s)
-    store = _store(place, name, timeout_s)
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
@@ -248,7 +249,7 @@ def join_group(
                 time.sleep(_TICK_S)
         address = address_towards(place.leader.rpartition(":")[0])
         return GroupMember(place, line, token, address, security, timeout_s)
-    store = _store(place, name, timeout_s)
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     _sit_down(store, place, follows_another=comes_again)
     offer = _read_leader(store, place, timeout_s)
     token = security.token or bytes.fromhex(str(offer.get("token", "")))
@@ -267,10 +268,6 @@ def join_group(
     line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
     address = address_towards(offer["tcp"].split(":")[1]) if "tcp" in offer else ""
     return GroupMember(place, line, token, address, security, timeout_s)
-
-
-def _store(place: ProcessPlace, name: str, timeout_s: float) -> Store:
-    return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
 
 
 def _mine(place: ProcessPlace) -> dict[str, str]:

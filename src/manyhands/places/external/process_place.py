@@ -42,8 +42,7 @@ launched: Launched | None = None
 """Set while a launched script runs in this process."""
 
 
-def _no_store(timeout_s: float) -> Store:
-    del timeout_s
+def _no_store(_timeout_s: float) -> Store:
     raise UserError("this process was given no store to find the others in")
 
 
@@ -55,31 +54,22 @@ class ProcessPlace:
     world: int
     kind: str = "alone"
     """What started the processes: a name in `PLACES`, `launch` or `alone`."""
-
     role: str = "worker"
     """The role of this process: worker, ps, chief or evaluator."""
-
     index: int | None = None
     """Its index among the processes of its role; None: its rank."""
-
     host: str = field(default_factory=socket.gethostname)
     """The name of the host it is on."""
-
     open_store: Callable[[float], Store] = _no_store
     """Opens the store in which the processes find each other; called with a deadline in seconds."""
-
     leader: str | None = None
     """`HOST:PORT` of the leader, if it is fixed in advance; None: the store has the address."""
-
     cluster: ClusterSpec | None = None
     """The cluster, if a specification describes it."""
-
     later: int = 0
     """How many of the last ranks may be missing when the run begins, or forever."""
-
     leaves: bool = False
     """Whether it only finishes the pending work of its slot and takes no further part in the run."""
-
     launched: Launched | None = None
     master: str | None = None
     """The address of torchrun's store, used to choose the network interface that leads there."""
@@ -111,7 +101,7 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
             rank=context.rank,
             world=context.world,
             kind="launch",
-            open_store=lambda _: _inherited(context),
+            open_store=lambda _: FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world),
             launched=launched,
         )
     if version is not None:
@@ -123,10 +113,6 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return under_torchrun(environment)
     return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
-
-
-def _inherited(context: RoleContext) -> Store:
-    return FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
 
 
 def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
@@ -170,21 +156,14 @@ _stores: dict[tuple[str, int], Store] = {}
 
 def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:
     """The store of torchrun's agent, or one that rank 0 hosts at that address; waits only for the server."""
-    if (host, port) not in _stores:
-        _stores[host, port] = _connected_store(host, port, timeout_s, hosted=hosted)
-    return _stores[host, port]
-
-
-def _connected_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:
+    if (host, port) in _stores:
+        return _stores[host, port]
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(
-            host,
-            port,
-            is_master=hosted,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=hosted,
+        store = _stores[host, port] = TCPStore(
+            host, port, is_master=hosted, timeout=timeout, wait_for_workers=False, multi_tenant=hosted
         )
+        return store
     except (RuntimeError, ValueError) as error:
         what = "cannot be opened" if hosted else "cannot be reached"
         raise ManyhandsError(

@@ -244,12 +244,7 @@ class Context(Protocol):
         """Tell the leader something, as JSON."""
 
     def mark(
-        self,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        *,
-        place: tuple[int, int] | None = None,
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
     ) -> None:
         """Show what this role is doing."""
 
@@ -294,12 +289,7 @@ class RoleContext:
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
     def mark(
-        self,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        *,
-        place: tuple[int, int] | None = None,
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
     ) -> None:
         """Show in the status table what this role is doing; costs a few microseconds, so call it often.
 

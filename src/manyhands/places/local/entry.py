@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
+from manyhands.places.local.child_descriptors import die_with_parent
 from manyhands.places.local.forking import run_template, spare_finalizers
-from manyhands.places.local.parent import die_with_parent
 
 TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
 

@@ -37,8 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec
-from manyhands.places.local.parent import die_with_parent
+from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec, die_with_parent
 
 __all__ = [
     "LOADERS_VARIABLE",
@@ -83,16 +82,12 @@ class TemplateSpec:
     launcher_pid: int
     control: int
     """Its end of the socket on which forks are asked for."""
-
     launcher: int
     """A descriptor of the launcher's process, which reports its end."""
-
     modules: tuple[str, ...]
     """What it imports before it forks."""
-
     later: tuple[str, ...]
     """What it imports when nobody asks for anything."""
-
     path: tuple[str, ...]
 
     def to_text(self) -> str:
@@ -108,7 +103,6 @@ class ForkRequest:
 
     role: str
     """The text of a `RoleSpec`, or of a `LoaderSpec`."""
-
     environment: Mapping[str, str]
     folder: str
     umask: int

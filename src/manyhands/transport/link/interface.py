@@ -280,7 +280,6 @@ class Link(Closeable, ABC):
 
     wire: ClassVar[Wire] = Wire.NONE
     """What carries the bytes."""
-
     peer: str
     counters: LinkCounters
 
