@@ -15,7 +15,7 @@ from equality import OPTIMIZERS, Awkward, distance, loss
 from manyhands.engine.exchange import LocalStep, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.external.sharing import no_group
+from manyhands.places.external.links import no_group
 from manyhands.places.ray.ray_place import RankAssignment
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helpers import (

@@ -199,7 +199,7 @@ class ProcessTraining(Training):
         """Train as one worker of a run that another process leads, from its first message to the last step."""
         from manyhands.engine.external_workers import MemberWorker, wait_for_orders
 
-        line = member.line
+        line = member.connection
         with MemberWorker(line) as worker_context:
             orders = wait_for_orders(member)
             start = None

@@ -80,7 +80,7 @@ JOBS: Mapping[str, CompileJob] = {
     "hashing": CompileJob(("manyhands.native.hashing:warm",)),
     "c10d": CompileJob(
         (
-            "manyhands.transport.hub.areas",
+            "manyhands.transport.hub.arenas",
             "manyhands.interop.c10d.compiled_calls",
         ),
         after="group",

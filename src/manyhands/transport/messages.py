@@ -179,18 +179,16 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Callable[[Buffer], Any]]:
     layout = struct.Struct("<" + "".join(str(_code(hint)) for _, hint in flat))
-    if not flat:
-        return lambda _: b"", lambda body: _built(message, {}) if not body else _wrong_size(message, 0, body)
-    values = attrgetter(*(name for name, _ in flat))
+    values = attrgetter(*(name for name, _ in flat)) if flat else lambda _: ()
     build = _builder(message, iter(range(len(flat))))
 
     def encode(value: Any) -> bytes:
         numbers = values(value)
-        return layout.pack(*numbers) if len(flat) > 1 else layout.pack(numbers)
+        return layout.pack(numbers) if len(flat) == 1 else layout.pack(*numbers)
 
     def decode(body: Buffer) -> Any:
         if len(body) != layout.size:
-            _wrong_size(message, layout.size, body)
+            raise ProtocolError(message.__name__, f"is {layout.size} bytes, not {len(body)}")
         return build(layout.unpack(body))
 
     return encode, decode
@@ -228,10 +226,6 @@ def _checker(where: str, hint: Any, place: int, allowed: dict[int, Any]) -> Call
     return check
 
 
-def _wrong_size(message: type, expected: int, body: Buffer) -> None:
-    raise ProtocolError(message.__name__, f"is {expected} bytes, not {len(body)}")
-
-
 # ── every other class, field by field ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -242,7 +236,7 @@ def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
     if hint is str or hint is bytes:
         return _sized_rules(hint)
     if origin is Annotated and arguments[0] is bytes:
-        return _fixed_rules(arguments[1])
+        return _sized_rules(bytes, arguments[1])
     if _is_record(hint):
         return _dataclass_rules(hint)
     if origin is tuple:
@@ -281,15 +275,19 @@ def _number_rules(hint: Any) -> tuple[_Write, _Read]:
     return write, read
 
 
-def _sized_rules(hint: Any) -> tuple[_Write, _Read]:
+def _sized_rules(hint: Any, fixed: int | None = None) -> tuple[_Write, _Read]:
+    """Text or bytes behind their length, or exactly `fixed` bytes."""
+
     def write(value: Any) -> bytes:
-        if type(value) is not hint:
-            raise TypeError(f"{_quote(value)} is no {hint.__name__}")
+        if type(value) is not hint or fixed not in (None, len(value)):
+            raise TypeError(
+                f"{_quote(value)} is no {hint.__name__}" + (f" of {fixed} bytes" if fixed else "")
+            )
         data: bytes = value.encode() if hint is str else value
-        return struct.pack("<I", len(data)) + data
+        return data if fixed else struct.pack("<I", len(data)) + data
 
     def read(given: _Input, where: str) -> Any:
-        data = bytes(given.take(given.count(where), where))
+        data = bytes(given.take(fixed or given.count(where), where))
         return _text(data, where) if hint is str else data
 
     return write, read
@@ -300,15 +298,6 @@ def _text(data: bytes, where: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise ProtocolError(where, f"{data[:_QUOTED]!r} is no UTF-8") from None
-
-
-def _fixed_rules(num_bytes: int) -> tuple[_Write, _Read]:
-    def write(value: Any) -> bytes:
-        if type(value) is not bytes or len(value) != num_bytes:
-            raise TypeError(f"{_quote(value)} is not {num_bytes} bytes")
-        return value
-
-    return write, lambda given, where: bytes(given.take(num_bytes, where))
 
 
 def _dataclass_rules(message: type) -> tuple[_Write, _Read]:

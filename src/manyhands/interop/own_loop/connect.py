@@ -33,9 +33,8 @@ from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Words
-from manyhands.places.external.links import address_towards, open_links
+from manyhands.places.external.links import address_towards, no_group, open_links, share_group, share_links
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy

@@ -137,8 +137,8 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def describe_status(line: StatusRow, now_ns: int) -> str:
+def describe_status(row: StatusRow, now_ns: int) -> str:
     """`last seen computing step 17, 5.2 s ago`."""
-    if line.seen_ns == 0:
-        return "never seen on the board"
-    return f"last seen {line.doing()}, {max(0, now_ns - line.seen_ns) / 1e9:.1f} s ago"
+    if row.seen_ns == 0:
+        return "never seen"
+    return f"last seen {row.doing()}, {max(0, now_ns - row.seen_ns) / 1e9:.1f} s ago"

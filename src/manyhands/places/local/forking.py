@@ -420,15 +420,12 @@ def use_large_pages() -> int:
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return sum(madvise(start, LARGE_BYTES, _MADV_COLLAPSE) == 0 for start in _ranges())
-
-
-def _ranges() -> list[int]:
-    """The addresses of all that could be a large page: aligned, and within one private mapping of no file."""
-    found: list[int] = []
+    found: list[
+        int
+    ] = []  # all that could be a large page: aligned, and within one private mapping of no file
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, allowed, _offset, _device, _inode, *name = line.split(maxsplit=5)
         if allowed == "rw-p" and (not name or name == ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             found += range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES)
-    return found
+    return sum(madvise(start, LARGE_BYTES, _MADV_COLLAPSE) == 0 for start in found)

@@ -48,7 +48,7 @@ NOBODY = -1
 HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32
 
-_LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
+_ROW_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 _PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET, _PLACE_OFFSET = 0, 16, 24, 48
 _MAX_STEP, _MAX_RANK = 2**39 - 1, 2**16 - 2
 
@@ -114,34 +114,34 @@ class StatusTable(Closeable):
         self.descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._num_lines = len(self._map) // _LINE_BYTES
+        self._num_rows = len(self._map) // _ROW_BYTES
 
     @classmethod
-    def create(cls, num_lines: int) -> StatusTable:
-        descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
+    def create(cls, num_rows: int) -> StatusTable:
+        descriptor = os.memfd_create("manyhands:status", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
+            os.posix_fallocate(descriptor, 0, num_rows * _ROW_BYTES)
             return cls(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
 
-    def control_address(self, line: int) -> int:
-        """Where `line` starts in this process, for compiled code."""
+    def control_address(self, row: int) -> int:
+        """Where `row` starts in this process, for compiled code."""
         if self._map is None:
-            raise ValueError("the board is closed")
-        if not 0 <= line < self._num_lines:
-            raise IndexError(f"there is no line {line}; the board has {self._num_lines}")
-        return self._address + line * _LINE_BYTES
+            raise ValueError("the status table is closed")
+        if not 0 <= row < self._num_rows:
+            raise IndexError(f"there is no row {row}; the table has {self._num_rows}")
+        return self._address + row * _ROW_BYTES
 
-    def sign_on(self, line: int) -> None:
+    def sign_on(self, row: int) -> None:
         """Write this process's id into its row, with a first mark."""
-        _write_pid(self.control_address(line), os.getpid())
-        self.mark(line, 0, State.STARTING)
+        _write_pid(self.control_address(row), os.getpid())
+        self.mark(row, 0, State.STARTING)
 
     def mark(
         self,
-        line: int,
+        row: int,
         step: int,
         state: State,
         waiting_for: int = NOBODY,
@@ -149,15 +149,13 @@ class StatusTable(Closeable):
     ) -> None:
         """Write what the owner of the row is doing; takes a few microseconds."""
         at = 0 if place is None else place[0] << 32 | place[1] + 1
-        _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
+        _write_mark(self.control_address(row), pack_mark(step, state, waiting_for), at)
 
-    def wipe(self, line: int) -> None:
-        ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
+    def wipe(self, row: int) -> None:
+        ctypes.memset(self.control_address(row), 0, _ROW_BYTES)
 
-    def read(self, line: int) -> StatusRow:
-        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
-            self.control_address(line)
-        )
+    def read(self, row: int) -> StatusRow:
+        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_row(self.control_address(row))
         step, state, waiting_for = unpack_mark(mark)
         return StatusRow(
             pid=pid,
@@ -192,27 +190,27 @@ def unpack_mark(mark: int) -> tuple[int, State, int]:
 
 
 @njit("void(int64, int64)", nogil=True, cache=True)
-def _write_pid(line, pid):  # type: ignore[no-untyped-def]
-    store_i64(line + _PID_OFFSET, pid)
+def _write_pid(row, pid):  # type: ignore[no-untyped-def]
+    store_i64(row + _PID_OFFSET, pid)
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
-def _write_mark(line, mark, place):  # type: ignore[no-untyped-def]
-    store_i64(line + _PLACE_OFFSET, place)
-    store_i64(line + _MARK_OFFSET, mark)
-    store_i64(line + _MARKED_OFFSET, clock_ns())
+def _write_mark(row, mark, place):  # type: ignore[no-untyped-def]
+    store_i64(row + _PLACE_OFFSET, place)
+    store_i64(row + _MARK_OFFSET, mark)
+    store_i64(row + _MARKED_OFFSET, clock_ns())
 
 
 @njit("UniTuple(int64, 7)(int64)", nogil=True, cache=True)
-def _read_line(line):  # type: ignore[no-untyped-def]
+def _read_row(row):  # type: ignore[no-untyped-def]
     return (
-        load_i64(line + _PID_OFFSET),
-        load_i64(line + HEARTBEAT_OFFSET),
-        load_i64(line + _MARKED_OFFSET),
-        load_i64(line + _MARK_OFFSET),
-        load_i64(line + SIGN_OFFSET),
-        load_i64(line + SIGN_OFFSET + 8),
-        load_i64(line + _PLACE_OFFSET),
+        load_i64(row + _PID_OFFSET),
+        load_i64(row + HEARTBEAT_OFFSET),
+        load_i64(row + _MARKED_OFFSET),
+        load_i64(row + _MARK_OFFSET),
+        load_i64(row + SIGN_OFFSET),
+        load_i64(row + SIGN_OFFSET + 8),
+        load_i64(row + _PLACE_OFFSET),
     )
 
 

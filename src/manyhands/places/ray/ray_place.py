@@ -211,7 +211,7 @@ def _bounds(run: PlacedRun) -> Bounds | None:
     if run.strategy.facts.continues_with_fewer:  # by itself, down to min_workers
         if run.max_workers is not None:
             raise UserError(
-                f"max_workers={run.max_workers}: strategy {run.strategy} goes on with fewer and gets back whom "
+                f"max_workers={run.max_workers}: strategy {run.strategy} continues with fewer and gets back whom "
                 "it lost, but no more than it began with; leave it out, or use ps"
             )
         return None

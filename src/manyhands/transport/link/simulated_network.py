@@ -199,7 +199,11 @@ class SimulatedNetwork:
         wire.free_s = left_s
         wire.leaving.append((left_s, total))
         wire.leaving_bytes += total
-        lost, late = self._draw(wire, wire.sent)
+        lost = late = 0.0
+        if self.loss or self.jitter_s:  # two numbers from 0 to 1 that belong to this message
+            place = (self.seed, wire.source.role, wire.destination.role, wire.sent)
+            digest = hashlib.blake2b(repr(place).encode(), digest_size=16).digest()
+            lost, late = (int.from_bytes(half) / 2**64 for half in (digest[:8], digest[8:]))
         wire.sent += 1
         if lost < self.loss or self._reaches_s(wire, left_s) > left_s or left_s > source.dies_s:
             return False
@@ -207,12 +211,6 @@ class SimulatedNetwork:
         wire.arrivals.append(_Arrival(wire.last_arrival_s, header, payload))
         self.time.wake(wire.destination.role)
         return True
-
-    def _say_goodbye(self, wire: _Wire) -> None:
-        at_s = self._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + self.latency_s
-        if at_s < math.inf:
-            wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
-            self.time.wake(wire.destination.role)
 
     def _death_noticed_s(self, wire: _Wire) -> float:
         return self._reaches_s(wire, wire.source.dies_s) + self.latency_s
@@ -226,14 +224,6 @@ class SimulatedNetwork:
             if start_s <= at_s < end_s:
                 at_s = end_s
         return at_s
-
-    def _draw(self, wire: _Wire, number: int) -> tuple[float, float]:
-        """Two numbers from 0 to 1 that belong to this message, where anything depends on them."""
-        if not self.loss and not self.jitter_s:
-            return 0.0, 0.0
-        place = (self.seed, wire.source.role, wire.destination.role, number)
-        digest = hashlib.blake2b(repr(place).encode(), digest_size=16).digest()
-        return int.from_bytes(digest[:8]) / 2**64, int.from_bytes(digest[8:]) / 2**64
 
 
 class SimulatedLink(Link):
@@ -282,7 +272,13 @@ class SimulatedLink(Link):
             if ended is not None:
                 return ended
 
-            arrives = bool(self._in.arrivals) or self._awaited(deadline_s)
+            def until_s() -> float:
+                """When nothing can arrive any more."""
+                return min(deadline_s, self._network._death_noticed_s(self._in))
+
+            arrives = bool(self._in.arrivals) or self._time.wait(
+                self.role, until_s, lambda: self._closed or bool(self._in.arrivals)
+            )
             ended = self._ended()
             if ended is not None:
                 return ended
@@ -297,14 +293,6 @@ class SimulatedLink(Link):
             self._clock.move(deadline_s)
             self._note("timed out", self.counters.messages_received)
             return TimedOut(timeout_s)
-
-    def _awaited(self, deadline_s: float) -> bool:
-        """Wait until something arrives or this end is closed, or until nothing can any more: False."""
-
-        def until_s() -> float:
-            return min(deadline_s, self._network._death_noticed_s(self._in))
-
-        return self._time.wait(self.role, until_s, lambda: self._closed or bool(self._in.arrivals))
 
     def flush(self, timeout_s: float) -> FlushOutcome:
         with self._time.changed:
@@ -322,8 +310,11 @@ class SimulatedLink(Link):
             if not self._closed:
                 self._closed = True
                 self._time.wake(self.role)
-                if self._clock.now_s < self._clock.dies_s:
-                    self._network._say_goodbye(self._out)
+                wire, network = self._out, self._network
+                at_s = network._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + network.latency_s
+                if self._clock.now_s < self._clock.dies_s and at_s < math.inf:
+                    wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
+                    self._time.wake(wire.destination.role)
 
     def _take(self, arrival: _Arrival, into: torch.Tensor | None) -> ReceiveOutcome:
         self._clock.move(arrival.at_s)

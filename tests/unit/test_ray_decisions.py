@@ -16,9 +16,8 @@ from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
-from manyhands.places.external.external_place import TorchrunPlace
 from manyhands.places.external.process_group import join_group
-from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.process_place import ProcessPlace, TorchrunPlace
 from manyhands.places.place import standing
 from manyhands.places.ray.actor_placement import (
     Autoscaler,
