@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import manyhands as mh
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.engine.device import moved
 from manyhands.workloads.tasks import build
 

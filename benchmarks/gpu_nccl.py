@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.engine.device import moved
 from manyhands.workloads.tasks import build
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/seeing.md` and `docs/compare.md`: a scaling curve, and HOGWILD! against update density."""
+"""The tables of `docs/compare.md`: a scaling curve, and HOGWILD! against update density."""
 
 from __future__ import annotations
 

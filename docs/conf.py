@@ -17,7 +17,7 @@ html_show_copyright = False
 CONTENTS = {
     "Start": "tour/README concepts tasks choosing",
     "Train": "machines callbacks run-directory memory placement own-loop drop-in lightning hugging-face accelerate",
-    "Look": "seeing watchdog compare faults replay simulator",
+    "Look": "seeing compare faults replay simulator",
     "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",
     "Federated learning": "federated federated-deployment",
     "Workloads and models": "words regression svd gbdt after-training",

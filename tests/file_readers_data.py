@@ -125,7 +125,7 @@ def _read_model(folder: Path) -> object:
 
 
 def _exported(folder: Path) -> None:
-    from manyhands.data.store.exported import write_exported
+    from manyhands.data.store.tensorfile import write_exported
     from manyhands.workloads.tasks.digits import ImageClassifier
 
     about = {"task": "digits", "options": json.dumps({"width": 4}), "steps": "7"}

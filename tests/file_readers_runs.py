@@ -99,7 +99,7 @@ def _command(name: str) -> Callable[[Path], object]:
     """What a command of the command line does, its words thrown away."""
 
     def read(folder: Path) -> object:
-        from manyhands.cli.look_commands import explain_command, timeline_command
+        from manyhands.cli.look_commands import explain_command, show_command
         from manyhands.cli.trust_commands import audit_command
 
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -110,7 +110,7 @@ def _command(name: str) -> Callable[[Path], object]:
                     case "audit":
                         audit_command(folder / "run")
                     case _:
-                        timeline_command(folder / "run", out=folder / f"timeline.{name}")
+                        show_command(folder / "run", out=folder / f"timeline.{name}")
             except typer.Exit:
                 pass  # its exit status, after it has said all
         return None

@@ -1,4 +1,4 @@
-"""What `manyhands watch` shows of a run that is over: its server, asked over loopback as a browser would."""
+"""What `manyhands show` shows of a run that is over: its server, asked over loopback as a browser would."""
 
 from __future__ import annotations
 

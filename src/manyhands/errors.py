@@ -35,6 +35,7 @@ __all__ = [
     "limits_named",
     "named_arguments",
     "nearest",
+    "num_of",
     "printable",
     "require_parameters",
 ]
@@ -125,6 +126,11 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"allowed: {', '.join(names)}{hint}"
+
+
+def num_of(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -41,38 +41,28 @@ __all__ = [
 class Waits(Enum):
     """Whom a worker waits for."""
 
-    ALL = "all"
-    """Everybody, at each step."""
-    LAGGARDS = "laggards"
-    """Those who are too far behind."""
-    NOBODY = "nobody"
-    """Nobody, or no one in particular."""
+    ALL = "all"  # everybody, at each step
+    LAGGARDS = "laggards"  # those who are too far behind
+    NOBODY = "nobody"  # nobody, or no one in particular
 
 
 @unique
 class Split(Enum):
     """How the work is split."""
 
-    DATA = "data"
-    """Every worker has other samples."""
-    DIMENSIONS = "dimensions"
-    """Every worker has other dimensions of each vector, and sees all samples."""
-    LAYERS = "layers"
-    """Every worker has other layers of the model, and all samples pass through them."""
+    DATA = "data"  # every worker has other samples
+    DIMENSIONS = "dimensions"  # every worker has other dimensions of each vector, and sees all samples
+    LAYERS = "layers"  # every worker has other layers of the model, and all samples pass through them
 
 
 @unique
 class Stepping(Enum):
     """How the optimizer steps the parameters."""
 
-    TOGETHER = "together"
-    """Each optimizer steps all parameters at once."""
-    APART = "apart"
-    """Several optimizers each step some of the tensors."""
-    IN_TURN = "in turn"
-    """One optimizer steps some of the tensors at a time, with several calls to a step."""
-    IN_PIECES = "in pieces"
-    """Several optimizers each step some items of the tensors."""
+    TOGETHER = "together"  # each optimizer steps all parameters at once
+    APART = "apart"  # several optimizers each step some of the tensors
+    IN_TURN = "in turn"  # one optimizer steps some of the tensors at a time, with several calls to a step
+    IN_PIECES = "in pieces"  # several optimizers each step some items of the tensors
 
 
 @unique
@@ -80,32 +70,22 @@ class Truth(Enum):
     """Who holds the truth."""
 
     ONE_PROCESS = "one process"
-    EVERYONE = "everyone"
-    """Each worker has a copy, and all copies are the same."""
-    ONE_COPY = "one copy"
-    """The workers of a host share it, and each updates a slice."""
-    SERVERS = "servers"
-    """Each has a shard, which workers read and push to."""
-    SHARES = "shares"
-    """Each worker has a piece of every layer, and layers are gathered when they are used."""
-    SERVER_OF_CLIENTS = "a server of clients"
-    """It averages what they send, and never sees their data."""
-    ONE_MEMORY = "one memory"
-    """Every worker reads and writes all of it."""
+    EVERYONE = "everyone"  # each worker has a copy, and all copies are the same
+    ONE_COPY = "one copy"  # the workers of a host share it, and each updates a slice
+    SERVERS = "servers"  # each has a shard, which workers read and push to
+    SHARES = "shares"  # each worker has a piece of every layer, and layers are gathered when they are used
+    SERVER_OF_CLIENTS = "a server of clients"  # it averages what they send, and never sees their data
+    ONE_MEMORY = "one memory"  # every worker reads and writes all of it
 
 
 @unique
 class Answer(Enum):
     """The short answer to whether a strategy promises something."""
 
-    YES = "yes"
-    """It does, nothing is lost."""
-    PARTLY = "partly"
-    """It does, and something is lost or must be given for it: the promise's words say what."""
-    NO = "no"
-    """It does not."""
-    NONE = "–"
-    """The question does not arise."""
+    YES = "yes"  # it does, nothing is lost
+    PARTLY = "partly"  # it does, and something is lost or must be given for it: the promise's words say what
+    NO = "no"  # it does not
+    NONE = "–"  # the question does not arise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,32 +100,27 @@ class Promise:
 class Promises:
     """What users of a strategy may rely on."""
 
-    worker_dies: Promise
-    """Does the run go on when a worker is killed?"""
-    server_dies: Promise
-    """Does it when a server is?"""
-    workers_join: Promise
-    """May workers come and go while it runs?"""
-    same_numbers: Promise
-    """Are the weights at the end those of one process on the same batches?"""
+    worker_dies: Promise  # does the run go on when a worker is killed?
+    server_dies: Promise  # does it when a server is?
+    workers_join: Promise  # may workers come and go while it runs?
+    same_numbers: Promise  # are the weights at the end those of one process on the same batches?
 
 
+# Why a strategy has no codec
 NOTHING_TRAVELS = (
     "memory is shared, and nothing travels that could be made smaller; allreduce link=tcp, local link=tcp and "
     "ps link=tcp have a codec"
 )
-"""Why a strategy has no codec."""
 
+# Why a strategy has no order in which gradients leave
 ONE_ORDER = (
     "only allreduce over links sends gradients in an order of its own, as allreduce link=tcp order=priority"
 )
-"""Why a strategy has no order in which gradients leave."""
 
+# Why a strategy has no limit on the memory of a device
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
-"""Why a strategy has no limit on the memory of a device."""
 
-ONE_HOST = "its workers share the memory of one host"
-"""Why workers of a strategy cannot be on several hosts."""
+ONE_HOST = "its workers share the memory of one host"  # why workers of a strategy cannot be on several hosts
 
 ENDS = Promise(
     answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
@@ -160,10 +135,11 @@ ROUNDED = Promise(
     words="those of one process that rounds as the codec does; the same in every repetition and on all workers",
 )
 BY_CHANCE = Promise(answer=Answer.NO, words="they depend on who comes when; no two runs are alike")
+# Of strategies whose workers take every step together, so that all are needed
 IN_STEP = Promises(
     worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING
 )
-"""Of strategies whose workers take every step together, so that all are needed."""
+# Of strategies whose workers take every step together, whoever is there
 ELASTIC = Promises(
     worker_dies=Promise(
         answer=Answer.YES,
@@ -176,7 +152,6 @@ ELASTIC = Promises(
     ),
     same_numbers=TO_ROUNDING,
 )
-"""Of strategies whose workers take every step together, whoever is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,70 +161,56 @@ class Facts:
     A `cannot_…` is a sentence on why something cannot be, and empty where it can.
     """
 
-    promises: Promises
-    """What its users may rely on."""
+    promises: Promises  # what its users may rely on
+    # How several workers have the optimizer step: the preferred way first, of which an optimizer must fit one
     stepping: tuple[Stepping, ...] = (Stepping.TOGETHER,)
-    """How several workers have the optimizer step: the preferred way first, of which an optimizer must fit one."""
     waits_for: Waits = Waits.ALL
-    stepwise: bool = True
-    """Whether every step of every worker waits for all the others."""
+    stepwise: bool = True  # whether every step of every worker waits for all the others
+    # Whether each global batch is split over the workers; otherwise a batch is one worker's, whole
     splits_batches: bool = True
-    """Whether each global batch is split over the workers; otherwise a batch is one worker's, whole."""
+    # Whether its runs are counted in rounds of many steps each, and not in global batches
     counts_rounds: bool = False
-    """Whether its runs are counted in rounds of many steps each, and not in global batches."""
+    # Whether a run that is kept saves a checkpoint after every step, since what one gave away must be counted
     saves_each_step: bool = False
-    """Whether a run that is kept saves a checkpoint after every step, since what one gave away must be counted."""
-    meets_to_evaluate: bool = True
-    """Whether nobody takes a step while somebody evaluates."""
-    when_evaluating: str = ""
-    """A sentence on what an evaluation costs, where that is special."""
+    meets_to_evaluate: bool = True  # whether nobody takes a step while somebody evaluates
+    when_evaluating: str = ""  # a sentence on what an evaluation costs, where that is special
+    # In which order compiled steps take single records on one memory; None where they work on batches
     record_order: str | None = None
-    """In which order compiled steps take single records on one memory; None where they work on batches."""
-    in_threads: bool = False
-    """Whether workers whose steps are compiled are threads of the caller's process."""
-    can_change_workers: bool = False
-    """Whether workers may be added and removed while it runs."""
+    in_threads: bool = False  # whether workers whose steps are compiled are threads of the caller's process
+    can_change_workers: bool = False  # whether workers may be added and removed while it runs
+    # Whether a run continues with those who are left when a worker is lost, down to `Options.min_workers`
     continues_with_fewer: bool = False
-    """Whether a run continues with those who are left when a worker is lost, down to `Options.min_workers`."""
+    # Whether one worker's part can be left out of a step, as where its gradient is not finite
     can_skip_updates: bool = False
-    """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
+    # Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest
     moves_rows: bool = False
-    """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
-    logs_updates: bool = False
-    """Whether each update that was applied is in a log, for `audit` and `replay`."""
+    logs_updates: bool = False  # whether each update that was applied is in a log, for `audit` and `replay`
+    # Families of compiled code that its workers need besides what every run does: compiled before they start
     kernels: tuple[str, ...] = ()
-    """Families of compiled code that its workers need besides what every run does: compiled before they start."""
+    # Whether the workers of one host exchange over links, besides the memory they share
     uses_links: bool = False
-    """Whether the workers of one host exchange over links, besides the memory they share."""
+    # Over how many workers one copy of the parameters, their gradients and the optimizer's state is split
     model_parts: int = 1
-    """Over how many workers one copy of the parameters, their gradients and the optimizer's state is split."""
-    kept_copies: int = 1
-    """How many copies of parameters and optimizer state servers keep."""
+    kept_copies: int = 1  # how many copies of parameters and optimizer state servers keep
+    # What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would
     straggler_advice: str = (
         "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
     )
-    """What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would."""
     cannot_clip: str = ""
-    cannot_compile: str = ""
-    """By torch.compile."""
-    cannot_stream: str = ""
-    """Train on samples that can only be iterated."""
-    cannot_read_apart: str = ""
-    """Have each worker read data of its own."""
-    cannot_heed_evaluations: str = ""
-    """Have an evaluation end a run or set its learning rate."""
-    cannot_stop: str = ""
-    """Have somebody outside end all workers after one step."""
-    cannot_cross_hosts: str = ONE_HOST
-    """Have workers on several hosts."""
+    cannot_compile: str = ""  # by torch.compile
+    cannot_stream: str = ""  # train on samples that can only be iterated
+    cannot_read_apart: str = ""  # have each worker read data of its own
+    cannot_heed_evaluations: str = ""  # have an evaluation end a run or set its learning rate
+    cannot_stop: str = ""  # have somebody outside end all workers after one step
+    cannot_cross_hosts: str = ONE_HOST  # have workers on several hosts
+    # What to do instead, where it is not for a loop of one's own; empty where it is
     instead_of_own_loop: str = ""
-    """What to do instead, where it is not for a loop of one's own; empty where it is."""
+    # Choices of `Options.buffers` that it does not have, and why; a sentence each
     refused_buffers: Mapping[str, str] = field(
         default_factory=lambda: {
             "synchronize": "its workers do not compute on parts of the same batch at the same time"
         }
     )
-    """Choices of `Options.buffers` that it does not have, and why; a sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,12 +218,9 @@ class LayerFootprint:
     """One layer of a model, or what layers share."""
 
     name: str
-    parameters: int
-    """Bytes of its parameters."""
-    activations: float = 0.0
-    """Bytes that its forward leaves for backward, for each sample."""
-    lasts: bool = False
-    """Whether it is used all over the model, so that it cannot come and go with one layer."""
+    parameters: int  # bytes of its parameters
+    activations: float = 0.0  # bytes that its forward leaves for backward, for each sample
+    lasts: bool = False  # whether it is used all over the model, so that it cannot come and go with one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,17 +229,12 @@ class ModelFootprint:
 
     parameters: int
     gradients: int
-    state: int = 0
-    """What the optimizer keeps."""
+    state: int = 0  # what the optimizer keeps
     buffers: int = 0
-    fixed: float = 0.0
-    """What forward leaves for backward whatever the number of samples."""
-    per_sample: float = 0.0
-    """What it leaves for each sample."""
-    batch_size: int = 1
-    """Samples of a global batch."""
-    microbatches: int = 1
-    """In how many pieces a share of it is computed."""
+    fixed: float = 0.0  # what forward leaves for backward whatever the number of samples
+    per_sample: float = 0.0  # what it leaves for each sample
+    batch_size: int = 1  # samples of a global batch
+    microbatches: int = 1  # in how many pieces a share of it is computed
     layers: tuple[LayerFootprint, ...] = ()
 
     @property
@@ -308,13 +261,10 @@ class WorkerMemory:
     count: int = 1
     weights: int = 0
     gradients: int = 0
-    state: int = 0
-    """What the optimizer keeps."""
+    state: int = 0  # what the optimizer keeps
     activations: int = 0
-    besides: int = 0
-    """Anything else that grows with the model."""
-    what: str = ""
-    """What that is."""
+    besides: int = 0  # anything else that grows with the model
+    what: str = ""  # what that is
 
     @property
     def total(self) -> int:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from manyhands.data.batches import BatchSource
 from manyhands.data.loading import Loading
 from manyhands.data.own import WorkerData, own_data
-from manyhands.data.shares import sample_weights
+from manyhands.data.reading import sample_weights
 from manyhands.errors import UserError, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 

@@ -153,7 +153,9 @@ def test_a_bucket_leaves_for_other_hosts_while_backward_goes_on() -> None:
 
         def wait() -> None:
             deadline = time.monotonic() + SOON_S
-            while between.leads and not (between.traffic().bytes_sent > before and between.is_idle):
+            while between.leads and not (
+                between.traffic().bytes_sent > before and between.background.is_idle
+            ):
                 assert time.monotonic() < deadline, "nothing left"
                 reducer._collective.poll()  # as the hooks of gradients in between do
             crossed.append(between.leads)

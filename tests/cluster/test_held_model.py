@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline

@@ -16,8 +16,7 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_plainly
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import SingleExchange

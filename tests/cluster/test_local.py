@@ -23,7 +23,7 @@ from equality import (
     train_in_threads,
     train_plainly,
 )
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batches import BatchPlan
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange

@@ -15,7 +15,7 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, same_bits
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batches import BatchPlan
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.worker import Trained, Trainer

@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from manyhands.errors import Aborted, UserError
+from manyhands.interop.own_loop.connect import align
 from manyhands.interop.own_loop.join import open_group
-from manyhands.interop.own_loop.loop_events import align
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.analyse.timeline import build_timeline

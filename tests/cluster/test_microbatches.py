@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_in_threads, train_plainly
-from manyhands.data.batch_plan import cut
+from manyhands.data.batches import cut
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.worker import Trainer
 from manyhands.errors import UserError

@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from equality import distance
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.data.own import RayShards, own_data
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.shares import OwnShares
+from manyhands.data.reading import OwnShares
 from manyhands.engine.options import Options
 from manyhands.engine.request import Length, Request
 from manyhands.errors import DataError, UserError

@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import manyhands as mh
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.reports import Evaluated, Notice, StepComputed
 from manyhands.strategies.ps.ps_messages import Hello, Installed, ReadRows, RowsUnknown, RowValues

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equality import OPTIMIZERS, make_task
-from manyhands.engine.history_rows import RowsInOrder, overlap_summary
 from manyhands.engine.options import Options
 from manyhands.engine.request import Length, Request
+from manyhands.engine.run import RowsInOrder, overlap_summary
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.connect import choose
 from manyhands.strategies.hogwild.strategy import Hogwild

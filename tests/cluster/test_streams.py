@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import manyhands as mh
 from equality import distance, train_in_threads
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.shares import StreamShares
+from manyhands.data.reading import StreamShares
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroupFiles
 from ways import connect

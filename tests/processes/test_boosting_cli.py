@@ -14,7 +14,7 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -71,7 +71,7 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     monkeypatch.chdir(tmp_path)
     assert run_command(monkeypatch, "train", "gbdt", "--out", "m", "--json", "s.json") == 0
     printed = capfd.readouterr().out
-    assert "gbdt · binary · single · 1 workers" in printed
+    assert "gbdt · binary · single · 1 worker" in printed
     last = "  manyhands predict m breast-cancer --out predictions.txt   # what it says of rows"
     assert printed.splitlines()[-2:] == ["next", last]
     summary = json.loads(Path("s.json").read_text())
@@ -159,7 +159,7 @@ def test_an_interrupted_run_keeps_its_trees_and_goes_on(
     assert render_model(read_model(out)) == render_model(whole.model)
     page = watched(out)
     assert "gbdt" in page
-    for looks in (["explain", out], ["timeline", out], ["tensorboard", out]):
+    for looks in (["explain", out], ["show", out, "--as", "trace"], ["show", out, "--as", "tensorboard"]):
         capfd.readouterr()
         assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
 

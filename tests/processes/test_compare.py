@@ -39,7 +39,7 @@ def test_strategies_side_by_side(
     assert (report, heading) == ("report  both/report.html", "next")
     fastest = explain.split()[2]
     assert (tmp_path / fastest / "summary.json").exists()
-    assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["watch", fastest])
+    assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["show", fastest])
     assert scaling.split()[:3] == ["manyhands", "scaling", "digits"]
     assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
     assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"

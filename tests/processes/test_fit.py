@@ -231,7 +231,7 @@ def breaking_task(bad_sample: int) -> mh.Task:
 
 
 def test_a_loss_that_is_not_finite_stops_all_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    from manyhands.data.batch_plan import BatchPlan
+    from manyhands.data.batches import BatchPlan
 
     plan = BatchPlan(32, 4, 0)
     step, worker, sample = next(

@@ -8,7 +8,7 @@ from manyhands.engine.background_run import start
 from manyhands.engine.options import Options, Slowdown
 from manyhands.observe.analyse.follow import RunFollower
 from manyhands.observe.analyse.view import Phase
-from manyhands.observe.draw.time_table import end_text
+from manyhands.observe.draw.time_table import end_table
 from manyhands.workloads.tasks import TASKS
 
 POLL_S = 0.2
@@ -46,7 +46,7 @@ def test_the_last_view_of_a_run_equals_its_summary_and_all_name_the_straggler(tm
     assert [slow["worker"] for slow in summary["slow"]] == [1]
     (warning,) = view.warnings
     assert warning.startswith("worker 1 is")
-    assert " ".join(warning.split()) in " ".join(end_text(summary).split())
+    assert " ".join(warning.split()) in " ".join(str(end_table(summary).caption).split())
 
     assert views[0].phase is Phase.STARTING
     steps = [seen.step for seen in views]

@@ -133,8 +133,8 @@ def test_an_interrupted_run_is_resumed_to_the_bytes_of_an_uninterrupted_one(
     assert sorted(os.listdir(whole)) == sorted([*RUN, "vectors.txt", "vocab.txt"])
     for looks in (
         ["explain", out],
-        ["timeline", out, "--out", tmp_path / "trace.json"],
-        ["tensorboard", out],
+        ["show", out, "--out", tmp_path / "trace.json"],
+        ["show", out, "--as", "tensorboard"],
     ):
         capfd.readouterr()
         assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err

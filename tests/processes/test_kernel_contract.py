@@ -16,8 +16,8 @@ import torch
 
 import manyhands as mh
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.kernel_task import KernelStep, Portion, Taken
+from manyhands.engine.run import PassLosses
 from manyhands.errors import UserError, WorkerFailed
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.observe.record.events import EventKind

@@ -19,7 +19,7 @@ from views import run_view, starting_view
 pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
 
 REBOUND = "--host-resolver-rules=MAP other.example 127.0.0.1"  # a name that was re-bound to this machine
-FAREWELL = "the run has ended; manyhands watch RUN opens it again"
+FAREWELL = "the run has ended; manyhands show RUN opens it again"
 PLACES = """
   return [...document.querySelectorAll("section, h1")].map((one) => {
     const box = one.getBoundingClientRect();

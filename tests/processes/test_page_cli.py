@@ -70,13 +70,13 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     assert training.returncode == 0, err
     assert "20 of 20" in sections["now"]
     assert "ended" in sections["now"]
-    assert farewell == f"The run has ended; manyhands watch {run} opens this page again."
+    assert farewell == f"The run has ended; manyhands show {run} opens this page again."
     *_, report, following, _, _, last = out.splitlines()
     assert (report, following) == (f"report  {run / 'report.html'}", "next")
     assert last.split() == ["manyhands", "serve", str(run), "#", "the", "model", "over", "HTTP"]
     assert "20 of 20" in (run / "report.html").read_text()
 
-    with command("watch", str(run)) as watching:
+    with command("show", str(run)) as watching:
         address, headers = printed_address(watching)
         assert "20 of 20" in httpx.get(f"{address}/report", headers=headers).text
         assert "20 of 20" not in httpx.get(address).text
@@ -87,7 +87,7 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     assert (watching.returncode, out) == (0, "")
     assert err.splitlines()[-1] == "manyhands: the page is closed"
 
-    reported = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "own.html")])
+    reported = CliRunner().invoke(app, ["show", str(run), "--out", str(tmp_path / "own.html")])
     assert (reported.exit_code, reported.output.split()) == (0, ["report", str(tmp_path / "own.html")])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.analyse.remarks import privacy_words
 from manyhands.observe.draw.page import write_report
 from manyhands.strategies.federated.privacy.spending import RoundKind, epsilon_of, most_rounds
 

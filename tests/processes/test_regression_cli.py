@@ -15,12 +15,12 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.data.batch_plan import permutation
+from manyhands.data.batches import permutation
 from manyhands.data.row_files import RowFile
 from manyhands.engine.fitting import fit
-from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
+from manyhands.engine.training import Keeping
 from manyhands.workloads.logreg.examples import Examples, Spool, SpooledRows, parse_examples
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
@@ -230,7 +230,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert run_command(monkeypatch, *again, "--resume") == 0, capfd.readouterr().err
     whole = train_logreg(path, LogregOptions(passes=int(passes)))
     np.testing.assert_array_equal(LogregModel.load(out).table, whole.model.table)
-    for looks in (["explain", out], ["timeline", out], ["tensorboard", out]):
+    for looks in (["explain", out], ["show", out, "--as", "trace"], ["show", out, "--as", "tensorboard"]):
         capfd.readouterr()
         assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
 

@@ -21,8 +21,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.errors import UserError
 
 N = 23

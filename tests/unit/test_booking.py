@@ -49,7 +49,7 @@ def test_what_passes_between_slices_inside_a_turn_is_exchange() -> None:
         MicrobatchTime(begin_ns=1000, end_ns=1100, microbatch=0),
         MicrobatchTime(begin_ns=1100, end_ns=1130, microbatch=0, waited_for=1, exchange_ns=70),
     ]
-    book.turns(turns)
+    book.microbatches(turns)
     book.compute(1210)
     book.exchange(1300, Traffic(), 0, hidden_ns=70)
     report = [(kind, begin, duration) for kind, begin, duration, _ in kept.rows]
@@ -67,7 +67,7 @@ def test_what_clocks_say_of_a_moment_before_is_no_time() -> None:
     book.waits({1: 500})
     book.compute(1200)
     book.exchange(1100, Traffic(), 0)
-    book.go_on_at(2000)
+    book.at_ns = 2000
     book.compute(2001)
     assert [(begin, duration) for _, begin, duration, _ in kept.rows] == [
         (1000, 500),

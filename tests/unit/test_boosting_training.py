@@ -15,7 +15,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from boosted import choice, drawn_table, predictions, trained
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.errors import UserError
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli.command_options import print_next
 from manyhands.cli.lazy_commands import forks_workers, usual_workers
-from manyhands.cli.main import COMMANDS, app
+from manyhands.cli.main import COMMANDS, GROUPS, app, main
 from manyhands.cli.train_command import train_app
 from manyhands.strategy import Strategy
 from manyhands.workloads.registry import WORKLOADS
@@ -102,13 +102,52 @@ def test_one_process_is_trained_without_saying_so(tmp_path: Path) -> None:
     words = ["train", "line", "--strategy", "single", "--steps", "1", "--progress", "none"]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")], catch_exceptions=False)
     assert done.exit_code == 0
-    assert "line · single · 1 workers" in done.output
+    assert "line · single · 1 worker · 1 step in" in done.output
+
+
+def test_commands_are_listed_by_what_one_wants_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["manyhands"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    headings = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options", *GROUPS]
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("watch R --port 1", "show R --port 1"),
+        ("report R --out F", "show R --out F --as file"),
+        ("timeline R", "show R --as trace"),
+        ("timeline R --format svg", "show R --as svg"),
+        ("timeline R --out a.svg", "show R --out a.svg"),
+        ("tensorboard R", "show R --as tensorboard"),
+    ],
+)
+def test_an_old_name_says_the_new_one_and_does_the_same(
+    old: str, now: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {}
+    for words in (old, now):
+        monkeypatch.setattr("sys.argv", ["manyhands", *words.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said[words] = end.value.code, capsys.readouterr().err.splitlines()
+    assert said[old][0] == said[now][0] == 2, "there is no run R"
+    assert f"is now `{now}`" in said[old][1][0]
+    assert said[old][1][1:] == said[now][1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_what_the_command_says_of_itself(name: str) -> None:
     shown = CliRunner().invoke(app, [name, "--help"], terminal_width=200).output
-    assert COMMANDS[name].help.replace("`", "") in " ".join(shown.split())
+    assert COMMANDS[name].help in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.engine.exchange import LocalStep
 from manyhands.errors import UserError
-from manyhands.observe.analyse.summary_facts import codec_words
+from manyhands.observe.analyse.remarks import codec_words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.schedule_collective import (

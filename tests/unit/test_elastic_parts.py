@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.exchanging import exchanging
 from manyhands.engine.training import training_class

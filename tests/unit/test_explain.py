@@ -16,7 +16,7 @@ from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain, paragraph
-from manyhands.observe.analyse.summary_facts import LayerSent, layers_sent
+from manyhands.observe.analyse.remarks import LayerSent, layers_sent
 from manyhands.observe.draw.time_table import layers_table, workers_table
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind

@@ -15,7 +15,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.cli.use_commands import export_command, predict_command
-from manyhands.data.store.exported import PRECISIONS, narrow, read_exported, widen, write_exported
+from manyhands.data.store.tensorfile import PRECISIONS, narrow, read_exported, widen, write_exported
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.logreg.labels import Labels

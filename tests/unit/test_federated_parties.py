@@ -12,7 +12,7 @@ from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
-from manyhands.observe.draw.parties_section import skew_lines, skew_picture
+from manyhands.observe.draw.parties_section import skew_picture
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.spread import ClientMeasures, measured, shown_clients, skew_of, spread_of
 from views import run_view
@@ -180,7 +180,3 @@ def test_the_page_shows_models_of_parties_own_beside_the_common_one_and_the_spre
     assert "On samples of the parties' own, held out, over the parties" in drawn.replace("&#x27;", "'")
     assert "accuracy over the parties, at each evaluation" in drawn
     assert "lowest tenth" in drawn
-
-
-def test_the_skew_in_text_is_darker_where_a_party_has_more_of_a_label() -> None:
-    assert skew_lines([0, 10], [[5, 0], [4, 1], [1, 9], [0, 0]]) == [" 0 █▓· ", "10  ·█ "]

@@ -102,7 +102,7 @@ def test_gzip_stdin_no_last_line_feed_and_return_are_the_same(
         file = RowFile("-")
         assert_same(plain, Rows.join(list(file.blocks())))
         assert not file.rereadable
-        with pytest.raises(UserError, match="stdin can be read once only"):
+        with pytest.raises(UserError, match="stdin can be read only once"):
             list(file.blocks())
 
 

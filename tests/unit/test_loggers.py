@@ -122,7 +122,7 @@ def test_a_disk_that_takes_no_more_costs_the_file_and_not_the_run(caplog: pytest
     assert run.summary["steps"] == 3
     report = [record.message for record in caplog.records if "CsvLogger" in record.message]
     assert report == [
-        "CsvLogger: /dev/full cannot be written: No space left on device; the run goes on without it"
+        "CsvLogger: /dev/full cannot be written: No space left on device; the run continues without it"
     ]
 
 

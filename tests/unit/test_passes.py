@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.engine.history_rows import PassLosses
+from manyhands.engine.run import PassLosses
 from manyhands.task import Passes
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.batch_plan import MAX_SEED, BatchPlan, permutation, split
+from manyhands.data.batches import MAX_SEED, BatchPlan, permutation, split
 from manyhands.errors import UserError
 
 SIZES = st.integers(1, 60)

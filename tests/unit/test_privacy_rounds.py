@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.analyse.remarks import privacy_words
 from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientUpdate, RoundPlace
 from manyhands.strategies.federated.exchange import private_rounds

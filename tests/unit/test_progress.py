@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -24,7 +24,7 @@ from manyhands.observe.analyse.slowness import Straggler
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 from manyhands.observe.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
 from manyhands.observe.draw.terminal_progress import LivePicture, RunPicture, split_bar
-from manyhands.observe.draw.time_table import end_table, end_text
+from manyhands.observe.draw.time_table import end_table
 from manyhands.workloads.tasks import build
 
 
@@ -345,13 +345,13 @@ def summary(notes: tuple[str, ...] = ()) -> dict[str, object]:
     return {
         "strategy": "ps servers=2",
         "per_worker": [row.to_dict() for row in SLOWED],
-        "slow": [SLOW.to_dict()],
+        "slow": [asdict(SLOW)],
         "events": {"notes": list(notes)},
     }
 
 
 def test_table_shows_the_straggler_computing_and_the_other_waiting() -> None:
-    assert end_text(summary()).splitlines() == [
+    assert "\n".join(drawn(end_table(summary()), 100)).strip("\n").splitlines() == [
         " worker   steps        compute       exchange        waiting   mostly for",
         " ────────────────────────────────────────────────────────────────────────",
         "      0     120   4.10 s  41 %   0.90 s   9 %   5.00 s  50 %   1 (5.00 s)",
@@ -372,9 +372,8 @@ def test_table_fits_80_columns_after_a_long_run() -> None:
 
 def test_table_says_what_is_missing() -> None:
     note = "worker-0 recorded faster than it was read: 3 events are missing from all figures"
-    assert "3 events are missing from all" in end_text(summary((note,)))
+    assert "3 events are missing from all" in "\n".join(drawn(end_table(summary((note,))), 100))
 
 
-def test_table_is_text_for_a_log_and_ascii_where_it_must_be() -> None:
-    assert "\x1b" not in end_text(summary())
+def test_table_is_ascii_where_it_must_be() -> None:
     assert drawn(end_table(summary()), encoding="ascii")

@@ -40,10 +40,9 @@ from manyhands.places.ray.ray_place import (
     ray_module,
 )
 from manyhands.places.ray.role_actors import RoleEnded
-from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
-from manyhands.strategies.ps.training import most_workers
 from manyhands.strategy import Strategy
 from manyhands.transport.security import Security
 
@@ -306,9 +305,7 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert isinstance(strategy, Ps)
     place = ProcessPlace(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
     found = ps_ranks(strategy, place)
-    assert most_workers(3, place, can_ask=True) == len(found.workers), "each has a place in the run's memory"
-    assert most_workers(3, None, can_ask=True) == 3 + MORE_WORKERS
-    assert most_workers(3, None, can_ask=False) == 3
+    assert 3 + place.later == len(found.workers), "each has a place in the run's memory"
     assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
     assert [found.names[rank] for rank in (0, 2, 3)] == ["chief", "ps 1", "worker 0"]
 

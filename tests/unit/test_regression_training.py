@@ -17,7 +17,7 @@ import safetensors.numpy
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.training import Keeping
 from manyhands.errors import DataError, UserError
 from manyhands.places.local.signals import ending
 from manyhands.workloads.logreg import training

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
-from manyhands.data.store.optimizer_state import restore_optimizer
-from manyhands.data.store.state_tree import flatten, unflatten
+from manyhands.data.store.state_tree import flatten, restore_optimizer, unflatten
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError
 

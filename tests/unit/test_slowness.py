@@ -1,7 +1,7 @@
 """Who is slow, since when, on virtual time: runs whose slow worker and its step are known, and runs without one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pytest
@@ -213,4 +213,4 @@ def test_straggler_survives_the_summary() -> None:
     found = Straggler(
         worker=1, ratio=2.0, since_step=3, until_step=None, from_the_start=True, others_wait=0.5
     )
-    assert Straggler.from_dict(found.to_dict() | {"added later": 1}) == found
+    assert Straggler.from_dict(asdict(found) | {"added later": 1}) == found

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.tasks import TASKS, build

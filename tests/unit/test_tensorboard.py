@@ -79,7 +79,9 @@ def check(directory: Path, run: Path) -> None:
 def test_a_run_that_is_over_is_written_with_true_times(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG) as run:
         fill(run)
-    result = CliRunner().invoke(app, ["tensorboard", str(run.path), "--out", str(tmp_path / "board")])
+    result = CliRunner().invoke(
+        app, ["show", str(run.path), "--as", "tensorboard", "--out", str(tmp_path / "board")]
+    )
     assert result.exit_code == 0, result.output
     assert "50 steps" in result.output
     check(tmp_path / "board", run.path)

@@ -543,20 +543,22 @@ def test_a_folder_without_events_and_a_damaged_file_are_refused(tmp_path: Path) 
 
 def test_the_command_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", barrier_run([2, 5], 40))
-    done = CliRunner().invoke(app, ["timeline", str(run)])
+    done = CliRunner().invoke(app, ["show", str(run), "--as", "trace"])
     assert done.exit_code == 0, done.output
     assert_flows_bound(json.loads((run / "timeline.json").read_text()))
 
     out = tmp_path / "picture.svg"
-    done = CliRunner().invoke(app, ["timeline", str(run), "--out", str(out), "--steps", "4:8"])
+    done = CliRunner().invoke(app, ["show", str(run), "--out", str(out), "--steps", "4:8"])
     assert done.exit_code == 0, done.output
     assert "steps 4 to 7" in texts(ET.parse(out).getroot(), "text")
 
-    done = CliRunner().invoke(app, ["timeline", str(run), "--out", str(out)])
+    done = CliRunner().invoke(app, ["show", str(run), "--out", str(out)])
     assert "16 of 40 steps are left out" in done.output
     for wrong in ("8:4", "x", "3"):
         with pytest.raises(UserError, match="--steps"):
-            CliRunner().invoke(app, ["timeline", str(run), "--steps", wrong], catch_exceptions=False)
+            CliRunner().invoke(
+                app, ["show", str(run), "--as", "trace", "--steps", wrong], catch_exceptions=False
+            )
 
 
 @pytest.mark.parametrize("part", ["compute", "input", "exchange", "waiting"])

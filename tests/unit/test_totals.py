@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -409,7 +410,7 @@ def test_explain_names_who_is_late_in_the_words_of_the_table() -> None:
 def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
     late = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0]).slowness.late_ever()
     assert late is not None
-    assert Late.from_dict(late.to_dict() | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
+    assert Late.from_dict(asdict(late) | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,19 @@ pytestmark = pytest.mark.timeout(120)
     ("words", "report"),
     [
         (
-            "timeline run --svg",
-            "no such option --svg; did you mean --format svg?",
+            "show run --svg",
+            "no such option --svg; did you mean --as svg?",
         ),
         (
-            "timeline run --step 1:3",
+            "show run --step 1:3",
             "no such option --step; did you mean --steps?",
         ),
         (
-            "timeline run --format pdf",
-            "--format: 'pdf' is not one of 'trace', 'svg'",
+            "show run --as pdf",
+            "--as: 'pdf' is not one of 'page', 'file', 'trace', 'svg', 'tensorboard'",
         ),
         (
-            "watch run --port x",
+            "show run --port x",
             "--port must be an integer; got 'x'",
         ),
         (

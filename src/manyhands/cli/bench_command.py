@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from manyhands.cli.command_options import (
     AllowOverload,
+    command_group,
     from_options,
     json_option,
     option,
@@ -22,13 +21,11 @@ from manyhands.strategy import parse_size
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(no_args_is_help=True)
+bench_app = command_group()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CollectiveOptions:
-    """The options of `allreduce` and `backend`."""
-
     workers: int = option(2, "Processes on this host.")
     sizes: str | None = option(None, "Sizes to measure, as in 1KiB,64KiB,25MiB.", show_default="1KiB and up")
     repeats: int = option(40, "Runs of each contender at each size.")
@@ -63,8 +60,6 @@ def _backend(asked: _CollectiveOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _StepOptions:
-    """The options of `step`."""
-
     workers: int = option(2, "Processes on this host.")
     workload: str = option("mlp,cnn,language", "What to train, separated by commas.")
     steps: int = option(step.DEFAULT_STEPS, "Measured steps of each contender.")
@@ -84,8 +79,6 @@ def _step(asked: _StepOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _ServerOptions:
-    """The options of `server`."""
-
     rounds: int = option(bench_server.DEFAULT_ROUNDS, "Rounds of each contender at each exchange.")
     memory: bool = option(True, "Measure the memory of servers too.")
     json_file: Path | None = json_option()
@@ -103,8 +96,6 @@ def _server(asked: _ServerOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _InferenceOptions:
-    """The options of `inference`; half precision of language takes minutes where processors cannot compute in it."""
-
     models: str = option("digits", "digits, language and recurrent, separated by commas.")
     precisions: str = option("fp32,bf16,int8", "Of fp32, bf16 and int8.")
     batches: str = option("1,32", "Inputs in a batch, as in 1,8,64.")

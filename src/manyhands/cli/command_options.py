@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from manyhands.cli.program import spare_the_compiler
 from manyhands.errors import UserError
@@ -32,6 +33,7 @@ __all__ = [
     "argument",
     "check_writable",
     "command_elsewhere",
+    "command_group",
     "command_to_resume",
     "fresh_directory",
     "from_options",
@@ -85,6 +87,20 @@ def from_options(run: Callable[[Any], None]) -> Callable[..., None]:
     return _signed(command, _parameters(options), run.__doc__)
 
 
+class _WholeSentences(TyperGroup):
+    """A list of commands whose sentences are not cut short."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in rows])
+
+
+def command_group(**about: Any) -> typer.Typer:
+    """Commands under one name: `manyhands glove analogy`."""
+    return typer.Typer(cls=_WholeSentences, no_args_is_help=True, rich_markup_mode=None, **about)
+
+
 def task_commands(
     run: Callable[[Any, dict[str, Any], Any], None],
     help_text: str,
@@ -101,7 +117,7 @@ def task_commands(
         spare_the_compiler()
         run(entry, given, common)
 
-    app = typer.Typer(no_args_is_help=True, **about)
+    app = command_group(**about)
     *_, common = (kind for name, kind in get_type_hints(run).items() if name != "return")
     for entry in offered("task"):
         said = help_text.format(name=entry.name, help=entry.help)

@@ -23,7 +23,6 @@ def child_command(cores: Sequence[int], words: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Settle, and be the command."""
     parent, places, *words = sys.argv[1:]
     die_with_parent(int(parent), signal.SIGTERM)
     os.sched_setaffinity(0, {int(one) for one in places.split(",")})

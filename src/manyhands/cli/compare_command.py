@@ -28,9 +28,8 @@ from manyhands.cli.command_options import (
     print_next,
     task_commands,
 )
-from manyhands.cli.leaving import leave_findings, progress_line
 from manyhands.cli.program import spare_the_compiler
-from manyhands.cli.runs import start_own_workers
+from manyhands.cli.runs import leave_findings, progress_line, start_own_workers
 from manyhands.errors import UserError
 from manyhands.lab.compare.comparison import DEFAULT_STRATEGIES, Target, Trial, parse_strategies
 from manyhands.lab.sweep.trials import parse_values
@@ -51,8 +50,6 @@ __all__ = ["compare_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:
-    """The options that every comparison has."""
-
     strategies: str = option(DEFAULT_STRATEGIES, "What to compare, separated by semicolons.")
     workers: int = option(2, "Processes on this host.")
     repeats: int = option(2, "Runs of each strategy, interleaved.")
@@ -81,8 +78,6 @@ class _CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _TaskOptions(_CompareOptions):
-    """Those that every built-in task has besides."""
-
     steps: int | None = option(None, "Global batches of each run.")
     epochs: int | None = option(
         None, "Passes over the data, instead of --steps.", show_default="half of train's"
@@ -195,7 +190,7 @@ def _print_next(found: Comparison, task: str, out: Path) -> None:
     folder = out / Trial(place=best.runs[0].place, repeat=best.runs[0].repeat).folder(best.strategy)
     commands: dict[str, tuple[object, ...]] = {
         "where_the_time_of_the_fastest_goes": ("explain", folder),
-        "its_page": ("watch", folder),
+        "its_page": ("show", folder),
     }
     if task in TASK_NAMES:
         commands["how_far_more_workers_help"] = ("scaling", task)
@@ -207,8 +202,6 @@ _MOST_EXAMPLES = 200_000
 
 @dataclass(frozen=True, kw_only=True)
 class _SparseOptions:
-    """The options of `compare sparse`."""
-
     density: str = option(
         "0.002,0.02,0.2", "Shares of the features that an example has, separated by commas."
     )

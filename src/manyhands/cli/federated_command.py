@@ -8,9 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from manyhands.cli.command_options import argument, fresh_directory, from_options, option, task_commands
+from manyhands.cli.command_options import (
+    argument,
+    command_group,
+    fresh_directory,
+    from_options,
+    option,
+    task_commands,
+)
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
 from manyhands.workloads.tasks.builtin import BuiltinTask
@@ -22,8 +27,6 @@ _say = partial(print, flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _ServeOptions:
-    """The options of `serve` that every task has."""
-
     rounds: int = option(..., "Rounds that must count.")
     strategy: str = option(
         "federated", "How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."
@@ -86,8 +89,6 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeO
 
 @dataclass(frozen=True, kw_only=True)
 class _JoinOptions:
-    """The options of `join`."""
-
     address: str = argument(..., "The server, as https://HOST:PORT.")
     data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
     out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")
@@ -119,7 +120,7 @@ def _join(asked: _JoinOptions) -> None:
     print(f"the run is done: {asked.out} has the model after {rounds} rounds")
 
 
-federated_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+federated_app = command_group()
 federated_app.command("join")(from_options(_join))
 federated_app.add_typer(
     task_commands(

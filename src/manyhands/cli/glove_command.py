@@ -8,15 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
-from manyhands.cli.workload_command import print_rows
+from manyhands.cli.command_options import (
+    argument,
+    command_group,
+    from_options,
+    json_option,
+    option,
+    write_json,
+)
+from manyhands.cli.runs import print_rows
 from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.glove.command import neighbours_table
 
 __all__ = ["glove_app"]
 
-glove_app = typer.Typer(no_args_is_help=True)
+glove_app = command_group()
 
 _FORMS = "Stanford's text, or word2vec's text or binary form."
 _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
@@ -24,8 +31,6 @@ _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
 
 @dataclass(frozen=True)
 class _EvaluateOptions:
-    """The options of `eval`."""
-
     vectors: Path = argument(..., _FORMS, metavar="VECTORS")
     analogies: Path | None = option(
         None, "Questions of four words, ': name' begins a section.", metavar="FILE"

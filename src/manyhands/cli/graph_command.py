@@ -26,8 +26,6 @@ __all__ = ["graph_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _GraphOptions:
-    """The options of every graph."""
-
     strategy: str = option("mirrored", "How it is to be trained, as for `train`.")
     workers: int | None = option(
         None, "Processes that share the work.", show_default="2, or what the strategy takes"

@@ -6,6 +6,7 @@ What the words of a command show before it is parsed, so that a mistake is not p
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -25,7 +26,7 @@ __all__ = ["LazyCommand", "forks_workers", "lazy_app", "usual_workers"]
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": "markdown",
+    "rich_markup_mode": None,  # one look for all help pages: plain, and quick to show
 }
 
 
@@ -50,7 +51,6 @@ class LazyCommand:
         return found
 
     def made(self, name: str) -> Any:
-        """As click runs it."""
         found = self.load()
         if isinstance(found, typer.Typer):
             group = get_group(found)
@@ -63,11 +63,18 @@ class LazyCommand:
         return _with_flags(get_command(alone))
 
 
-def lazy_app(commands: Mapping[str, LazyCommand], **about: Any) -> typer.Typer:
-    """List `commands`; each is put in its place in the list as soon as it is asked for."""
+def lazy_app(groups: Mapping[str, Mapping[str, LazyCommand]], **about: Any) -> typer.Typer:
+    """List the commands by group; each is put in its place in the list as soon as it is asked for."""
+    commands = {name: command for group in groups.values() for name, command in group.items()}
 
     class LazyCommands(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args and (now := _renamed(args)) is not None:
+                print(
+                    f"manyhands: `{args[0]}` is now `{' '.join(now)}`; the next release drops the old name",
+                    file=sys.stderr,
+                )
+                args = now
             if args and args[0] in commands:
                 command = commands[args[0]]
                 if len(args) > 1 and "--help" not in args:
@@ -79,16 +86,33 @@ def lazy_app(commands: Mapping[str, LazyCommand], **about: Any) -> typer.Typer:
                 self.add_command(command.made(args[0]), args[0])
             return super().resolve_command(ctx, args)
 
-        def format_commands(self, ctx: Any, formatter: Any) -> None:
+        def format_commands(self, _ctx: Any, formatter: Any) -> None:
             """Whole sentences, over several lines where they are long."""
-            rows = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+            for title, group in groups.items():
+                with formatter.section(title):
+                    formatter.write_dl([(name, command.help) for name, command in group.items()])
 
     app = typer.Typer(cls=LazyCommands, **about)
     for name, command in commands.items():
         app.command(name, help=command.help)(lambda: None)
     return app
+
+
+_NOW_SHOW = {"watch": "page", "report": "file", "timeline": "trace", "tensorboard": "tensorboard"}
+
+
+def _renamed(words: list[str]) -> list[str] | None:
+    """What an old name is now: `show RUN --as …`; None for a command that has its name. To go with the next release."""
+    form = _NOW_SHOW.get(words[0])
+    if form is None:
+        return None
+    rest = ["--as" if word == "--format" else word for word in words[1:]]
+    said = (
+        "--as" in rest
+        or "--help" in rest
+        or (form == "trace" and any(word.endswith(".svg") for word in rest))
+    )
+    return ["show", *rest, *([] if said or form == "page" else ["--as", form])]
 
 
 def forks_workers(words: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Look at a run: `manyhands timeline`, `explain`, `watch`, `report` and `tensorboard`, each with its directory."""
+"""Look at a run: `manyhands show RUN` as a page, a file, a trace or for TensorBoard, and `manyhands explain RUN`."""
 
 from __future__ import annotations
 
@@ -10,52 +10,82 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import UserError, format_bytes, num_of
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.view import RunView
 
-__all__ = [
-    "explain_command",
-    "report_command",
-    "serving",
-    "tensorboard_command",
-    "timeline_command",
-    "watch_command",
-]
+__all__ = ["Form", "explain_command", "serving", "show_command"]
 
 
-class _Format(StrEnum):
+class Form(StrEnum):
+    """What `show` makes of a run."""
+
+    PAGE = "page"
+    FILE = "file"
     TRACE = "trace"
     SVG = "svg"
+    TENSORBOARD = "tensorboard"
+
+
+_BY_SUFFIX = {".html": Form.FILE, ".json": Form.TRACE, ".svg": Form.SVG}
 
 
 @dataclass(frozen=True)
 class _LookedAt:
-    """The run that a command is about."""
-
     run: Path = argument(..., "The run's directory.")
 
 
 @dataclass(frozen=True)
-class _TimelineOptions(_LookedAt):
-    """The options of `timeline`."""
-
-    out: Path | None = option(None, "Write to this file; RUN/timeline.json or .svg otherwise.", writes=True)
-    form: _Format | None = option(
-        None, "What to write; svg for a file of that name, trace otherwise.", "--format"
+class _ShowOptions(_LookedAt):
+    form: Form | None = option(
+        None,
+        "A live page; one file of it; a trace for ui.perfetto.dev, or one picture, of who waited for whom; event files "
+        "for TensorBoard. By default the page, or what the name of --out ends in (.html, .json, .svg).",
+        "--as",
     )
-    steps: str | None = option(None, "Only global batches A to B - 1, as A:B; either may be left out.")
+    out: Path | None = option(None, "Write to this file or folder; to one in RUN otherwise.", writes=True)
+    steps: str | None = option(
+        None, "Of a trace or picture: only global batches A to B - 1, as A:B; either may be left out."
+    )
+    host: str = option(
+        "127.0.0.1", "Address of the page; 0.0.0.0 lets other machines in, who need the token, too."
+    )
+    port: int = option(0, "Port of the page; 0 takes a free one.")
+    open_browser: bool = option(False, "Open the page in this machine's browser.", "--open/--no-open")
 
 
 @from_options
-def timeline_command(asked: _TimelineOptions) -> None:
+def show_command(asked: _ShowOptions) -> None:
+    """`manyhands show RUN` alone opens the live page."""
+    suffix = asked.out.suffix if asked.out is not None else ""
+    form = asked.form or _BY_SUFFIX.get(suffix, Form.PAGE)
+    if asked.steps is not None and form not in (Form.TRACE, Form.SVG):
+        raise UserError(f"--steps is for --as trace and --as svg; a {form} shows all steps")
+    if asked.out is not None and form is Form.PAGE:
+        raise UserError(f"--out {asked.out}: say what to write there: --as file, trace, svg or tensorboard")
+    if form is Form.PAGE:
+        _serve_page(asked)
+    elif form is Form.FILE:
+        from manyhands.observe.draw.page import write_report
+
+        print(f"report  {write_report(asked.run, asked.out)}")
+    elif form is Form.TENSORBOARD:
+        from manyhands.observe.draw.tensorboard import write_run
+
+        directory = asked.out or asked.run / "tensorboard"
+        steps = write_run(asked.run, directory)
+        print(f"{directory} · {steps} steps · tensorboard --logdir {directory}")
+    else:
+        _write_timeline(asked, is_svg=form is Form.SVG)
+
+
+def _write_timeline(asked: _ShowOptions, *, is_svg: bool) -> None:
     from manyhands.data.store.atomic import write_atomically
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.analyse.timeline import build_timeline
@@ -64,8 +94,6 @@ def timeline_command(asked: _TimelineOptions) -> None:
     from manyhands.observe.record.checked_values import text
     from manyhands.observe.record.recorded import read_run_events
 
-    named_svg = asked.out is not None and asked.out.suffix == ".svg"
-    is_svg = asked.form is _Format.SVG or (asked.form is None and named_svg)
     path = asked.out or asked.run / f"timeline.{'svg' if is_svg else 'json'}"
     steps = None if asked.steps is None else _parse_steps(asked.steps)
     directory = RunDirectory.open(asked.run, lock=False)
@@ -74,7 +102,8 @@ def timeline_command(asked: _TimelineOptions) -> None:
     if is_svg:
         limits, hint = {"max_slices": MAX_SVG_SLICES, "max_steps": MAX_SVG_STEPS}, "open it in a browser"
         timeline = build_timeline(events.roles, **limits, steps=steps)
-        title = f"{about['task']} · {about['strategy']} · {about['workers']} workers"
+        workers = about["workers"]
+        title = f"{about['task']} · {about['strategy']} · {workers} worker{'' if workers == '1' else 's'}"
         write_atomically(path, [timeline_svg(timeline, title).encode()])
     else:
         timeline = build_timeline(events.roles, max_slices=MAX_TRACE_SLICES, steps=steps)
@@ -93,62 +122,13 @@ def _parse_steps(text: str) -> range:
     return range(first, end)
 
 
-@dataclass(frozen=True)
-class _ExplainOptions(_LookedAt):
-    """The options of `explain`."""
-
-    json: Path | None = json_option("Write the figures to this file as JSON, too.")
-
-
-@from_options
-def explain_command(asked: _ExplainOptions) -> None:
-    from manyhands.data.store.rundir import RunDirectory
-    from manyhands.observe.analyse.explain import explain, paragraph
-    from manyhands.observe.analyse.summary_facts import codec_words, layers_sent, privacy_words
-    from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
-    from manyhands.observe.record.checked_values import text
-    from manyhands.observe.record.recorded import read_run_events
-    from manyhands.strategy import Strategy
-
-    directory = RunDirectory.open(asked.run, lock=False)
-    strategy = Strategy.parse(str(directory.config.get("strategy")))
-    events = read_run_events(directory.events_path)
-    found = explain(events.roles, synchronous=strategy.facts.stepwise)
-    for note in events.notes:
-        print(f"manyhands: {note}", file=sys.stderr)
-    summary = directory.read_summary() or {}
-    words = " ".join([paragraph(found, str(strategy)), *codec_words(summary), *privacy_words(summary)])
-    layers = layers_sent(summary)
-    title = f"{text(str(directory.config.get('task')))} · {strategy}"
-    out = Console(highlight=False)
-    out.print(f"{title} · {len(found.workers)} workers · {found.steps} steps", soft_wrap=True)
-    out.print(parts_table(found), "", workers_table(found, out), "", sep="\n")
-    if layers:
-        out.print(layers_table(layers), "", sep="\n")
-    out.print(words)
-    sent = {"layers": [asdict(layer) for layer in layers]} if layers else {}
-    write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **sent, "paragraph": words})
-
-
-@dataclass(frozen=True)
-class _WatchOptions(_LookedAt):
-    """The options of `watch`."""
-
-    host: str = option(
-        "127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, who need the token, too."
-    )
-    port: int = option(0, "Port to listen on; 0 takes a free one.")
-    open_browser: bool = option(False, "Open the page in this machine's browser.", "--open/--no-open")
-
-
-@from_options
-def watch_command(asked: _WatchOptions) -> None:
+def _serve_page(asked: _ShowOptions) -> None:
     from manyhands.observe.analyse.follow import existing_run
     from manyhands.places.local.signals import ending
 
     source = existing_run(asked.run).poll
     source()  # what cannot be read is said now, and not in the browser
-    farewell = f"manyhands watch has ended; manyhands watch {asked.run} opens this page again"
+    farewell = f"manyhands show has ended; manyhands show {asked.run} opens this page again"
     try:
         with ending(), serving(source, asked.host, asked.port, farewell) as url:
             if asked.open_browser:
@@ -180,27 +160,37 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
 
 
 @dataclass(frozen=True)
-class _ReportOptions(_LookedAt):
-    """The options of `report`."""
-
-    out: Path | None = option(None, "Write to this file; RUN/report.html otherwise.", writes=True)
+class _ExplainOptions(_LookedAt):
+    json: Path | None = json_option("Write the figures to this file as JSON, too.")
 
 
 @from_options
-def report_command(asked: _ReportOptions) -> None:
-    from manyhands.observe.draw.page import write_report
+def explain_command(asked: _ExplainOptions) -> None:
+    from manyhands.data.store.rundir import RunDirectory
+    from manyhands.observe.analyse.explain import explain, paragraph
+    from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words
+    from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
+    from manyhands.observe.record.checked_values import text
+    from manyhands.observe.record.recorded import read_run_events
+    from manyhands.strategy import Strategy
 
-    print(f"report  {write_report(asked.run, asked.out)}")
-
-
-def tensorboard_command(
-    run: Annotated[Path, typer.Argument(help="The run's directory.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Write to this directory; RUN/tensorboard otherwise.")
-    ] = None,
-) -> None:
-    from manyhands.observe.draw.tensorboard import write_run
-
-    directory = out or run / "tensorboard"
-    steps = write_run(run, directory)
-    print(f"{directory} · {steps} steps · tensorboard --logdir {directory}")
+    directory = RunDirectory.open(asked.run, lock=False)
+    strategy = Strategy.parse(str(directory.config.get("strategy")))
+    events = read_run_events(directory.events_path)
+    found = explain(events.roles, synchronous=strategy.facts.stepwise)
+    for note in events.notes:
+        print(f"manyhands: {note}", file=sys.stderr)
+    summary = directory.read_summary() or {}
+    words = " ".join([paragraph(found, str(strategy)), *codec_words(summary), *privacy_words(summary)])
+    layers = layers_sent(summary)
+    title = f"{text(str(directory.config.get('task')))} · {strategy}"
+    out = Console(highlight=False)
+    out.print(
+        f"{title} · {num_of(len(found.workers), 'worker')} · {num_of(found.steps, 'step')}", soft_wrap=True
+    )
+    out.print(parts_table(found), "", workers_table(found, out), "", sep="\n")
+    if layers:
+        out.print(layers_table(layers), "", sep="\n")
+    out.print(words)
+    sent = {"layers": [asdict(layer) for layer in layers]} if layers else {}
+    write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **sent, "paragraph": words})

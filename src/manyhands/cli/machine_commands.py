@@ -20,8 +20,6 @@ __all__ = ["certificates_command", "doctor_command", "launch_command", "role_com
 
 @dataclass(frozen=True)
 class _LaunchOptions:
-    """The options of `launch`."""
-
     context: typer.Context
     script: Path = argument(..., "The script, which calls mh.join().", metavar="SCRIPT")
     arguments: list[str] | None = argument(
@@ -78,8 +76,6 @@ def launch_command(asked: _LaunchOptions) -> None:
 
 @dataclass(frozen=True)
 class _RoleOptions:
-    """The options of `role`."""
-
     arguments: list[str] = argument(
         ...,
         "After --: train, a task and its options, or a script that calls mh.fit; the same on every role.",
@@ -122,8 +118,6 @@ def role_command(asked: _RoleOptions) -> None:
 
 @dataclass(frozen=True)
 class _CertificateOptions:
-    """The options of `certificates`."""
-
     directory: Path = argument(..., "A new folder, for a folder per host.", metavar="DIR")
     hosts: str = option(..., "Names or addresses of the hosts: node1,node2.")
     days: float = option(7.0, "How long they are valid; longer than the run lasts.")

@@ -18,7 +18,7 @@ from manyhands.cli.lazy_commands import LazyCommand, lazy_app
 from manyhands.errors import ManyhandsError, UserError, first_line, limits_named, printable
 from manyhands.native.version import __version__
 
-__all__ = ["COMMANDS", "UsageError", "app", "main", "usage_sentence"]
+__all__ = ["COMMANDS", "GROUPS", "UsageError", "app", "main", "usage_sentence"]
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The base of all that is wrong with a command line, which typer does not export."""
@@ -27,7 +27,6 @@ _KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
 def usage_sentence(error: Any) -> str:
-    """What is wrong, what to write instead, and where all options are listed."""
     ctx = getattr(error, "ctx", None)
     is_unknown = type(error).__name__ == "NoSuchOption"
     said = _unknown_option(error.option_name, ctx) if is_unknown else _bad_value(error)
@@ -69,123 +68,132 @@ def _unknown_option(word: str, ctx: Any) -> str:
 
 _LENGTHS = ("workers", "steps", "epochs", "rounds")
 
-COMMANDS = {
-    "train": LazyCommand("train_command:train_app", "Train a built-in task.", counts=_LENGTHS, trains=True),
-    "glove": LazyCommand("glove_command:glove_app", "Ask trained word vectors."),
-    "bench": LazyCommand("bench_command:bench_app", "Measure, side by side with peers."),
-    "compare": LazyCommand(
-        "compare_command:compare_app",
-        "Train a built-in task under several strategies, side by side.",
-        counts=_LENGTHS,
-        trains=True,
-    ),
-    "sweep": LazyCommand(
-        "sweep_command:sweep_app",
-        "Train a built-in task with every combination of some settings, over the cores there are.",
-    ),
-    "scaling": LazyCommand(
-        "scaling_command:scaling_app",
-        "Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
-        counts=("steps", "epochs"),
-    ),
-    "simulate": LazyCommand(
-        "simulate_command:simulate_app",
-        "Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
-        counts=_LENGTHS,
-    ),
-    "memory": LazyCommand(
-        "memory_command:memory_app",
-        "Say what training needs in memory on each worker, before anything is trained.",
-        counts=("workers",),
-    ),
-    "schedule": LazyCommand(
-        "schedule_command:schedule_command",
-        "Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
-    ),
-    "audit": LazyCommand(
-        "trust_commands:audit_command",
-        "Check from a run's records that every batch was applied once and that no read was staler than allowed.",
-    ),
-    "replay": LazyCommand(
-        "trust_commands:replay_command",
-        "Execute the recorded order of a run again: the same weights, or the first update that differs.",
-    ),
-    "timeline": LazyCommand(
-        "look_commands:timeline_command",
-        "Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG.",
-    ),
-    "explain": LazyCommand(
-        "look_commands:explain_command", "Say why a run is as fast as it is, from its events."
-    ),
-    "watch": LazyCommand(
-        "look_commands:watch_command",
-        "Show a run as a page in the browser, live while it goes on or as it was when it ended.",
-    ),
-    "report": LazyCommand(
-        "look_commands:report_command",
-        "Write what the live page shows of a run into one file that needs nothing else.",
-    ),
-    "tensorboard": LazyCommand(
-        "look_commands:tensorboard_command",
-        "Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
-    ),
-    "graph": LazyCommand(
-        "graph_command:graph_app",
-        "Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
-        counts=("workers",),
-    ),
-    "export": LazyCommand(
-        "use_commands:export_command",
-        "Write a run's newest weights as one file, and say what its precision costs.",
-    ),
-    "predict": LazyCommand(
-        "use_commands:predict_command", "Print what a trained model answers for every input, one a line."
-    ),
-    "generate": LazyCommand(
-        "use_commands:generate_command", "Let a trained language model write on after a prompt."
-    ),
-    "serve": LazyCommand(
-        "use_commands:serve_command",
-        "Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
-        trains=True,
-    ),
-    "launch": LazyCommand(
-        "machine_commands:launch_command",
-        "Run your own training script on several workers; see `mh.join()`.",
-        settings={"ignore_unknown_options": True},
-        trains=True,
-    ),
-    "federated": LazyCommand(
-        "federated_command:federated_app", "Federated rounds with real devices, over HTTPS."
-    ),
-    "role": LazyCommand(
-        "machine_commands:role_command",
-        "Be one role of a cluster specification: a worker, a server, or the chief that leads.",
-    ),
-    "certificates": LazyCommand(
-        "machine_commands:certificates_command",
-        "Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
-    ),
-    "tour": LazyCommand(
-        "tour_command:tour_command",
-        "Nine short lessons, from one process to federated parties: list them, or run one step by step.",
-    ),
-    "doctor": LazyCommand(
-        "machine_commands:doctor_command",
-        "What this machine has for training, what is missing, and how to get it.",
-    ),
+GROUPS = {
+    "Train": {
+        "train": LazyCommand(
+            "train_command:train_app", "Train a built-in task.", counts=_LENGTHS, trains=True
+        ),
+        "launch": LazyCommand(
+            "machine_commands:launch_command",
+            "Run your own training script on several workers; see `mh.join()`.",
+            settings={"ignore_unknown_options": True},
+            trains=True,
+        ),
+    },
+    "Look": {
+        "show": LazyCommand(
+            "look_commands:show_command",
+            "Show a run: as a live page, one file, a trace or picture of who waited for whom, or for TensorBoard.",
+        ),
+        "explain": LazyCommand(
+            "look_commands:explain_command", "Say why a run is as fast as it is, from its events."
+        ),
+    },
+    "Trust": {
+        "audit": LazyCommand(
+            "trust_commands:audit_command",
+            "Check from a run's records that every batch was applied once and that no read was staler than allowed.",
+        ),
+        "replay": LazyCommand(
+            "trust_commands:replay_command",
+            "Execute the recorded order of a run again: the same weights, or the first update that differs.",
+        ),
+        "doctor": LazyCommand(
+            "machine_commands:doctor_command",
+            "What this machine has for training, what is missing, and how to get it.",
+        ),
+    },
+    "Foresee": {
+        "simulate": LazyCommand(
+            "simulate_command:simulate_app",
+            "Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+            counts=_LENGTHS,
+        ),
+        "schedule": LazyCommand(
+            "schedule_command:schedule_command",
+            "Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
+        ),
+        "memory": LazyCommand(
+            "memory_command:memory_app",
+            "Say what training needs in memory on each worker, before anything is trained.",
+            counts=("workers",),
+        ),
+        "graph": LazyCommand(
+            "graph_command:graph_app",
+            "Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
+            counts=("workers",),
+        ),
+        "scaling": LazyCommand(
+            "scaling_command:scaling_app",
+            "Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+            counts=("steps", "epochs"),
+        ),
+    },
+    "Use": {
+        "predict": LazyCommand(
+            "use_commands:predict_command", "Print what a trained model answers for every input, one a line."
+        ),
+        "generate": LazyCommand(
+            "use_commands:generate_command", "Let a trained language model write on after a prompt."
+        ),
+        "glove": LazyCommand("glove_command:glove_app", "Ask trained word vectors."),
+        "export": LazyCommand(
+            "use_commands:export_command",
+            "Write a run's newest weights as one file, and say what its precision costs.",
+        ),
+        "serve": LazyCommand(
+            "use_commands:serve_command",
+            "Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
+            trains=True,
+        ),
+    },
+    "Compare": {
+        "compare": LazyCommand(
+            "compare_command:compare_app",
+            "Train a built-in task under several strategies, side by side.",
+            counts=_LENGTHS,
+            trains=True,
+        ),
+        "sweep": LazyCommand(
+            "sweep_command:sweep_app",
+            "Train a built-in task with every combination of some settings, over the cores there are.",
+        ),
+        "bench": LazyCommand("bench_command:bench_app", "Measure, side by side with peers."),
+    },
+    "Machines": {
+        "role": LazyCommand(
+            "machine_commands:role_command",
+            "Be one role of a cluster specification: a worker, a server, or the chief that leads.",
+        ),
+        "certificates": LazyCommand(
+            "machine_commands:certificates_command",
+            "Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
+        ),
+        "federated": LazyCommand(
+            "federated_command:federated_app", "Federated rounds with real devices, over HTTPS."
+        ),
+    },
+    "Learn": {
+        "tour": LazyCommand(
+            "tour_command:tour_command",
+            "Nine short lessons, from one process to federated parties: list them, or run one step by step.",
+        ),
+    },
 }
+"""The commands by what one wants to do, in the order in which a newcomer meets them."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 app = lazy_app(
-    COMMANDS,
+    GROUPS,
     name="manyhands",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # a plain list: half of the time to show it would go into importing what draws boxes
+    rich_markup_mode=None,
 )
 
 
-@app.command()
+@app.command(hidden=True)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
@@ -216,9 +224,9 @@ def main() -> None:
             sys.exit(status)
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # what a group shows where no command is named
-            error.show()  # type: ignore[attr-defined]
-        else:
-            print(f"manyhands: {usage_sentence(error)}", file=sys.stderr)
+            print(error.ctx.get_help())  # type: ignore[attr-defined]
+            sys.exit(0 if error.ctx.parent is None else 2)  # type: ignore[attr-defined]
+        print(f"manyhands: {usage_sentence(error)}", file=sys.stderr)
         sys.exit(2)
     except typer.Abort:
         print("manyhands: aborted", file=sys.stderr)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.command_options import json_option, option, task_commands, write_json
-from manyhands.cli.leaving import status_line
-from manyhands.errors import UserError, format_bytes
+from manyhands.cli.runs import status_line
+from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.strategy import check_count
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
@@ -26,8 +26,6 @@ __all__ = ["memory_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _MemoryOptions:
-    """The options of every estimate."""
-
     strategy: str | None = option(None, "How, as for train; several, with ';' between.", show_default="all")
     workers: int = option(2, "Processes on this host.")
     json_file: Path | None = json_option("Write it to this file.")
@@ -65,7 +63,7 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         out.width = 120
     out.print(
         f"{entry.name}: parameters {format_bytes(model.parameters)}, gradients {format_bytes(model.gradients)}, "
-        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {workers} workers"
+        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {num_of(workers, 'worker')}"
     )
     out.print(_table(rows), highlight=True)
     for text, one in rows:
@@ -100,7 +98,6 @@ def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> 
 
 
 def _of(strategy: Strategy, workers: int) -> int:
-    """As many workers as it may have."""
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 

@@ -13,7 +13,6 @@ _ours = False
 
 
 def program() -> None:
-    """The console script and `python -m manyhands`."""
     global _ours
     _ours = True
     status: list[int] = []

@@ -1,4 +1,4 @@
-"""What every command that makes a run offers besides: to continue it, to look at it, and its report.
+"""What every command that makes runs offers besides: to continue one, to look at it, and what is left of it.
 
 What other launchers say in the environment, and that the commands which start workers themselves do not read it.
 """
@@ -6,22 +6,27 @@ What other launchers say in the environment, and that the commands which start w
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from manyhands.cli.command_options import option
+from manyhands.cli.command_options import option, write_json
 from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import ManyhandsError
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
-from manyhands.observe.draw.paper import data_table, document, section
 from manyhands.places.external.specification import EVALUATOR, ClusterSpec
 from manyhands.places.place import TF_CONFIG, stand_alone
+from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.tasks.builtin import TaskTable
 
 if TYPE_CHECKING:
@@ -32,11 +37,15 @@ __all__ = [
     "RunOptions",
     "ended_by_signal",
     "ignored_variables",
+    "leave_findings",
     "leave_if_evaluator",
     "leave_report",
     "live_page",
     "live_tensorboard",
+    "print_rows",
+    "progress_line",
     "start_own_workers",
+    "status_line",
 ]
 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
@@ -67,12 +76,11 @@ def live_page(
     from manyhands.observe.analyse.follow import ComingRun
     from manyhands.serving.hosting import LOOPBACK
 
-    farewell = f"The run has ended; manyhands watch {out} opens this page again."
+    farewell = f"The run has ended; manyhands show {out} opens this page again."
     return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, asked.dashboard_port, farewell)
 
 
 def live_tensorboard(asked: RunOptions, out: Path) -> AbstractContextManager[object]:
-    """The event files for TensorBoard, where they are asked for."""
     from manyhands.observe.draw.tensorboard import LiveTensorboard
 
     return LiveTensorboard(out, asked.tensorboard) if asked.tensorboard is not None else nullcontext()
@@ -148,7 +156,6 @@ def start_own_workers() -> None:
 
 
 def _write_picture(run: Path, table: TaskTable) -> Path:
-    """Write `picture.html` into the run's directory: a task's table, and its curves with their points."""
     path = run / "picture.html"
     series = [Series(name=one.name, xs=one.xs, ys=one.ys, dots=one.dots) for one in table.curves]
     (middle,) = (one.ys for one in table.curves if one.name == table.against)
@@ -160,9 +167,85 @@ def _write_picture(run: Path, table: TaskTable) -> Path:
         line_chart(series, title="The points of each worker, and the lines", x_label="x", y_label="y"),
         line_chart(apart, title=f"How far each line is above “{table.against}”", x_label="x", y_label="y"),
     )
-    rows = data_table(table.head, table.rows, title="The numbers")
+    rows = paper.data_table(table.head, table.rows, title="The numbers")
     headings = ("The lines", "The lines apart")
-    sections = [section(f"chart-{n}", headings[n], chart) for n, chart in enumerate(charts)]
-    page = document(table.title, [*sections, section("rows", "In numbers", rows, "wide")])
+    sections = [paper.section(f"chart-{n}", headings[n], chart) for n, chart in enumerate(charts)]
+    page = paper.document(table.title, [*sections, paper.section("rows", "In numbers", rows, "wide")])
     write_atomically(path, [page.encode()])
     return path
+
+
+_WIDTH = 110  # of a table in a file or a pipe
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Say what goes on: a line that changes on a terminal, and a line for each change elsewhere."""
+    console = Console(stderr=True)
+    status = console.status("starting")
+
+    def say(line: str) -> None:
+        if console.is_terminal:
+            status.update(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    with status:
+        yield say
+
+
+@contextmanager
+def progress_line(words: Callable[[Any], str]) -> Iterator[Callable[[Any], None]]:
+    """The same of progress, which has `seconds_left`: its words, and the time left where it is known."""
+    with status_line() as say:
+
+        def report(progress: Any) -> None:
+            left = progress.seconds_left
+            say(words(progress) + ("" if left is None else f" · about {left:.0f} s left"))
+
+        yield report
+
+
+def leave_findings(
+    out: Path,
+    json_file: Path | None,
+    tables: Sequence[Table],
+    sentences: Sequence[str],
+    figures: Mapping[str, Any],
+    page: Callable[[str, Mapping[str, str]], str],
+) -> None:
+    """Write report and figures into `out`, the figures also where asked for; print the tables and what they show.
+
+    `page` makes the report of the command and the facts of the machine, which are among the figures, too.
+    """
+    from manyhands.data.store.atomic import write_atomically
+    from manyhands.lab.compare.compare_report import machine
+
+    command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "report.html"
+    write_atomically(path, [page(command, facts).encode()])
+    for file in (out / "figures.json", json_file):
+        write_json(file, {**figures, "command": command, "machine": facts})
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    for table in tables:
+        console.print(table, highlight=False)
+    console.print(" ".join(sentences), highlight=False, markup=False)
+    console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_rows(part: str | TableRows) -> None:
+    """A line, or a table; as they are, for a word may look like markup."""
+    console = Console(highlight=False)
+    if isinstance(part, str):
+        console.print(part, markup=False, soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(part.head):
+        is_number = part.numbers and number > 0
+        table.add_column(Text(heading), justify="right" if is_number else "left", overflow="fold")
+    for row in part.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)

@@ -19,8 +19,7 @@ from manyhands.cli.command_options import (
     task_commands,
 )
 from manyhands.cli.command_process import child_command
-from manyhands.cli.leaving import leave_findings, progress_line
-from manyhands.cli.runs import ended_by_signal, start_own_workers
+from manyhands.cli.runs import ended_by_signal, leave_findings, progress_line, start_own_workers
 from manyhands.cli.simulate_command import network_model
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
@@ -35,8 +34,6 @@ __all__ = ["scaling_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _ScalingOptions:
-    """The options of every scaling curve."""
-
     workers: str | None = option(
         None, "How many, separated by commas.", show_default="powers of two up to twice the cores"
     )

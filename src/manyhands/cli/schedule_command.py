@@ -26,8 +26,6 @@ RATES = (20e-6, 1 / 2e9, 1 / 10e9)
 
 @dataclass(frozen=True)
 class _ScheduleOptions:
-    """The options of `schedule`, each None where it was not given."""
-
     name: str | None = argument(None, "Which schedule; without a name they are listed.", show_default=False)
     stages: int | None = option(None, "Stages of a pipeline.", show_default="4")
     microbatches: int | None = option(None, "Micro-batches, or slices of time, in a step.", show_default="8")

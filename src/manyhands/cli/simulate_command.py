@@ -33,8 +33,6 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class _SimulateOptions:
-    """The options of every simulation."""
-
     strategy: str = option(
         "ps consistency=async", "ps, with its settings: 'ps consistency=aware:softsync:30'."
     )
@@ -114,8 +112,8 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Si
     end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
         where_the_time_goes=("explain", out),
-        who_waits_for_whom=("timeline", out, "--format", "svg"),
-        the_page_of_the_run=("watch", out),
+        who_waits_for_whom=("show", out, "--as", "svg"),
+        the_page_of_the_run=("show", out),
         the_recorded_order_again=("replay", out),
     )
 

@@ -19,8 +19,7 @@ from manyhands.cli.command_options import (
     task_commands,
 )
 from manyhands.cli.command_process import child_command
-from manyhands.cli.leaving import leave_findings, progress_line
-from manyhands.cli.runs import Resume, ended_by_signal, start_own_workers
+from manyhands.cli.runs import Resume, ended_by_signal, leave_findings, progress_line, start_own_workers
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import check_separators
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, parse_values
@@ -38,8 +37,6 @@ _AROUND = (0.25, 1.0, 4.0)  # times the usual rate, where nothing was given seve
 
 @dataclass(frozen=True, kw_only=True)
 class _SweepOptions:
-    """The options of every sweep."""
-
     strategy: str = option("single", "One or several, separated by semicolons.")
     workers: str = option("1", "Workers of each run; several, separated by commas.")
     seed: str = option("0", "Fixes everything random; several, separated by commas.")
@@ -162,7 +159,7 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
         best = ranked[0].trial
         print_next(
             the_best_run_for_longer=("train", plan.task, *best.words()),
-            its_page=("watch", out / "runs" / best.folder),
+            its_page=("show", out / "runs" / best.folder),
         )
 
 

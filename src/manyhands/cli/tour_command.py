@@ -18,8 +18,6 @@ __all__ = ["tour_command"]
 
 @dataclass(frozen=True)
 class _TourOptions:
-    """The options of `tour`."""
-
     lesson: int | None = argument(None, "Its number; without one, all are listed.")
     yes: bool = option(False, "Run every command without asking, as where nobody can answer.", "--yes")
     exercise: Path | None = option(None, "Write the lesson's exercise to this file, and do nothing else.")

@@ -1,4 +1,7 @@
-"""`manyhands train TASK`: one command per built-in task, its own options beside the common ones."""
+"""`manyhands train TASK`: one command per task, its own options beside the common ones.
+
+A workload with a training of its own says what is trained and printed: see `workloads/compiled_workload.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from manyhands.cli.command_options import (
     AllowOverload,
     Seed,
+    add_workload_command,
     check_writable,
     command_to_resume,
     fresh_directory,
+    json_option,
     option,
+    own_command,
     print_next,
     task_commands,
     write_json,
@@ -30,17 +37,22 @@ from manyhands.cli.runs import (
     leave_report,
     live_page,
     live_tensorboard,
+    print_rows,
+    start_own_workers,
 )
-from manyhands.cli.workload_command import add_trainings
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
+from manyhands.workloads.compiled_workload import CompiledWorkload
+from manyhands.workloads.registry import offered
+from manyhands.workloads.task_options import chosen
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
+    from manyhands.engine.training import Keeping
     from manyhands.task import Task
 
 __all__ = ["end_run", "task_table", "train_app"]
@@ -48,8 +60,6 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(RunOptions):
-    """The options that every task has."""
-
     strategy: str = option(
         "mirrored", f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
     )
@@ -133,7 +143,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
     if run.path is not None:
         print_next(
             where_the_time_goes=("explain", out),
-            the_page_of_the_run=("watch", out),
+            the_page_of_the_run=("show", out),
             the_model_over_HTTP=("serve", out),
         )
 
@@ -196,8 +206,9 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
 def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> None:
     out = Console(highlight=False)
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    workers, steps = num_of(summary["workers"], "worker"), num_of(summary["steps"], "step")
     out.print(
-        f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers · {summary['steps']} steps in "
+        f"{summary['task']} · {summary['strategy']} · {workers} · {steps} in "
         f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s"
     )
     out.print(f"final  {final}")
@@ -222,5 +233,74 @@ def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> Non
         out.print(f"run directory  {path}", soft_wrap=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _KeptRun(RunOptions):
+    out: Path | None = option(
+        None, "Where the files of the run go.", metavar="DIR", show_default="runs/TASK-TIME"
+    )
+    allow_overload: AllowOverload = False
+    json_file: Path | None = json_option("Write the summary to this file.")
+
+
+def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _KeptRun) -> None:
+    start_own_workers()
+    from manyhands.data.store.atomic import write_json as write_file
+    from manyhands.data.store.rundir import RunDirectory
+    from manyhands.observe.draw.bars import Bars
+
+    options = chosen(workload.name, workload.options_type, given)
+    out = asked.out or fresh_directory(workload.name)
+    keep, model = _keeping(asked, out, workload.files), out / workload.files[0]
+
+    def kept() -> str:
+        result = f"what there is of a result is in {model}" if model.exists() else "there is no result yet"
+        again = f"start again with: {own_command(sys.argv)}"
+        how = f"continue with: {keep.options.resume_command}" if RunDirectory.is_one(out) else again
+        return f"{result}; {how}"
+
+    with (
+        ended_by_signal(kept) as end,
+        live_page(asked, out, workload.name, options.strategy, options.workers),
+        live_tensorboard(asked, out),
+        Bars() as bars,
+    ):
+        ended = workload.train(options, keep, bars)
+    if ended.is_summary_of_run and not ended.interrupted:
+        write_file(out / "summary.json", ended.summary)
+    write_json(asked.json_file, ended.summary)
+    for part in ended.shown:
+        print_rows(part)
+    for note in ended.notes:
+        print(f"manyhands: {note}", file=sys.stderr)
+    if ended.interrupted:
+        how = f"continue with: {keep.options.resume_command}"
+        print(f"manyhands: ended by {end.name}; {ended.interrupted}; {how}", file=sys.stderr)
+        raise typer.Exit(end.status)
+    leave_report(out)
+    print_next(**ended.next)
+
+
+def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
+    """Where the run is kept; UserError where it cannot be, before anything is read."""
+    from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
+    from manyhands.engine.options import Options
+    from manyhands.engine.training import Keeping
+
+    if asked.resume:
+        RunDirectory.open(out, lock=False)
+    else:
+        require_free(out, frozenset(own_files), ON_COMMAND_LINE)
+    options = Options(
+        checkpoint_every=asked.checkpoint_every,
+        watchdog_s=asked.watchdog,
+        resume_command=command_to_resume(sys.argv, out),
+        tells_interruption=False,  # this command does, and says what there is of a result
+        own_files=frozenset(own_files),
+    )
+    return Keeping(out=out, resume=asked.resume, options=options)
+
+
 train_app = task_commands(_train, "Train {help}.", callback=leave_if_evaluator)
-add_trainings(train_app)
+for _workload in offered("training"):
+    _run = partial(_train_workload, _workload)
+    add_workload_command(train_app, _workload.name, _workload.options_type, _KeptRun, _run, _workload.help)

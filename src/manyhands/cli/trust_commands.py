@@ -77,8 +77,6 @@ def _print(audited: AuditedRun) -> None:
 
 @dataclass(frozen=True)
 class _ReplayOptions:
-    """The options of `replay`."""
-
     run: Path = argument(..., "The run's directory.")
     until: int | None = option(None, "Stop where every shard has applied so many global batches.")
     save: Path | None = option(None, "Write the weights to this safetensors file.", writes=True)

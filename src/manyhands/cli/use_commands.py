@@ -22,15 +22,11 @@ __all__ = ["export_command", "generate_command", "predict_command", "serve_comma
 
 @dataclass(frozen=True)
 class _Model:
-    """The model that a command is about."""
-
     run: Path = argument(..., "The run's directory, or a file of its exported model.", metavar="RUN")
 
 
 @dataclass(frozen=True)
 class _PredictOptions(_Model):
-    """The options of `predict`."""
-
     source: str = argument(
         ...,
         "A file as the task has them (see below); words for glove; - is stdin for logreg.",
@@ -102,8 +98,6 @@ def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stre
 
 @dataclass(frozen=True)
 class _GenerateOptions(_Model):
-    """The options of `generate`."""
-
     prompt: str = option("def ", "Text to continue.")
     length: int = option(200, "Bytes to write.")
     temperature: float = option(0.8, "0 takes the likeliest byte each time; 1 draws as the model says.")
@@ -133,8 +127,6 @@ def generate_command(asked: _GenerateOptions) -> None:
 
 @dataclass(frozen=True)
 class _ExportOptions:
-    """The options of `export`."""
-
     run: Path = argument(..., "The run's directory.")
     precision: str = option("fp32", "fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
     file_format: str = option(
@@ -207,8 +199,6 @@ def _print_cost(export: Export) -> None:
 
 @dataclass(frozen=True)
 class _ServeOptions(_Model):
-    """The options of `serve`."""
-
     workers: int = option(2, "Processes that each have the model.")
     batch: int = option(64, "Inputs that are computed at once, at most.")
     wait: float = option(2.0, "Milliseconds that a request waits for others to fill a batch.")

@@ -63,10 +63,8 @@ class DataFile:
         start = self.offset
         found = self.up_to(num_bytes)
         if len(found) < num_bytes:
-            raise DataError(
-                f"{self._place(self.offset)}: the file is truncated: {what} at offset {start} "
-                f"should have {num_bytes} bytes, found {len(found)}"
-            )
+            about = f"{what} at offset {start} should have {num_bytes} bytes, found {len(found)}"
+            raise self.error(self.offset, f"the file is truncated: {about}")
         return found
 
     def rest(self, limit_bytes: int) -> bytearray:
@@ -80,10 +78,11 @@ class DataFile:
         """Reject a file that continues where it should end; for gzip this also checks its checksum."""
         end = self.offset
         if self.up_to(1):
-            raise DataError(f"{self._place(end)}: the file continues after {after}; it should end there")
+            raise self.error(end, f"the file continues after {after}; it should end there")
 
     def error(self, offset: int, problem: str) -> DataError:
-        return DataError(f"{self._place(offset)}: {problem}")
+        unit = "uncompressed byte" if self._gzip is not None else "byte"
+        return DataError(f"{self.path}, {unit} {offset}: {problem}")
 
     def up_to(self, num_bytes: int) -> bytearray:
         """The next `num_bytes`, or fewer where the file ends."""
@@ -96,20 +95,14 @@ class DataFile:
                 # read1 gives what is there, so that damage further on does not hide how far the file was good
                 piece = stream.read1(min(num_bytes - len(found), _CHUNK_BYTES))
             except EOFError as error:
-                raise DataError(
-                    f"{self._place(self.offset)}: the file is truncated: gzip ends early"
-                ) from error
+                raise self.error(self.offset, "the file is truncated: gzip ends early") from error
             except (OSError, zlib.error) as error:
-                raise DataError(f"{self._place(self.offset)}: the file is damaged: {error}") from error
+                raise self.error(self.offset, f"the file is damaged: {error}") from error
             if not piece:
                 break
             found += piece
             self.offset += len(piece)
         return found
-
-    def _place(self, offset: int) -> str:
-        unit = "uncompressed byte" if self._gzip is not None else "byte"
-        return f"{self.path}, {unit} {offset}"
 
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -149,11 +142,8 @@ def _read_header(file: DataFile, limit_bytes: int) -> tuple[np.dtype[Any], tuple
     shape = struct.unpack(f">{magic[3]}I", file.take(4 * magic[3], f"the sizes of {magic[3]} dimensions"))
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > limit_bytes:
-        raise file.error(
-            4,
-            f"{_times(shape)} items of {dtype.name} make {format_bytes(num_bytes)}, "
-            f"over the limit of {format_bytes(limit_bytes)}",
-        )
+        size, limit = format_bytes(num_bytes), format_bytes(limit_bytes)
+        raise file.error(4, f"{_times(shape)} items of {dtype.name} make {size}, over the limit of {limit}")
     return dtype, shape
 
 

@@ -43,8 +43,11 @@ class ImageShape:
 
     def images(self, values: Any) -> NDArray[np.float32]:
         """Numbers as (count, side, side); ValueError says what they are instead."""
-        if isinstance(values, list) and not _all_numbers(values):
-            raise ValueError(f"it holds {_NO_NUMBERS}; an image is {self.in_words}")
+        if isinstance(values, list):
+            # Looked at before numpy makes an array: one of texts would have room for the longest in every place.
+            kinds = set(map(type, np.asarray(values, object).flat))
+            if not all(issubclass(kind, (int, float, np.number, np.bool_)) for kind in kinds):
+                raise ValueError(f"it holds {_NO_NUMBERS}; an image is {self.in_words}")
         try:
             array = np.asarray(values)
         except ValueError as error:  # rows of different lengths
@@ -74,25 +77,19 @@ class ImageShape:
 def read_images(path: str, shape: ImageShape, form: str = "auto") -> NDArray[np.float32]:
     """The images in a file; a DataError names the file and what is wrong with it."""
     file = Path(path)
-    form = _form_of(file) if form == "auto" else form
+    if form == "auto":
+        if file.is_dir():
+            raise DataError(f"{file} is a directory; name one file of images")
+        with DataFile(file) as opened:
+            start = bytes(opened.up_to(8))
+        form = "json" if start.lstrip()[:1] in (b"[", b"{") else "picture"
+        form = "npy" if start.startswith(b"\x93NUMPY") else "idx" if start.startswith(b"\0\0") else form
     try:
         return _READERS[form](file, shape)
     except UserError:
         raise
     except ValueError as error:
         raise DataError(f"{file}: {error}") from error
-
-
-def _form_of(file: Path) -> str:
-    if file.is_dir():
-        raise DataError(f"{file} is a directory; name one file of images")
-    with DataFile(file) as opened:
-        start = bytes(opened.up_to(8))
-    if start.startswith(b"\x93NUMPY"):
-        return "npy"
-    if start.startswith(b"\0\0"):
-        return "idx"
-    return "json" if start.lstrip()[:1] in (b"[", b"{") else "picture"
 
 
 def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
@@ -140,12 +137,10 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
         sizes, by_columns, dtype = read_header(stream)
         # An array of another size than its header says would be read from memory that nobody has written.
-        wanted = math.prod(sizes) * dtype.itemsize
-        held = len(content) - stream.tell()
+        wanted, held = math.prod(sizes) * dtype.itemsize, len(content) - stream.tell()
         if dtype.hasobject or wanted != held:
-            raise ValueError(
-                f"its header tells of {format_bytes(wanted)} of {dtype}, and {format_bytes(held)} follow"
-            )
+            promised = f"{format_bytes(wanted)} of {dtype}"
+            raise ValueError(f"its header tells of {promised}, and {format_bytes(held)} follow")
         array = np.frombuffer(content, dtype, offset=stream.tell())
         return shape.images(array.reshape(sizes, order="F" if by_columns else "C"))
     except (SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
@@ -168,12 +163,6 @@ def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
 
 def _shape(array: NDArray[Any]) -> str:
     return "×".join(map(str, array.shape)) or "that of one number"
-
-
-def _all_numbers(values: list[Any]) -> bool:
-    """Looked at before numpy makes an array of them: one of texts would have room for the longest in every place."""
-    kinds = set(map(type, np.asarray(values, object).flat))
-    return all(issubclass(kind, (int, float, np.number, np.bool_)) for kind in kinds)
 
 
 _READERS: dict[str, Callable[[Path, ImageShape], NDArray[np.float32]]] = {

@@ -28,6 +28,17 @@ __all__ = ["LibsvmMatrix", "NpyMatrix", "ParquetMatrix", "open_matrix"]
 _TEXT_BLOCK_BYTES: Final = 1 << 22
 _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _AS_SINGLE = "?", "b", "B", "h", "H", "e", "f"  # types whose values single precision holds
+# What numpy raises for a damaged head of an npy file
+_BAD_HEADS = (
+    ValueError,
+    SyntaxError,
+    TokenError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    LookupError,
+    OverflowError,
+)
 
 
 def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
@@ -36,13 +47,25 @@ def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
     `label` is the column that holds labels: a name in Parquet, a number in npy (-1 is the last). LIBSVM has its own.
     """
     path = Path(path)
-    head = _head(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if not head:
+        raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
     if head.startswith(_NPY_MAGIC):
         return NpyMatrix(path, label)
     if head.startswith(_PARQUET_MAGIC):
         return ParquetMatrix(path, label)
-    if head.startswith(_GZIP_MAGIC) and _unzipped_head(path).startswith((_NPY_MAGIC, _PARQUET_MAGIC)):
-        raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
+    if head.startswith(_GZIP_MAGIC):
+        try:
+            with gzip.open(path) as unzipped:
+                head = unzipped.read(8)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged: {error}") from error
+        if head.startswith((_NPY_MAGIC, _PARQUET_MAGIC)):
+            raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
     if label is not None:
         raise UserError(
             f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
@@ -128,8 +151,11 @@ class ParquetMatrix(MatrixFile):
         if label is not None and label not in [field.name for field in fields]:
             known = [field.name for field in fields]
             raise UserError(f"label={label!r}: {path} has no such column; {nearest(label, known)}")
+        from pyarrow import types
+
         for field in fields:
-            if not _is_number(field.type):
+            is_number = (types.is_integer, types.is_floating, types.is_boolean)
+            if not any(is_kind(field.type) for is_kind in is_number):
                 raise DataError(
                     f"{path}: column {field.name!r} is {field.type}, no number; leave it out or encode it as numbers"
                 )
@@ -170,25 +196,6 @@ class ParquetMatrix(MatrixFile):
             )
 
 
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if not head:
-        raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
-    return head
-
-
-def _unzipped_head(path: Path) -> bytes:
-    try:
-        with gzip.open(path) as file:
-            return file.read(8)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
@@ -210,16 +217,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except DataError:
         raise
-    except (
-        ValueError,
-        SyntaxError,
-        TokenError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        LookupError,
-        OverflowError,
-    ) as error:
+    except _BAD_HEADS as error:
         raise DataError(f"{path}: the head of this npy file is damaged: {_first_line(error)}") from error
     if dtype.kind not in "biuf":
         raise DataError(f"{path} holds {dtype}, no numbers; save it as float64 or float32")
@@ -276,12 +274,6 @@ def _next_batch(path: Path, batches: Iterator[Any]) -> Any:
 
 def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is no Parquet file that can be read: {_first_line(error)}")
-
-
-def _is_number(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
 def _numbers(batch: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -47,17 +47,17 @@ __all__ = [
 ]
 
 ROWS, ENTRIES, LINES, BAD_LINES, FIRST_BAD_LINE, FIRST_BAD_AT, CODE, SIZE = range(8)
+# What is wrong with how the file is read rather than with one line of it: never skipped
 REFUSED_CONTROL, REFUSED_AT, REFUSED_CODE = 8, 9, 10
-"""What is wrong with how the file is read rather than with one line of it: never skipped."""
 REPORT_SIZE = 16  # the places after these are each format's own
 
 BAD_LABEL, BAD_VALUE, TOO_LARGE = 1, 2, 3  # codes of what is wrong with a line; each format has more
 
+# The largest index that is a row of a table without hashing: indices are kept in 32 bits
 MOST_INDEX = 2**31 - 2
-"""The largest index that is a row of a table without hashing: indices are kept in 32 bits."""
 
+# 2^64 over the golden ratio: multiplied by it, neighbours fall far apart (Knuth, volume 3, section 6.4)
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: multiplied by it, neighbours fall far apart (Knuth, volume 3, section 6.4)."""
 
 PADDING = 8  # bytes that must come after a block of text, whatever they are
 

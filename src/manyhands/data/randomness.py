@@ -20,12 +20,12 @@ __all__ = ["GENERATORS", "drawn_apart", "mix", "preserved", "seed_all", "seed_ho
 _MASK = (1 << 64) - 1
 _first: Final = iter((True,))  # of the seeds of this process
 
+# The generators of a process, Python's, numpy's and torch's: how to take the state of each, and how to put one
 GENERATORS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),
 )
-"""The generators of a process, Python's, numpy's and torch's: how to take the state of each, and how to put one."""
 
 
 def mix(seed: int, *numbers: int) -> int:

@@ -6,19 +6,24 @@ piece), whatever the model draws between. So a loader process draws what the wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from manyhands.data.batch_plan import BatchPlan, BatchShares, IndexedShares, Share
-from manyhands.data.batches import BatchSource
-from manyhands.data.loading import Key
-from manyhands.data.own import own_data
-from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
-from manyhands.data.shares import OwnShares, StreamShares, sample_weights
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
-__all__ = ["BatchReading", "ReadShare", "ShareReader"]
+from manyhands.data.batches import BatchPlan, BatchShares, BatchSource, IndexedShares, Share, share_of, split
+from manyhands.data.loading import Key
+from manyhands.data.own import WorkerData, own_data
+from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
+from manyhands.errors import UserError
+
+__all__ = ["BatchReading", "OwnShares", "ReadShare", "ShareReader", "StreamShares", "sample_weights"]
 
 # What a stream draws is not what its model draws, nor what is drawn while a batch is made.
 _READING, _MAKING = 1, 2
@@ -38,32 +43,20 @@ class BatchReading:
 
     def shares(self) -> BatchShares:
         """The shares of every global batch."""
-        shares = self._shares()
-        return shares if shares.gathers else _DrawnApart(shares, self.seed)
-
-    def _shares(self) -> BatchShares:
-        seed, own = self.seed, own_data(self.data)
+        seed, own, sizes = self.seed, own_data(self.data), (self.batch_size, self.microbatches)
+        shares: BatchShares
         if own is not None:
-            return OwnShares(
-                own,
-                self.collate,
-                self.batch_size,
-                self.microbatches,
-                seeded=lambda step, part: seed_all(mix(seed, step, part, _READING)),
+            shares = OwnShares(
+                own, self.collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING))
             )
-        if self.streams:
-            return StreamShares(
-                self.data,
-                self.collate,
-                self.batch_size,
-                self.microbatches,
-                seeded=lambda step: seed_all(mix(seed, step)),
-            )
-        source = BatchSource(self.data, self.collate)
-        weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
-        return IndexedShares(
-            source, BatchPlan(len(source), self.batch_size, seed), self.microbatches, weights
-        )
+        elif self.streams:
+            shares = StreamShares(self.data, self.collate, *sizes, lambda step: seed_all(mix(seed, step)))
+        else:
+            source = BatchSource(self.data, self.collate)
+            weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
+            plan = BatchPlan(len(source), self.batch_size, seed)
+            shares = IndexedShares(source, plan, self.microbatches, weights)
+        return shares if shares.gathers else _DrawnApart(shares, seed)
 
 
 class _DrawnApart(BatchShares):
@@ -83,27 +76,18 @@ class _DrawnApart(BatchShares):
         self._shares.keep_from(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
+        def fetched(number: int, fetch: Callable[[], Any]) -> Any:
+            seed = mix(self._seed, step, part, _MAKING, number)
+            if number:
+                with drawn_apart(seed):
+                    return fetch()
+            seed_host(seed)
+            return fetch()
+
         share = self._shares.share(step, part, parts)
-        pieces = tuple(
-            replace(
-                piece,
-                fetch=partial(
-                    _apart if number else _seeded, mix(self._seed, step, part, _MAKING, number), piece.fetch
-                ),
-            )
-            for number, piece in enumerate(share.pieces)
-        )
-        return replace(share, pieces=pieces)
-
-
-def _seeded(seed: int, fetch: Callable[[], Any]) -> Any:
-    seed_host(seed)
-    return fetch()
-
-
-def _apart(seed: int, fetch: Callable[[], Any]) -> Any:
-    with drawn_apart(seed):
-        return fetch()
+        pieces = enumerate(share.pieces)
+        drawn = (replace(piece, fetch=partial(fetched, number, piece.fetch)) for number, piece in pieces)
+        return replace(share, pieces=tuple(drawn))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,13 +110,151 @@ class ShareReader:
         self._shares.keep_from(kept_from)
         share = self._shares.share(*key)
         batches = [piece.fetch() for piece in share.pieces]
-        bare = tuple(replace(piece, fetch=_fetched) for piece in share.pieces)
-        return ReadShare(
-            batch_samples=self._shares.batch_samples(key[0]),
-            share=replace(share, pieces=bare),
-            batches=batches,
-        )
+        # The batches of a share that was read lie beside it; what fetches them is not sent.
+        bare = replace(share, pieces=tuple(replace(piece, fetch=tuple) for piece in share.pieces))
+        return ReadShare(batch_samples=self._shares.batch_samples(key[0]), share=bare, batches=batches)
 
 
-def _fetched() -> Any:
-    raise AssertionError("the batches of a share that was read lie beside it")
+class StreamShares(BatchShares):
+    """Shares of batches of samples that can only be iterated.
+
+    Everybody draws the whole stream, batch after batch, and keeps its own part of each. Batches are those of a
+    `DataLoader` of the stream which is gone through again and again, so the last one of a pass may be short. Before a
+    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int], None],
+    ) -> None:
+        self._drawing = _Drawing(stream, batch_size, seeded, across=False)
+        self._collate = default_collate if collate is None else collate
+        self._microbatches = microbatches
+
+    def keep_from(self, step: int) -> None:
+        self._drawing.kept_from = step
+
+    def batch_samples(self, step: int) -> int:
+        return len(self._drawing.batch(step))
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        batch = self._drawing.batch(step)
+        mine = split(len(batch), part, parts)
+        return share_of(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+
+
+class OwnShares(BatchShares):
+    """Shares drawn from a stream per part: batch k is the next share of every worker.
+
+    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
+    within it. Before a share is drawn `seeded(step, part)` is called.
+    """
+
+    def __init__(
+        self,
+        data: WorkerData,
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int, int], None],
+    ) -> None:
+        self._data, self._seeded = data, seeded
+        self._collate = default_collate if collate is None else collate
+        self._batch_size, self._microbatches = batch_size, microbatches
+        self._drawings: dict[tuple[int, int], _Drawing] = {}
+        self._kept_from: int | None = None
+
+    def keep_from(self, step: int) -> None:
+        self._kept_from = step
+
+    def batch_samples(self, step: int) -> int:
+        del step
+        return self._batch_size
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        drawing = self._drawings.get((part, parts))
+        if drawing is None:
+            drawing = _Drawing(
+                self._data.stream(part, parts),
+                len(split(self._batch_size, part, parts)),
+                seeded=lambda step: self._seeded(step, part),
+                across=True,
+                whose=f"data of worker {part}" if parts > 1 else "data",
+            )
+            self._drawings[part, parts] = drawing
+        drawing.kept_from = self._kept_from
+        return share_of(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
+
+
+class _Drawing:
+    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass.
+
+    Whoever wants a batch later than the next, as after a resume, draws those between; an earlier one, the stream from
+    its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        size: int,
+        seeded: Callable[[int], None],
+        *,
+        across: bool,
+        whose: str = "data",
+    ) -> None:
+        self._stream, self._size, self._seeded = stream, size, seeded
+        self._across, self._whose = across, whose
+        # From which batch on those that were drawn are remembered; None: the last one alone
+        self.kept_from: int | None = None
+        self._drawn: dict[int, list[Any]] = {}
+        self._passes = self._next = 0
+        self._iterator: Iterator[Any] | None = None
+
+    def batch(self, step: int) -> list[Any]:
+        if step < self._next and step not in self._drawn:
+            self._passes, self._next, self._iterator, self._drawn = 0, 0, None, {}
+        while self._next <= step:
+            self._seeded(self._next)
+            drawn = self._draw(self._size)
+            while not drawn or (self._across and len(drawn) < self._size):  # a pass is over
+                is_empty = not (self._next or drawn)
+                self._passes, self._iterator = self._passes + 1, None
+                more = self._draw(self._size - len(drawn))
+                if not more:
+                    what = f"{self._whose}, a {type(self._stream).__name__}, gave no sample"
+                    again = f"in pass {self._passes + 1}; it must begin anew each time it is iterated"
+                    raise UserError(f"{what}; give at least one" if is_empty else f"{what} {again}")
+                drawn += more
+            first = self._next if self.kept_from is None else min(self.kept_from, step)
+            self._drawn = {number: kept for number, kept in self._drawn.items() if number >= first}
+            self._drawn[self._next] = drawn
+            self._next += 1
+        return self._drawn[step]
+
+    def _draw(self, count: int) -> list[Any]:
+        if self._iterator is None:
+            if hasattr(self._stream, "set_epoch"):  # of those that draw every pass in another order
+                self._stream.set_epoch(self._passes)
+            self._iterator = iter(self._stream)
+        return list(islice(self._iterator, count))
+
+
+def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+    """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
+    allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
+    try:
+        found = torch.as_tensor(weights).detach().cpu().to(torch.float64).numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"weights is a {type(weights).__name__}; {allowed}") from error
+    if found.shape != (samples,):
+        raise UserError(f"weights has the shape {found.shape}; {allowed}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
+        raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
+    if not found.any():
+        raise UserError("weights are all 0; some samples must weigh more")
+    return found

@@ -88,15 +88,6 @@ class Reading:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """A malformed line: its number in the block (from 0), the column (from 1), and a sentence about it."""
-
-    line: int
-    column: int
-    sentence: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
     """The contents of one block of text."""
@@ -104,10 +95,11 @@ class _Block:
     rows: Rows
     lines: int
     bad_lines: int
-    bad: _Problem | None
-    refused: _Problem | None
+    # Malformed lines: the number in the block (from 0), and the column (from 1) with a sentence about it
+    bad: tuple[int, str] | None
+    refused: tuple[int, str] | None
+    # The namespace whose features are numbers; None where there is none, or no namespaces
     numbered_in: int | None
-    """The namespace whose features are numbers; None where there is none, or no namespaces."""
     num_bytes: int
 
 
@@ -118,10 +110,8 @@ class RowFile:
     """
 
     def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
-        self.path = str(path)
-        self.reading = reading or Reading()
-        self.lines = 0
-        self.bad_lines = 0
+        self.path, self.reading = str(path), reading or Reading()
+        self.lines = self.bad_lines = 0
         self._taken = False
 
     @property
@@ -162,9 +152,8 @@ class RowFile:
         if not found:
             raise DataError(f"{self.name} holds no example; give a file with at least one")
 
-    def _error(self, problem: _Problem) -> DataError:
-        line = self.lines + problem.line + 1
-        return DataError(f"{self.name}, line {line}, column {problem.column}: {problem.sentence}")
+    def _error(self, problem: tuple[int, str]) -> DataError:
+        return DataError(f"{self.name}, line {self.lines + problem[0] + 1}, {problem[1]}")
 
     def _parsed(self) -> Iterator[_Block]:
         with ExitStack() as stack:
@@ -174,8 +163,11 @@ class RowFile:
             stack.callback(lambda: [one.cancel() for one in ahead])
             parse: Callable[[bytes], _Block] | None = None
             for text in self._texts(stream):
-                if parse is None:
-                    parse = _parser(self.reading, text)
+                if parse is None:  # the first line shows the format
+                    wanted, line = self.reading.format, text.lstrip().partition(b"\n")[0]
+                    is_vowpal = wanted == "vw" or (wanted == "auto" and b"|" in line)
+                    prepare("vowpal" if is_vowpal else "libsvm")
+                    parse = partial(_parse, vowpal if is_vowpal else libsvm, self.reading)
                 ahead.append(pool.submit(parse, text))
                 if len(ahead) > 2 * self.reading.threads:
                     yield ahead.popleft().result()
@@ -185,9 +177,7 @@ class RowFile:
     def _open(self, stack: ExitStack) -> io.BufferedIOBase:
         if self.path == STDIN:
             if self._taken:
-                raise UserError(
-                    "stdin can be read once only; give a file, or more memory to keep its examples in"
-                )
+                raise UserError("stdin can be read only once; give a file, or more memory for its examples")
             self._taken = True
             raw: Any = sys.stdin.buffer
         else:
@@ -249,14 +239,6 @@ def warm_vowpal() -> None:
     _parse(vowpal, Reading(), b"1 | 1:1\n" + _PADDING)
 
 
-def _parser(reading: Reading, first: bytes) -> Callable[[bytes], _Block]:
-    """The parser of the file's format, which its first line shows."""
-    line = first.lstrip().partition(b"\n")[0]
-    is_vowpal = reading.format == "vw" or (reading.format == "auto" and b"|" in line)
-    prepare("vowpal" if is_vowpal else "libsvm")
-    return partial(_parse, vowpal if is_vowpal else libsvm, reading)
-
-
 def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
     view = np.frombuffer(text, np.uint8)[:-PADDING]
     most_rows, most = int(np.count_nonzero(view == 10)), module.most_entries(view)
@@ -288,11 +270,11 @@ def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
     )
 
 
-def _problem(module: Any, text: bytes, line: int, at: int, code: int) -> _Problem | None:
+def _problem(module: Any, text: bytes, line: int, at: int, code: int) -> tuple[int, str] | None:
     if not code:
         return None
     column = int(at) - (text.rfind(b"\n", 0, int(at)) + 1)
     token = text[at : at + 200].split(None, 1)
     shown = token[0].decode("utf-8", "replace") if token else ""
     shown = shown if len(shown) <= 60 else shown[:60] + "…"
-    return _Problem(int(line), column + 1, module.WRONG[int(code)].format(token=repr(shown)))
+    return int(line), f"column {column + 1}: {module.WRONG[int(code)].format(token=repr(shown))}"

@@ -134,13 +134,8 @@ def _write_dense(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) 
             assert not isinstance(block.rows, Rows), "one kind"
             out.write(block.rows.data)
             rows += len(block)
-    return StoredMatrix(
-        path=str(folder / "table"),
-        rows=rows,
-        columns=columns,
-        entries=rows * columns,
-        dtype=dtype.str,
-    )
+    path, entries = str(folder / "table"), rows * columns
+    return StoredMatrix(path=path, rows=rows, columns=columns, entries=entries, dtype=dtype.str)
 
 
 class _MappedTable(OpenedMatrix):
@@ -155,10 +150,9 @@ class _MappedTable(OpenedMatrix):
         count = max(1, block_bytes // (width * self._map.dtype.itemsize))
         for first in range(begin, end, count):
             last = min(first + count, end)
-            yield MatrixBlock(
-                begin=first, rows=self._map.items(first * width, last * width).reshape(-1, width)
-            )
-            self._map.done(first * width, last * width)
+            span = first * width, last * width
+            yield MatrixBlock(begin=first, rows=self._map.items(*span).reshape(-1, width))
+            self._map.done(*span)
 
     def close(self) -> None:
         self._map.close()
@@ -192,12 +186,11 @@ class _MappedRows(OpenedMatrix):
 
     def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
         starts, indices, values = (self._maps[name] for name in _CSR)
-        most_rows, most_entries = max(1, block_bytes // 16), max(1, block_bytes // 16)
+        most = max(1, block_bytes // 16)  # rows, and entries
         while begin < end:
-            last = min(end, begin + most_rows)
-            begins = starts.items(begin, last + 1)
+            begins = starts.items(begin, min(end, begin + most) + 1)
             first_entry = int(begins[0])
-            fit = int(np.searchsorted(begins, first_entry + most_entries, side="right")) - 1
+            fit = int(np.searchsorted(begins, first_entry + most, side="right")) - 1
             last = begin + max(1, fit)
             last_entry = int(begins[last - begin])
             nothing = np.zeros(last - begin, np.float32)
@@ -223,11 +216,8 @@ class _MappedRows(OpenedMatrix):
 class _Map:
     """A file of items, mapped for reading."""
 
-    def __init__(
-        self, path: Path, dtype: np.dtype[Any], offset: int, count: int, kept_in_memory: bool
-    ) -> None:
-        self.dtype = dtype
-        self._offset, self._kept = offset, kept_in_memory
+    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, count: int, kept: bool) -> None:
+        self.dtype, self._offset, self._kept = dtype, offset, kept
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

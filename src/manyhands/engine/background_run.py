@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from manyhands.engine.fitting import fit
 from manyhands.engine.options import Options
@@ -32,9 +32,7 @@ class Running:
         self._strategy = strategy
         self._run: Future[Run] = Future()
         workers = arguments.get("workers", 1)
-        self._next_slot = (
-            workers if isinstance(workers, int) else 0
-        )  # `fit` names the options that make no sense
+        self._next_slot = workers if isinstance(workers, int) else 0  # `fit` names options that make no sense
         self._most = MORE_WORKERS + self._next_slot
         self._slots = tuple(range(self._next_slot))
         self._changing = threading.Lock()
@@ -72,9 +70,15 @@ class Running:
         return slot
 
     def remove_worker(self, slot: int) -> None:
-        """One worker less: it finishes what it owes, and leaves. Waits until the run has heard of it."""
+        """One worker less: it finishes its outstanding work, and leaves. Waits until the run has heard of it."""
         self._require_changeable()
-        self._ask(RemoveWorker(slot=slot))
+        command = Command(RemoveWorker(slot=slot))
+        self._commands.put(command)
+        while not self._run.done() and not command.done.done():
+            wait((cast(Future[Any], one) for one in (self._run, command.done)), return_when=FIRST_COMPLETED)
+        if not command.done.done():
+            raise Aborted("the run ended before it could be changed")
+        command.done.result()
         with self._changing:
             self._slots = tuple(one for one in self._slots if one != slot)
 
@@ -144,19 +148,6 @@ class Running:
             )
         if self._run.done():
             raise UserError("the run has ended")
-
-    def _ask(self, change: RemoveWorker) -> None:
-        command = Command(change)
-        self._commands.put(command)
-        while not self._run.done():
-            try:
-                command.done.result(0.1)
-                return
-            except TimeoutError:
-                continue
-        if not command.done.done():
-            raise Aborted("the run ended before it could be changed")
-        command.done.result()
 
 
 def start(

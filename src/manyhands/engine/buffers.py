@@ -30,8 +30,7 @@ __all__ = ["make_alike", "room_for", "synchronize_batch_norms"]
 
 _MOST_ITEMS = 1 << 17
 
-Total = Callable[[Tensor], Tensor]
-"""Collective: the sum over workers of a float64 vector."""
+Total = Callable[[Tensor], Tensor]  # Collective: the sum over workers of a float64 vector
 
 
 def room_for(model: nn.Module, world: int) -> int:
@@ -54,7 +53,13 @@ def make_alike(buffers: Sequence[Tensor], total: Total, *, first: bool, weight: 
     strided = [buffer for buffer in buffers if buffer.layout == torch.strided and buffer.numel()]
     if not strided:
         return
-    unlike = _unlike(strided, total, first=first)
+    # Collective: the buffers that differ between workers, the same list on each.
+    hashes = parameter_hashes(("", buffer) for buffer in strided)
+    halves = np.concatenate([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)]).astype(np.float64)
+    mine = torch.from_numpy(halves)  # which a float64 holds exactly
+    firsts = total(mine if first else torch.zeros_like(mine))
+    differs = total((mine != firsts).view(2, -1).any(dim=0).double())
+    unlike = [buffer for buffer, others in zip(strided, differs.tolist(), strict=True) if others]
     if not unlike:
         return
     flat = torch.cat([_values(buffer) for buffer in unlike])
@@ -65,22 +70,12 @@ def make_alike(buffers: Sequence[Tensor], total: Total, *, first: bool, weight: 
             [torch.full_like(_values(one), one.is_floating_point()) for one in unlike]
         ).bool()
         weights = float(total(torch.tensor([weight], dtype=torch.float64)))
-        mine = weight / weights if weights > 0 else float(first)
-        found = total(torch.where(averaged, flat * mine, flat if first else torch.zeros_like(flat)))
+        own = weight / weights if weights > 0 else float(first)
+        found = total(torch.where(averaged, flat * own, flat if first else torch.zeros_like(flat)))
     sizes = [_values(buffer).numel() for buffer in unlike]
     for buffer, values in zip(unlike, torch.split(found, sizes), strict=True):
-        _put(values, buffer)
-
-
-def _unlike(buffers: Sequence[Tensor], total: Total, *, first: bool) -> list[Tensor]:
-    """Collective: the buffers that differ between workers; every worker gets the same list."""
-    hashes = parameter_hashes(("", buffer) for buffer in buffers)
-    halves = np.concatenate([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)]).astype(np.float64)
-    mine = torch.from_numpy(halves)  # which a float64 holds exactly
-    firsts = total(mine if first else torch.zeros_like(mine))
-    differs = (mine != firsts).view(2, -1).any(dim=0)
-    said = total(differs.double())
-    return [buffer for buffer, others in zip(buffers, said.tolist(), strict=True) if others]
+        exact = values if buffer.is_floating_point() else values.to(torch.uint8).view(buffer.dtype)
+        buffer.copy_(exact.view(buffer.shape))
 
 
 def _values(buffer: Tensor) -> Tensor:
@@ -89,15 +84,7 @@ def _values(buffer: Tensor) -> Tensor:
     return (flat if flat.is_floating_point() else flat.view(torch.uint8)).double()
 
 
-def _put(values: Tensor, buffer: Tensor) -> None:
-    if not buffer.is_floating_point():
-        values = values.to(torch.uint8).view(buffer.dtype)
-    buffer.copy_(values.view(buffer.shape))
-
-
-def synchronize_batch_norms(
-    model: nn.Module, total: Callable[[Tensor], Tensor], part: int, parts: int
-) -> None:
+def synchronize_batch_norms(model: nn.Module, total: Total, part: int, parts: int) -> None:
     """Have every batch norm of `model` train with the statistics of all `parts` of a batch, of which this is `part`.
 
     So a run of several workers computes what one process computes on the whole batch, on CPUs as on GPUs. In forward
@@ -107,7 +94,13 @@ def synchronize_batch_norms(
     Every worker must call the same layers in the same order, in forward and in backward, with at least one sample.
     `total` is collective: the sum over the parts of a float64 vector, inside forward and backward.
     """
-    gather = partial(_gathered, total=total, part=part, parts=parts)
+
+    def gather(mine: Tensor) -> Tensor:
+        # Collective: the statistics of each part in a row; a gradient returns to the part whose row it is.
+        rows = [mine if number == part else torch.zeros_like(mine) for number in range(parts)]
+        summed: Tensor = _Summed.apply(torch.cat(rows), total)  # type: ignore[no-untyped-call]
+        return summed.view(parts, -1)
+
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.forward = partial(_forward, module, module.forward, gather)  # type: ignore[method-assign]
@@ -127,9 +120,7 @@ def _forward(
     sizes, (means, variances) = gathered[:, :1].detach(), gathered[:, 1:].chunk(2, dim=1)
     count = float(sizes.sum())
     if count < 2:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got {count:.0f} in all parts"
-        )
+        raise ValueError(f"Expected more than 1 value per channel in training, got {count:.0f} in all parts")
     mean = (sizes * means).sum(0) / count
     variance = (sizes * (variances + (means - mean) ** 2)).sum(0) / count
     _track(module, mean.detach(), variance.detach() * (count / (count - 1)))
@@ -153,25 +144,14 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
         running.mul_(1 - (rate or 0.0)).add_(found.to(running.dtype), alpha=rate or 0.0)
 
 
-def _gathered(mine: Tensor, total: Callable[[Tensor], Tensor], part: int, parts: int) -> Tensor:
-    """Collective: the statistics of each part, one row per part; a gradient returns to the part whose row it is."""
-    rows = [mine if number == part else torch.zeros_like(mine) for number in range(parts)]
-    summed: Tensor = _Summed.apply(torch.cat(rows), total)  # type: ignore[no-untyped-call]
-    return summed.view(parts, -1)
-
-
 class _Summed(torch.autograd.Function):
     """Collective, in forward and in backward: the sum over workers as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, values: Tensor, total: Total) -> Tensor:
         ctx.total = total
-        return _summed(values, total)
+        return total(values.detach().to("cpu", copy=True)).to(values.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.total), None
-
-
-def _summed(values: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    return total(values.detach().to("cpu", copy=True)).to(values.device)
+        return ctx.total(gradient.detach().to("cpu", copy=True)).to(gradient.device), None

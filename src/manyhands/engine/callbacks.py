@@ -26,7 +26,7 @@ class Beginning:
     """What `config.json` holds: task, strategy, workers, steps, seed, batch size, versions."""
 
     history: Sequence[Mapping[str, Any]]
-    """The rows of the run that this one goes on with; empty where nothing was done yet."""
+    """The rows of the run that this one continues; empty where nothing was done yet."""
 
     resumed: bool
     """Whether a run goes on that was begun before."""
@@ -65,11 +65,8 @@ class Callback:
 class StopRequest:
     """A callback asked to stop."""
 
-    name: str
-    """The callback's class."""
-
-    step: int
-    """What it had just heard of."""
+    name: str  # the callback's class
+    step: int  # what it had just heard of
 
 
 class Listeners:
@@ -81,20 +78,16 @@ class Listeners:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
         self._reached = 0
-        self._saved: list[tuple[int, Path]] = []  # checkpoints whose steps have not all been told yet
-        self.stop_request: StopRequest | None = None
-        """The first to ask for a stop."""
-        self.broken: Callback | None = None
-        """The one that raised."""
+        self._saved: list[tuple[int, Path]] = []  # checkpoints whose steps have not all been reported yet
+        self.stop_request: StopRequest | None = None  # of the first to ask
+        self.broken: Callback | None = None  # the one that raised
 
     def begin(self, beginning: Beginning) -> None:
-        """The run begins."""
         self._reached = max((int(row["step"]) for row in beginning.history), default=0)
         for callback in self._callbacks:
             self._call(callback, callback.on_begin, beginning)
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of the history, steps and evaluations."""
         for row in rows:
             step = int(row["step"])
             self._reached = max(self._reached, step)
@@ -104,7 +97,7 @@ class Listeners:
         self._tell_saved(self._reached)
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was written; it is told after the steps that it has seen."""
+        """A checkpoint was written; it is reported after the steps that it has seen."""
         self._saved.append((step, path))
         self._tell_saved(self._reached)
 
@@ -118,7 +111,7 @@ class Listeners:
                 callback.on_end(run, error)
             except Exception as another:
                 if raised is not None:
-                    raised.add_note(f"and at the end {_name(callback)}.on_end raised {another!r}")
+                    raised.add_note(f"and at the end {type(callback).__name__}.on_end raised {another!r}")
                 else:
                     raised = another
         if raised is not None and error is None:
@@ -135,7 +128,7 @@ class Listeners:
     ) -> None:
         answer = self._call(callback, method, *arguments)
         if answer is True and self.stop_request is None:
-            self.stop_request = StopRequest(name=_name(callback), step=step)
+            self.stop_request = StopRequest(name=type(callback).__name__, step=step)
 
     def _call(self, callback: Callback, method: Callable[..., Any], *arguments: Any) -> Any:
         if self.broken is not None:
@@ -143,15 +136,11 @@ class Listeners:
         try:
             answer = method(*arguments)
             if answer is not None and not isinstance(answer, bool):
+                called = f"{type(callback).__name__}.{method.__name__}"
                 raise UserError(
-                    f"{_name(callback)}.{method.__name__} returned {answer!r}; return True to ask the run to stop, or "
-                    "nothing"
+                    f"{called} returned {answer!r}; return True to ask the run to stop, or nothing"
                 )
         except BaseException:
             self.broken = callback
             raise
         return answer
-
-
-def _name(callback: Callback) -> str:
-    return type(callback).__name__

@@ -20,8 +20,8 @@ from manyhands.errors import UserError
 
 __all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
 
+# What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts
 State: TypeAlias = Any
-"""What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts."""
 
 
 @runtime_checkable
@@ -54,7 +54,6 @@ class ChainFunction(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to `x` with its modules."""
         return self.function(x, **self._modules)
 
 
@@ -64,13 +63,15 @@ def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
     UserError, with advice on how to declare a chain, where the model is not one.
     """
     if isinstance(model, SaysChain):
-        said = model.chain()
-        if not isinstance(said, Sequence) or not all(isinstance(module, nn.Module) for module in said):
+        given = model.chain()
+        is_list = isinstance(given, Sequence)
+        if not is_list or not all(isinstance(module, nn.Module) for module in given):
+            of = f" of {', '.join(sorted({type(one).__name__ for one in given}))}" if is_list else ""
             raise UserError(
-                f"{type(model).__name__}.chain() gave {_kinds(said)}; it must give a list of nn.Modules, in the order "
-                "in which they are applied"
+                f"{type(model).__name__}.chain() gave a {type(given).__name__}{of}; it must give a list of "
+                "nn.Modules, in the order in which they are applied"
             )
-        chain = tuple(part for module in said for part in _flat(module))
+        chain = tuple(part for module in given for part in _flat(module))
     elif _is_plain(model):
         chain = tuple(_flat(model))
     else:
@@ -110,9 +111,3 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 def _is_plain(module: nn.Module) -> bool:
     """Whether `module` applies its children one after another and does nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _kinds(said: object) -> str:
-    if not isinstance(said, Sequence):
-        return f"a {type(said).__name__}"
-    return f"a {type(said).__name__} of {', '.join(sorted({type(one).__name__ for one in said}))}"

@@ -24,9 +24,8 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
     """UserError where this strategy cannot clip as the task asks."""
     if not isinstance(task, Task) or not task.clips:
         return
-    what = (
-        f"clip_norm={task.clip_norm:g}" if task.clip_norm is not None else f"clip_value={task.clip_value:g}"
-    )
+    name = "clip_norm" if task.clip_norm is not None else "clip_value"
+    what = f"{name}={getattr(task, name):g}"
     if strategy.facts.cannot_clip:
         raise UserError(f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out")
     if task.sparse and strategy.facts.moves_rows:

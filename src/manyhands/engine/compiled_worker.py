@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,14 @@ from torch import nn
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Meter, Traffic
+from manyhands.engine.exchange import Meter, SentFor, Traffic
 from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote
+from manyhands.engine.run import overlap_report
+from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker import Trained
+from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import NonFinite, UserError
 from manyhands.native.counters import Counter
 from manyhands.native.group.gate import FREE
@@ -32,9 +38,10 @@ from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.group.step_order import ORDERS, Order, Together
 from manyhands.native.segment import CACHE_LINE, Segment
 from manyhands.places.local.status import State
+from manyhands.strategy import Strategy
 from manyhands.transport.link.wire import Wire
 
-__all__ = ["Control", "KernelTrainer", "kernel_task", "require_same_options"]
+__all__ = ["Control", "KernelProcesses", "KernelTrainer", "kernel_task", "require_same_options"]
 
 _TALLY_ITEMS = CACHE_LINE // 8
 
@@ -84,12 +91,8 @@ class KernelTrainer:
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None = None,
     ) -> None:
-        self._plan = plan
-        self._task = kernel_task(plan)
-        self._steps_per_pass = self._task.passes.steps
-        self._kernel = step
-        self._control = control
-        self._group = control.group
+        self._plan, self._task, self._kernel = plan, kernel_task(plan), step
+        self._control, self._group = control, control.group
         self.rank, self.world = self._group.rank, self._group.world
         self._together = isinstance(control.order, Together)
         self._is_free = not self._together and control.order.turn.order == FREE
@@ -97,13 +100,12 @@ class KernelTrainer:
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
         self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
+        # What other workers have read from this one, and in how many pieces; all of it counts as step traffic
         self.sent = Traffic()
-        """What other workers have read from this one, and in how many pieces; all of it counts as step traffic."""
         self.meter = Meter(traffic=lambda: self.sent)
-        self._broken = ""
-        self._ends = ""
+        self._broken = self._ends = ""
+        # Where nobody waits: how many steps of this worker had so many of others come between begin and end
         self.overlap: collections.Counter[int] = collections.Counter()
-        """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""
@@ -121,8 +123,10 @@ class KernelTrainer:
         step, stopped, model = first, False, self._kernel.model
         while step < self._plan.steps and not stopped and not self._kernel.is_done:
             step, stopped = self._until_met(step)
-            if self._control.bad.get():
-                self._refuse(self._control.bad.get() - 1)
+            if bad := self._control.bad.get():
+                self._reporter.send(now=True)
+                if bad - 1 == self.rank:  # if several broke, the last to report it is named
+                    raise NonFinite(f"{self._broken}; {self._task.advice}")
                 return self._trained(step, stopped=True)
             stopped = (stopped or self._kernel.is_done) and step < self._plan.steps
             self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
@@ -147,7 +151,7 @@ class KernelTrainer:
 
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
-        order, per_pass = self._control.order, self._steps_per_pass
+        order, per_pass = self._control.order, self._task.passes.steps
         end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
         self._meet(step)  # the readers of the last round's end have read it by now
         order.begin(step, end)
@@ -168,14 +172,10 @@ class KernelTrainer:
             return  # a short pass is over before a barrier is: a lone worker continues without one
         book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
         self._group.barrier()
-        book.waits(self._waits())
-
-    def _waits(self) -> dict[int, int]:
         waits = self._group.take_stats().waiting_ns
-        return {peer: waited for peer, waited in enumerate(waits) if waited}
+        book.waits({peer: waited for peer, waited in enumerate(waits) if waited})
 
     def _step(self, step: int) -> None:
-        """Take step `step`, from 0: all of it, or this worker's part."""
         self._worker_context.mark(step + 1, State.COMPUTING)
         begin, order = time.monotonic_ns(), self._control.order
         order.note_reading()
@@ -185,10 +185,7 @@ class KernelTrainer:
             self.overlap[between] += 1
         slow = self._plan.slow
         if slow is not None:
-            spent_s = (time.monotonic_ns() - begin) / 1e9
-            time.sleep(
-                slow.extra_s(seed=self._plan.seed, step=step, worker_rank=self.rank, compute_s=spent_s)
-            )
+            slow.sleep(self._plan.seed, step, self.rank, (time.monotonic_ns() - begin) / 1e9)
         loss, weight = taken.loss, taken.weight
         self._since_met = (self._since_met[0] + loss, self._since_met[1] + weight)
         if self._together:
@@ -203,15 +200,10 @@ class KernelTrainer:
         mean = loss / weight if weight else 0.0
         self._record(step, taken, (begin, end), mean)
         if math.isfinite(loss) and (self.rank == 0 or not self._together):
-            self._reporter.add(
-                step=step + 1,
-                loss=mean,
-                seconds=(end - begin) / 1e9,
-                at_s=self._reporter.seconds,
-                weight=weight,
-            )
+            at_s, seconds = self._reporter.seconds, (end - begin) / 1e9
+            self._reporter.add(step=step + 1, loss=mean, seconds=seconds, at_s=at_s, weight=weight)
             if taken.metrics:
-                self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=self._reporter.seconds)
+                self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=at_s)
 
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
         """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
@@ -230,15 +222,6 @@ class KernelTrainer:
         if taken.bytes_sent:
             self.sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
-    def _refuse(self, rank: int) -> None:
-        """On worker `rank`, raise NonFinite for its loss; all workers have stopped.
-
-        If several broke, the last to report it is named.
-        """
-        self._reporter.send(now=True)
-        if rank == self.rank:
-            raise NonFinite(f"{self._broken}; {self._task.advice}")
-
     def _trained(self, step: int, stopped: bool) -> Trained:
         return Trained(
             model=self._kernel.model,
@@ -250,7 +233,6 @@ class KernelTrainer:
 
 
 def kernel_task(plan: TrainingPlan) -> KernelTask:
-    """The task of a run with compiled steps."""
     assert isinstance(plan.task, KernelTask), "the registry leads here with compiled tasks alone"
     return plan.task
 
@@ -264,3 +246,44 @@ def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> 
                 f"{directory.path} cannot be resumed: {name} is {value!r}, but the run was started with "
                 f"{before.get(name)!r}; resume with that"
             )
+
+
+class KernelProcesses(ProcessTraining):
+    """Trains a kernel task in worker processes of this host."""
+
+    @classmethod
+    @abstractmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        """Collective, in a worker's process: its compiled step, and the control block that the workers share."""
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        require_same_options(directory, config)
+        return super().resume(directory, config)
+
+    def run(self, stage: Stage) -> Result:
+        """Compile once in the launcher, so that workers do not each compile, then run."""
+        kernel_task(self._request.plan).warm()
+        return super().run(stage)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        return sum(one["samples"] for one in finished), overlap_report([one["overlap"] for one in finished])
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None,
+    ) -> Iterator[Train]:
+        with closing(resources.group()) as group:
+            step, control = cls.assemble(kernel_task(job.plan), job.strategy, group)
+            with closing(step):
+
+                def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                    trainer = KernelTrainer(job.plan, step, control, worker_context, checkpoints)
+                    trained, sent = trainer.run(start), SentFor(gradients=trainer.sent)
+                    return trained, {"sent": sent.to_dict(), "overlap": dict(trainer.overlap)}
+
+                yield train

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from manyhands.data.batch_plan import BatchShares, Microbatch, Share
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
 from manyhands.data.loading import Key, Upcoming
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.reading import BatchReading, ReadShare, ShareReader
@@ -52,26 +51,17 @@ class TrainingPlan:
     task: AnyTask
     steps: int
     seed: int
-    evaluate_every: int
-    """Evaluate after every so many steps, and at the end."""
-
-    checkpoint_every: int
-    """Save after every so many steps and at the end; 0: never."""
-
+    evaluate_every: int  # evaluate after every so many steps, and at the end
+    checkpoint_every: int  # save after every so many steps and at the end; 0: never
     stopping: EarlyStopping | None = None
     slow: Slowdown | None = None
     device: str = "cpu"
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
-
-    compile: bool = False
-    """Let torch.compile make the model faster."""
-
+    autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
+    compile: bool = False  # let torch.compile make the model faster
+    # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
-    """How the workers' buffers become the same before they are used: see `Options.buffers`."""
-
+    # Compare the workers' parameters after every so many steps, and at the end; 0: never
     check_every: int = 0
-    """Compare the workers' parameters after every so many steps, and at the end; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +70,9 @@ class Built:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None = None
-    """Advances with each global batch."""
-
+    scheduler: LRScheduler | None = None  # advances with each global batch
+    # Advances with the task's `scheduler_metric` after each evaluation
     metric_scheduler: LRScheduler | None = None
-    """Advances with the task's `scheduler_metric` after each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,20 +82,26 @@ class Computed:
     loss: float
     share: float
     samples: int
-    input_ns: int = 0
-    """What getting the samples took."""
+    input_ns: int = 0  # what getting the samples took
 
 
 class Computer:
     """Computes for one worker; `worker_rank` chooses its GPU and selects the slowdown that applies to it."""
 
     def __init__(self, plan: TrainingPlan, worker_rank: int) -> None:
-        self.plan = plan
+        self.plan, self._rank = plan, worker_rank
         self.device = device_of(plan.device, worker_rank)
-        self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
-        self._reading = _reading_of(task, plan.seed)
+        self._reading = BatchReading(
+            data=task.data,
+            streams=task.streams,
+            collate=task.collate,
+            batch_size=task.batch_size,
+            microbatches=task.microbatches,
+            weights=task.weights,
+            seed=plan.seed,
+        )
         self._shares = self._reading.shares()
         self.reader = NumberReader(self.device)
 
@@ -121,7 +115,13 @@ class Computer:
         if not on_host:
             model = model.to(self.device)
         optimizer = optimizer_of(self.task, model)
-        _require_plain_step(optimizer)
+        # A scheduler wraps the optimizer's own step, so the parameters are those of its class.
+        _, *asked = inspect.signature(type(optimizer).step).parameters.values()
+        if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
+                "computes it once for each; use another optimizer, such as AdamW"
+            )
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
@@ -146,22 +146,19 @@ class Computer:
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
         """Context in which loader processes prefetch batches, where the task asks for them."""
-        task, shares = self.task, self._shares
-        if not task.loaders:
+        shares, owner = self._shares, f"worker {self._rank}"
+        if not self.task.loaders:
             yield
             return
-
-        steps, owner = self.plan.steps, f"worker {self._rank}"
-        reading, device = self._reading, self.device
-        with loaded_ahead(reading, task, shares, steps=steps, owner=owner, device=device) as ahead:
-            self._shares = ahead
+        with loaded_ahead(
+            self._reading, self.task, shares, steps=self.plan.steps, owner=owner, device=self.device
+        ) as self._shares:
             try:
                 yield
             finally:
                 self._shares = shares
 
     def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`."""
         return self._shares.batch_samples(step)
 
     def compute(
@@ -211,12 +208,8 @@ class Computer:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def slow_down(self, step: int, spent_s: float) -> None:
-        """Sleep where the options slow this worker down."""
-        slow = self.plan.slow
-        if slow is not None:
-            time.sleep(
-                slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
-            )
+        if self.plan.slow is not None:
+            self.plan.slow.sleep(self.plan.seed, step, self._rank, spent_s)
 
     def evaluate(
         self,
@@ -244,7 +237,11 @@ class Computer:
         return self.means(total(totals) if total is not None else totals)
 
     def measures(self) -> dict[str, Metric]:
-        return {"evaluation_loss": self._mean_loss, **self.task.metrics}
+        def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+            loss = self.task.loss(model, batch)
+            return loss if self.task.weights is None else loss.mean()  # evaluation data all weigh the same
+
+        return {"evaluation_loss": mean_loss, **self.task.metrics}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
         """Every `parts`-th batch of the evaluation data, from number `part` on."""
@@ -271,17 +268,17 @@ class Computer:
             require_loss(loss)
             weight = share.weight * piece.weight
             return loss / weight if self.task.reduction == "sum" and weight != 1 else loss
-        require_losses(loss, piece.samples)
+        if not isinstance(loss, Tensor) or loss.numel() != piece.samples or not loss.dim():
+            what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"task.loss returned a {what}; with task.weights return one loss for each of the {piece.samples} "
+                "samples, as reduction='none' gives"
+            )
+        _require_graph(loss)
         weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
         return (loss.reshape(-1) * weights).sum()
 
-    def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss on evaluation data, whose samples all weigh the same."""
-        loss = self.task.loss(model, batch)
-        return loss if self.task.weights is None else loss.mean()
-
     def precision(self) -> AbstractContextManager[object]:
-        """Autocast context for the precision that the model computes in."""
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
@@ -318,18 +315,6 @@ def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) 
     return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
 
 
-def _reading_of(task: Task, seed: int) -> BatchReading:
-    return BatchReading(
-        data=task.data,
-        streams=task.streams,
-        collate=task.collate,
-        batch_size=task.batch_size,
-        microbatches=task.microbatches,
-        weights=task.weights,
-        seed=seed,
-    )
-
-
 def require_loss(loss: object) -> None:
     """UserError where `loss` is not one number that depends on the model."""
     if not isinstance(loss, Tensor):
@@ -343,36 +328,11 @@ def require_loss(loss: object) -> None:
     _require_graph(loss)
 
 
-def require_losses(losses: object, samples: int) -> None:
-    """UserError where `losses` is not one number per sample that depends on the model."""
-    if not isinstance(losses, Tensor) or losses.numel() != samples or not losses.dim():
-        what = (
-            f"tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        )
-        raise UserError(
-            f"task.loss returned a {what}; with task.weights return one loss for each of the {samples} samples, as "
-            "reduction='none' gives"
-        )
-    _require_graph(losses)
-
-
 def _require_graph(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise UserError(
             "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
             "or .item(), and leave some parameter trainable"
-        )
-
-
-def _require_plain_step(optimizer: Optimizer) -> None:
-    """UserError for an optimizer whose step needs a closure: here the loss is computed before the step."""
-    _, *asked = inspect.signature(
-        type(optimizer).step
-    ).parameters.values()  # a scheduler wraps the optimizer's own step
-    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
-            "computes it once for each; use another optimizer, such as AdamW"
         )
 
 
@@ -392,9 +352,7 @@ class _Ahead(BatchShares):
     """Requests shares from a loader process and keeps the one that was requested last."""
 
     def __init__(self, shares: BatchShares, loaders: Loaders[Key], upcoming: Upcoming) -> None:
-        self._shares = shares
-        self._loaders = loaders
-        self._upcoming = upcoming
+        self._shares, self._loaders, self._upcoming = shares, loaders, upcoming
         self._key: Key | None = None
         self._held: ReadShare | None = None
 
@@ -405,16 +363,16 @@ class _Ahead(BatchShares):
             self._held, self._key = self._loaders.get(key, upcoming, kept_from=key[0]), key
         return self._held
 
-    def _batch(self, key: Key, number: int) -> Any:
-        return self._read(key).batches[number]
-
     def _fetched(self, share: Share, key: Key) -> Share:
         """The same share, with samples that come from a loader process."""
-        pieces = tuple(
-            replace(piece, fetch=partial(self._batch, key, number))
-            for number, piece in enumerate(share.pieces)
+
+        def piece_of(number: int) -> Any:
+            return self._read(key).batches[number]
+
+        pieces = (
+            replace(piece, fetch=partial(piece_of, number)) for number, piece in enumerate(share.pieces)
         )
-        return replace(share, pieces=pieces)
+        return replace(share, pieces=tuple(pieces))
 
 
 class _IndexedAhead(_Ahead):

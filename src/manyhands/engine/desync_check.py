@@ -26,8 +26,8 @@ from manyhands.native.hashing import xxh64
 __all__ = ["Agreement", "describe_difference", "parameter_hashes"]
 
 Hashes = npt.NDArray[np.uint64]
+# In the same order on every worker; None for what this one does not hold
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor | None]]
-"""In the same order on every worker; None for what this one does not hold."""
 _HALF = np.uint64(32)
 
 
@@ -49,10 +49,7 @@ class Agreement:
         `named` gives the same names on every worker, and None for what another one holds; the workers of each group of
         `copies` hold the same (none: all do).
         """
-        self._named = named
-        self._rank = rank
-        self._world = world
-        self._total = total
+        self._named, self._rank, self._world, self._total = named, rank, world, total
         self._copies = [list(group) for group in copies] or [list(range(world))]
         self._agreed_step = agreed_step
 
@@ -82,14 +79,17 @@ class Agreement:
         table = np.zeros((self._world, 2, len(mine)), np.float64)
         table[self._rank] = mine >> _HALF, mine & np.uint64(0xFFFFFFFF)
         summed = self._total(torch.from_numpy(table).view(-1)).numpy().reshape(table.shape).astype(np.uint64)
-        together: Hashes = summed[:, 0] << _HALF | summed[:, 1]
-        return together
+        hashes: Hashes = summed[:, 0] << _HALF | summed[:, 1]
+        return hashes
 
 
 def parameter_hashes(named: NamedParameters) -> Hashes:
     """The XXH64 of each parameter's bytes, in their order; 0 of one that is held elsewhere."""
-    hashes = (xxh64(_bytes(one)) if one is not None else 0 for _, one in named)
-    return np.fromiter(hashes, np.uint64)
+
+    def hash_of(tensor: torch.Tensor) -> int:
+        return xxh64(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+    return np.fromiter((hash_of(one) if one is not None else 0 for _, one in named), np.uint64)
 
 
 def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[int] | None = None) -> str:
@@ -107,22 +107,15 @@ def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[in
 
 def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
     (common, count), (_, next_count) = Counter(values).most_common(2)
+    pairs = list(zip(ranks, values, strict=True))
     if count == next_count:
-        groups = [
-            [rank for rank, value in zip(ranks, values, strict=True) if value == one]
-            for one in dict.fromkeys(values)
-        ]
         if len(values) == 2:
             return f"ranks {ranks[0]} and {ranks[1]} differ"
+        groups = [[rank for rank, value in pairs if value == one] for one in dict.fromkeys(values)]
         return f"{', '.join(map(_ranks, groups[:-1]))} and {_ranks(groups[-1])} differ from each other"
-    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
+    odd = [rank for rank, value in pairs if value != common]
     return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {count}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    flat: npt.NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return flat

@@ -51,9 +51,8 @@ def sharing_sentence(name: str, workers: int) -> str | None:
 def moved(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; descends into tuples, lists and dicts."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(
-            device, non_blocking=device.type != "cpu"
-        )  # not asynchronous: the host would read before the copy has arrived
+        # To the host not asynchronously: it would read before the copy has arrived.
+        return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(moved(part, device) for part in batch))
     if isinstance(batch, tuple | list):

@@ -81,10 +81,11 @@ class _StandIn(ModuleType):
             __file__=spec.origin,
             __package__=_NAME,
             __path__=list(spec.submodule_search_locations or ()),
-            graph_break=_graph_break,
+            graph_break=nullcontext,  # takes a message, and does nothing
             disable=self._disable,
             **{name: _Part(self, name, idle) for name, idle in _IDLE.items()},
             _replacing=threading.Lock(),
+            _plain=[],  # methods for which torch keeps the plain function until the real module is there
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -102,6 +103,8 @@ class _StandIn(ModuleType):
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
                 vars(torch).pop("_dynamo", None)
+                for function in vars(self)["_plain"]:
+                    vars(function).pop(_DISABLED, None)  # torch asks the real module at the next call
                 sys.meta_path[:] = [
                     finder for finder in sys.meta_path if not isinstance(finder, _SubmoduleFinder)
                 ]
@@ -110,21 +113,12 @@ class _StandIn(ModuleType):
     def _disable(
         self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any
     ) -> Callable[..., Any]:
-        """Decorates torch's methods as `torch._compile` does; other uses get the real decorator."""
+        """What `torch._compile` keeps at its methods: the plain one while nothing can be compiling."""
         if fn is None or options.get("wrapping", True):
             disabled: Callable[..., Any] = self.real().disable(fn, recursive, **options)
             return disabled
-        plain, compiled = fn, None
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled
-            if is_deferred():  # nothing can be compiling
-                return plain(*args, **kwargs)
-            if compiled is None:
-                compiled = self.real().disable(plain, recursive, **options)
-            return compiled(*args, **kwargs)
-
-        return call
+        vars(self)["_plain"].append(fn)
+        return fn
 
 
 class _Part:
@@ -168,13 +162,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """The submodule that is already imported, not a second one."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the specification that the module was made from; it has run already."""
         vars(module)["__spec__"] = self._own.pop(module.__name__)
-
-
-def _graph_break(msg: str = "") -> None:
-    """Does nothing, as the real function does outside of compiled code."""

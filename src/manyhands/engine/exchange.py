@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 
@@ -61,14 +61,9 @@ class LocalStep:
     loss: float
     share: float
     stop: bool = False
-    step: int = 0
-    """Its number, from 0."""
-
-    last: bool = False
-    """The run ends with it."""
-
-    pause: bool = False
-    """It wants all to meet before the next step, because somebody comes or goes."""
+    step: int = 0  # its number, from 0
+    last: bool = False  # the run ends with it
+    pause: bool = False  # it wants all to meet before the next step, because somebody comes or goes
 
     @property
     def is_finite(self) -> bool:
@@ -80,23 +75,14 @@ class LocalStep:
 class SharedStep:
     """What all workers agree on after a step: the same on each."""
 
-    loss: float
-    """Mean over the global batch; not a number before the step is `settled`."""
-
-    bad_workers: tuple[int, ...] = ()
-    """Workers whose loss was not finite."""
-
-    stop: bool = False
-    """A worker asked to stop: all stop after this step."""
-
-    pause: bool = False
-    """A worker wants all to meet before the next step."""
-
+    loss: float  # mean over the global batch; not a number before the step is `settled`
+    bad_workers: tuple[int, ...] = ()  # workers whose loss was not finite
+    stop: bool = False  # a worker asked to stop: all stop after this step
+    pause: bool = False  # a worker wants all to meet before the next step
+    # Whether the workers' parameters are the same after this step; if not, nothing was agreed on yet
     settled: bool = True
-    """Whether the workers' parameters are the same after this step; if not, nothing was agreed on yet."""
-
+    # The mean losses of the steps before this one that were not settled, the oldest first
     earlier: tuple[float, ...] = ()
-    """The mean losses of the steps before this one that were not settled, the oldest first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,31 +108,22 @@ class MicrobatchTime:
 
     begin_ns: int
     end_ns: int
-    microbatch: int
-    """From 0."""
-
-    waited_for: int | None = None
-    """Which worker; None: the time was this worker's own work."""
-
+    microbatch: int  # from 0
+    waited_for: int | None = None  # which worker; None: the time was this worker's own work
+    # What went, after it and inside the same work item, into passing things between slices of a layer
     exchange_ns: int = 0
-    """What went, after it and inside the same turn, into passing things between slices of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Where the time of an exchange went, in nanoseconds, since the last call."""
 
-    exchange_ns: int = 0
-    """Reducing and moving data."""
-
-    wait_ns: Mapping[int, int] = field(default_factory=dict)
-    """Waiting for each worker that came later."""
-
+    exchange_ns: int = 0  # reducing and moving data
+    wait_ns: Mapping[int, int] = field(default_factory=dict)  # waiting for each worker that came later
+    # Messages to and from each worker, where there are any
     posts: Mapping[int, PeerTraffic] = field(default_factory=dict)
-    """Messages to and from each worker, where there are any."""
-
-    turns: Sequence[MicrobatchTime] = ()
-    """What computing was made of, in order, where workers take turns at micro-batches."""
+    # What computing was made of, in order, where workers share micro-batches
+    microbatches: Sequence[MicrobatchTime] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,30 +134,24 @@ class Traffic:
     bytes_sent: int = 0
 
     def __add__(self, more: Traffic) -> Traffic:
-        return Traffic(
-            messages_sent=self.messages_sent + more.messages_sent,
-            bytes_sent=self.bytes_sent + more.bytes_sent,
-        )
+        messages, sent = self.messages_sent + more.messages_sent, self.bytes_sent + more.bytes_sent
+        return Traffic(messages_sent=messages, bytes_sent=sent)
 
     def __sub__(self, before: Traffic) -> Traffic:
-        return Traffic(
-            messages_sent=self.messages_sent - before.messages_sent,
-            bytes_sent=self.bytes_sent - before.bytes_sent,
-        )
+        messages, sent = self.messages_sent - before.messages_sent, self.bytes_sent - before.bytes_sent
+        return Traffic(messages_sent=messages, bytes_sent=sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentFor:
     """The bytes sent, by purpose."""
 
+    # In steps: gradients or parameters, and with them a few words on the loss and who wants to stop
     gradients: Traffic = Traffic()
-    """In steps: gradients or parameters, and with them a few words on the loss and who wants to stop."""
-
+    # Between steps: first weights, probes of codecs and algorithms, evaluations, checks, steps that were cut
     control: Traffic = Traffic()
-    """Between steps: first weights, probes of codecs and algorithms, evaluations, checks, steps that were cut."""
-
+    # What came together on worker 0 to be saved or returned: states, weights, what codecs keep
     checkpoints: Traffic = Traffic()
-    """What came together on worker 0 to be saved or returned: states, weights, what codecs keep."""
 
     @property
     def total(self) -> Traffic:
@@ -195,11 +166,7 @@ class SentFor:
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """The form in which a worker reports it and a summary holds it."""
-        return {
-            one.name: {"bytes_sent": sent.bytes_sent, "messages_sent": sent.messages_sent}
-            for one in fields(self)
-            for sent in (getattr(self, one.name),)
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Mapping[str, int]]) -> SentFor:
@@ -210,47 +177,34 @@ class SentFor:
 class WorkerPart:
     """Which part of each batch a worker computes on, and which part of the model it holds."""
 
-    index: int
-    """Which part of each global batch this worker computes on."""
-
-    count: int
-    """How many parts a batch has: fewer than workers where several share the work on one."""
-
+    index: int  # which part of each global batch this worker computes on
+    count: int  # how many parts a batch has: fewer than workers where several share the work on one
+    # Groups of workers whose parameters must be equal after every step; empty where none holds copies
     copies: Sequence[Sequence[int]] = ()
-    """Groups of workers whose parameters must be equal after every step; empty where none holds copies."""
-
+    # After `attach`: every parameter by name, in one order on all workers; None for one that is remote
     parameters: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor | None]]] = nn.Module.named_parameters
-    """After `attach`: every parameter by name, in one order on all workers; None for one that is remote."""
-
+    # After `attach`: the buffers that this worker computes with, in one order on all workers that use them
     buffers: Callable[[nn.Module], Iterable[torch.Tensor]] = nn.Module.buffers
-    """After `attach`: the buffers that this worker computes with, in one order on all workers that use them."""
-
+    # Collective: the sum over the workers that hold the same part of the model; None: that is over all
     total_of_copies: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Collective: the sum over the workers that hold the same part of the model; None: that is over all."""
-
+    # Collective, inside a forward and backward in which all compute: the sum over workers; None: as `total`
     total_in_step: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Collective, inside a forward and backward in which all compute: the sum over workers; None: as `total`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meter:
     """What an exchange measures."""
 
-    take_times: Callable[[], Times] = Times
-    """Where time went since the last call."""
-
-    traffic: Callable[[], Traffic] = Traffic
-    """The traffic that this worker has sent so far."""
+    take_times: Callable[[], Times] = Times  # where time went since the last call
+    traffic: Callable[[], Traffic] = Traffic  # the traffic that this worker has sent so far
 
 
 class GradientHooks(Protocol):
     """Where gradients arrive while backward runs, also one that is not run by the exchange."""
 
-    weight: float
-    """The factor for every gradient of a backward that `Exchange.backward` does not run."""
-
+    weight: float  # the factor for every gradient of a backward that `Exchange.backward` does not run
+    # Called once, at the next gradient: this detects a backward that is not run by the exchange
     on_next_gradient: Callable[[], None] | None
-    """Called once, at the next gradient: this detects a backward that is not run by the exchange."""
 
     def begin_step(self, step: int) -> None:
         """Gradients that come from here on are of step `step`."""
@@ -263,31 +217,26 @@ class GradientHooks(Protocol):
 class GradientParts:
     """Between `agree` and `apply`: the gradient of the whole batch, of which a worker holds parts."""
 
-    held: Callable[[], Sequence[torch.Tensor]]
-    """The parts that this worker holds, to be changed in place."""
-
+    held: Callable[[], Sequence[torch.Tensor]]  # the parts that this worker holds, to be changed in place
+    # Those that this worker counts towards the norm: every item is counted on `holders` workers
     counted: Callable[[], Sequence[torch.Tensor]]
-    """Those that this worker counts towards the norm: every item is counted on `holders` workers."""
-
+    # Collective: the sum over the workers that hold the whole gradient together
     total: Callable[[torch.Tensor], torch.Tensor]
-    """Collective: the sum over the workers that hold the whole gradient together."""
-
     holders: int = 1
 
 
+# No gradient is left between `agree` and `apply` that anyone could clip
 NO_GRADIENT: Final = GradientParts(held=tuple, counted=tuple, total=torch.Tensor.clone)
-"""No gradient is left between `agree` and `apply` that anyone could clip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeState:
     """What a resumed run needs besides model and optimizer: kept with the checkpoint, ignored by other strategies."""
 
+    # Collective, between steps: a tree of plain values and tensors on worker 0, and nothing on the others
     gather: Callable[[], Mapping[str, Any]]
-    """Collective, between steps: a tree of plain values and tensors on worker 0, and nothing on the others."""
-
+    # After `attach`, on every worker of a resumed run: load what `gather` gave
     load: Callable[[Mapping[str, Any]], None]
-    """After `attach`, on every worker of a resumed run: load what `gather` gave."""
 
 
 class ChangingWorkers(Protocol):
@@ -296,8 +245,7 @@ class ChangingWorkers(Protocol):
     Since worker 0 may be lost, every worker keeps what worker 0 alone reports.
     """
 
-    slot: int
-    """The identity of this worker, whatever its rank becomes."""
+    slot: int  # the identity of this worker, whatever its rank becomes
 
     def atomically(self, work: Callable[[], Any], *, steps_done: int, at_border: bool) -> Any:
         """Collective: do `work` completely on every worker, or on none; returns what it returns.
@@ -334,32 +282,21 @@ class Exchange(ABC):
     world: int
     part: WorkerPart
 
-    wire: int = Wire.NONE
-    """What carries the gradients, and in which codec: made by `wire_of`."""
-
+    wire: int = Wire.NONE  # what carries the gradients, and in which codec: made by `wire_of`
+    # What a loss that is not finite has done to the run
     when_broken: ClassVar[str] = "all workers stopped before this step and no parameter was changed"
-    """What a loss that is not finite has done to the run."""
-
+    # Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there
     builds_on_host: ClassVar[bool] = False
-    """Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there."""
-
+    # Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing
     steps_itself: ClassVar[bool] = False
-    """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
-
     meter: Meter = Meter()
-    hooks: GradientHooks | None = None
-    """Set by `attach`."""
-
+    hooks: GradientHooks | None = None  # set by `attach`
+    # None: between `agree` and `apply` each parameter's `grad` is the whole
     parts: GradientParts | None = None
-    """None: between `agree` and `apply` each parameter's `grad` is the whole."""
-
     kept: ExchangeState | None = None
+    # Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due. With
+    # True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
     average: Callable[[bool], bool] | None = None
-    """Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due.
-
-    With True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
-    """
-
     members: ChangingWorkers | None = None
     rounds: TrainingRounds | None = None
 
@@ -406,9 +343,9 @@ class Exchange(ABC):
 
         With `alike`, after `attach`, each evaluates all of the data, which must be small.
         """
-        return (
-            computer.evaluate(model) if alike else computer.evaluate(model, self.rank, self.world, self.total)
-        )
+        if alike:
+            return computer.evaluate(model)
+        return computer.evaluate(model, self.rank, self.world, self.total)
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:

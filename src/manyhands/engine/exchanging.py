@@ -33,12 +33,10 @@ class ExchangeTraining(ProcessTraining):
         return auto_error(getattr(self._request.strategy, "codec", RAW)) is not None
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """The gathered results, with the codec that the workers chose."""
         samples, besides = super().gather(finished)
         return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """A sentence on which codec was chosen, and why."""
         return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
 
     @classmethod
@@ -60,8 +58,7 @@ class ExchangeTraining(ProcessTraining):
         """One worker's exchange, on one host or across hosts."""
         if not resources.several_hosts:
             return cls.exchange(strategy, resources)
-        exchange, _ = cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)
-        return exchange
+        return cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)[0]
 
     @classmethod
     @contextmanager
@@ -72,7 +69,6 @@ class ExchangeTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Run the common training loop in this worker."""
         with closing(cls.end(job.strategy, resources)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from manyhands.engine.device import device_of
-from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import NOTES, WorkerNote
+from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Stage
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
@@ -76,11 +76,8 @@ _THIS_HOST: Final = "127.0.0.1"
 class BeginTraining:
     """The leader's message to the other workers before the first step."""
 
-    resumes: bool
-    """The state to go on from comes behind this."""
-
-    keeps: bool
-    """The run has a directory, on the leader's host: all take part in saving."""
+    resumes: bool  # the state to continue from comes behind this
+    keeps: bool  # the run has a directory, on the leader's host: all take part in saving
 
 
 ORDERS: Final = TypedNotes(BeginTraining)
@@ -88,8 +85,7 @@ ORDERS: Final = TypedNotes(BeginTraining)
 
 def wait_for_orders(member: GroupMember) -> BeginTraining:
     """Wait for the leader's first message; PeerTimeout if it does not come, Aborted if the run is over."""
-    line = member.connection
-    deadline = time.monotonic() + member.timeout_s
+    line, deadline = member.connection, time.monotonic() + member.timeout_s
     while True:
         for payload in line.received(min(1.0, member.timeout_s)):
             order = ORDERS.read(payload)
@@ -115,15 +111,12 @@ class ControlListener:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._suspect: tuple[Failure, float] | None = None
-        self.failure: Failure | None = None
-        """What ended the run, once that is known."""
+        self.failure: Failure | None = None  # what ended the run, once that is known
 
-        self.finished: dict[int, Mapping[str, Any]] = {}
-        """What each other worker told at its end."""
+        self.finished: dict[int, Mapping[str, Any]] = {}  # what each other worker reported at its end
 
+        # Notes of others, and remarks about them, for the thread of `fit`
         self.said: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
-        """Notes of others, and remarks about them, for the thread of `fit`."""
-
         self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
@@ -165,21 +158,18 @@ class ControlListener:
 
     def _run(self) -> None:
         """Run the thread: an exception in it counts as the leader's failure, as nothing else would report it."""
+        group = self._process_group
         try:
-            self._go()
-        except Exception as error:
-            reported = report(error, 0)
-            sentence = f"{self._process_group.place.name}, which leads, could not hear the others any more: {error!r}"
-            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=reported))
-
-    def _go(self) -> None:
-        for event in self._process_group.early:
-            self._take(event)
-        while not self._stop.is_set():
-            for event in self._process_group.control_server.poll(_TICK_S):
+            for event in group.early:
                 self._take(event)
-            if self._suspect is not None and time.monotonic() >= self._suspect[1]:
-                self._settle(self._suspect[0])
+            while not self._stop.is_set():
+                for event in group.control_server.poll(_TICK_S):
+                    self._take(event)
+                if self._suspect is not None and time.monotonic() >= self._suspect[1]:
+                    self._settle(self._suspect[0])
+        except Exception as error:
+            sentence = f"{group.place.name}, which leads, could not hear the others any more: {error!r}"
+            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=report(error, 0)))
 
     def _take(self, event: ControlEvent) -> None:
         match event:
@@ -227,20 +217,8 @@ class ExternalWorker(ABC):
         self.on_failure(worker_links.abort)
 
     @abstractmethod
-    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """See `reporting.WorkerContext`."""
-
-    @abstractmethod
-    def note(self, note: WorkerNote) -> None:
-        """See `reporting.WorkerContext`."""
-
-    @abstractmethod
     def on_failure(self, act: Callable[[int, str], None]) -> None:
         """Register `act(rank, sentence)`, which ends this worker's waits when another has failed."""
-
-    @abstractmethod
-    def stop_requested(self) -> bool:
-        """See `reporting.WorkerContext`."""
 
     @abstractmethod
     def _end(self, error: BaseException) -> BaseException:
@@ -273,17 +251,13 @@ class LeadingWorker(ExternalWorker):
         self,
         stage: Stage,
         process_group: ProcessGroup,
-        hearing: ControlListener,
+        listener: ControlListener,
         ring: EventRing,
         rows: RowsInOrder,
     ) -> None:
         super().__init__(ring)
-        self._stage = stage
-        self._process_group = process_group
-        self._listener = hearing
-        self._rows = rows
-        self._step = 0
-        self._asked_to_stop = False
+        self._stage, self._process_group, self._listener, self._rows = stage, process_group, listener, rows
+        self._step, self._asked_to_stop = 0, False
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
         self._listener.on_failure(act)
@@ -309,11 +283,11 @@ class LeadingWorker(ExternalWorker):
         """Whether `fit` requests a stop; if so, the other workers are asked, too."""
         self._raise_signals()
         self.hear_others()
-        wanted = self._stage.stop_wanted()
+        wanted, server = self._stage.stop_wanted(), self._process_group.control_server
         if wanted and not self._asked_to_stop:
             self._asked_to_stop = True
-            for rank in self._process_group.control_server.members:
-                self._process_group.control_server.ask_to_stop(rank)
+            for rank in server.members:
+                server.ask_to_stop(rank)
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
@@ -321,10 +295,8 @@ class LeadingWorker(ExternalWorker):
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
         patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _REPORT_S
         failure = self._listener.wait_for_failure(patience_s)
-        if failure is None and self._signals:
-            failure = self._listener.wait_for_failure(
-                _CAUSE_S
-            )  # torchrun ends the others when one has failed
+        if failure is None and self._signals:  # torchrun ends the others when one has failed
+            failure = self._listener.wait_for_failure(_CAUSE_S)
         if follows and silent is not None and (failure is None or failure.is_consequence):
             return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
@@ -332,9 +304,8 @@ class LeadingWorker(ExternalWorker):
         if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
             return error
         # An error of the leader becomes a WorkerFailed, like any worker's, with its traceback.
-        reported = report(error, self._step)
-        raised = f"raised {reported.error} at step {self._step}: {printable(reported.message)}"
-        sentence = f"{self._process_group.place.name} {raised}"
+        reported, name = report(error, self._step), self._process_group.place.name
+        sentence = f"{name} raised {reported.error} at step {self._step}: {printable(reported.message)}"
         return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()
 
 
@@ -364,21 +335,18 @@ class MemberWorker(ExternalWorker):
         A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
         """
         line, follows = self._line, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        is_signal = isinstance(error, SystemExit | KeyboardInterrupt)
         over, missed = line.over, self._worker_links.silent if follows and self._worker_links else None
         if over is None:
-            reported = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+            reported = Aborted(f"{line.name} was ended by a signal") if is_signal else error
             line.fail(reported if missed is None else Aborted(missed[1]))
             if follows:
                 over = line.wait_over(_REPORT_S if missed is None else _CAUSE_S)
         if missed is not None and (over is None or over.is_lost):
             return WorkerFailed(missed[1], worker_rank=missed[0])
-        if over is None or _is_signal(error):
+        if over is None or is_signal:
             return error
         return WorkerFailed(over.sentence, worker_rank=over.rank)
-
-
-def _is_signal(error: BaseException) -> bool:
-    return isinstance(error, SystemExit | KeyboardInterrupt)
 
 
 class WorkerLinks:
@@ -392,15 +360,12 @@ class WorkerLinks:
         alarm: Alarm,
         far: Sequence[TcpLink],
     ) -> None:
-        self.resources = resources
-        self._rendezvous = rendezvous
-        self._files = files
-        self._alarm = alarm
-        self._far = far
+        self.resources, self._rendezvous, self._files = resources, rendezvous, files
+        self._alarm, self._far = alarm, far
         self._lock = threading.Lock()
         self._closed = False
+        # The rank that fell silent, and the sentence on it; None while everybody is heard
         self.silent: tuple[int, str] | None = None
-        """The rank that fell silent, and the sentence on it; None while everybody is heard."""
 
     def abort(self, rank: int, sentence: str) -> None:
         """From any thread: end this host's waits because `rank` has failed; idempotent."""
@@ -421,7 +386,7 @@ class WorkerLinks:
         self.abort(rank, sentence)
 
     def close(self) -> None:
-        """Close the connections; no wait may be under way. Idempotent."""
+        """No wait is under way, and none ends by `abort` from here on."""
         with self._lock:
             self._closed = True
 
@@ -451,6 +416,12 @@ def connect_worker(
         stack.push(partial(_let_go, links))
         files: SharedGroupFiles | None = None
         group: Callable[[], SharedGroup] = no_group
+
+        def check_peers() -> None:  # while waiting on the run's key-value store
+            lost = alarm.lost()
+            if lost is not None:
+                raise WorkerFailed(lost[1], lost[0])
+
         if several:
             _require_hosts(strategy, rendezvous, store)
         if not helpers:  # the members of the group
@@ -469,7 +440,7 @@ def connect_worker(
             seed=seed,
             device=device_of(device, rendezvous.local_rank),
             hosts=rendezvous.hosts if several else (),
-            torch_store=partial(RunStore, store, "torch", timeout_s, partial(_heed, alarm)),
+            torch_store=partial(RunStore, store, "torch", timeout_s, check_peers),
             in_the_clear=party.security.anywhere and not party.security.tls,
             alarm=alarm,
         )
@@ -514,13 +485,6 @@ def _open_into(
         )
     elif strategy.facts.uses_links:
         links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
-
-
-def _heed(alarm: Alarm) -> None:
-    """Called while waiting on the run's key-value store: raises if a peer that had to answer was lost."""
-    lost = alarm.lost()
-    if lost is not None:
-        raise WorkerFailed(lost[1], lost[0])
 
 
 def _require_hosts(strategy: Strategy, rendezvous: Rendezvous, store: RendezvousStore) -> None:

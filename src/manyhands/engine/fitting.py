@@ -18,10 +18,10 @@ from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping, Kept
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
+    from manyhands.engine.training import Keeping, Kept
 
 __all__ = ["await_workers", "fit", "fit_or_kept"]
 
@@ -73,7 +73,9 @@ def fit(
     options = options or Options()
     options.security()  # a bad certificate is reported before anything is trained
     if not place.changes_size:
-        _require_fixed_size(chosen, options)
+        fixed = options.min_workers is None or chosen.facts.continues_with_fewer
+        if options.max_workers is not None or (chosen.facts.can_change_workers and not fixed):
+            raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
     from manyhands.engine.placed_run import RequestedRun, spoken_by
     from manyhands.engine.request import Length, Request
 
@@ -83,15 +85,6 @@ def fit(
         request = Request.make(task, chosen, count, length, seed, options, device)
     run: Run = place.run(RequestedRun(request=request, out=out, resume=resume))
     return run
-
-
-def _require_fixed_size(strategy: Strategy, options: Options) -> None:
-    """UserError where a run without a cluster is asked to follow the size of one."""
-    follows = options.max_workers is not None or (
-        options.min_workers is not None and not strategy.facts.continues_with_fewer
-    )
-    if follows and (strategy.facts.can_change_workers or options.max_workers is not None):
-        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
 
 
 def fit_or_kept(
@@ -109,7 +102,7 @@ def fit_or_kept(
 
     Where there is none, or `is_result` says that it is none yet, the signal's exception is raised.
     """
-    from manyhands.engine.interrupted_run import last_kept
+    from manyhands.engine.training import last_kept
     from manyhands.places.local.signals import signal_of
 
     out = keep.out if keep is not None else None

@@ -7,14 +7,14 @@ not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Subset, TensorDataset
 
 from manyhands.engine.dynamo import optimizer_of
@@ -27,8 +27,8 @@ from manyhands.transport.link.shared_link import DEFAULT_CAPACITY_BYTES
 
 __all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
 
+# Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
-"""Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
 
 _RING_BYTES = 1 << 20  # events of one worker, and other small parts
 
@@ -40,9 +40,7 @@ class Sizes:
     parameters: int
     gradients: int
     buffers: int = 0
-    state: int = 0
-    """What the optimizer keeps."""
-
+    state: int = 0  # what the optimizer keeps
     data: int = 0
 
 
@@ -57,11 +55,18 @@ def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True)
     if not on_host:
         return Sizes(parameters=0, gradients=0, data=data)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    copies = 0  # numbers that the optimizer keeps per parameter, as far as its settings tell
+    with suppress(Exception):  # the worker that builds it reports the error, with the user's stack
+        optimizer = optimizer_of(task, model)
+        one = isinstance(optimizer, torch.optim.Adagrad | torch.optim.RMSprop)
+        for group in optimizer.param_groups:
+            adam = 3 if group.get("amsgrad") else 2
+            copies = max(copies, adam if "betas" in group else bool(group.get("momentum")) + one)
     return Sizes(
         parameters=_bytes_of(model.parameters()),
         gradients=_bytes_of(trained),
         buffers=_bytes_of(model.buffers()),
-        state=_state_copies(task, model) * _bytes_of(trained),
+        state=copies * _bytes_of(trained),
         data=data,
     )
 
@@ -72,7 +77,6 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
         return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
     if strategy.truth is Truth.ONE_PROCESS:
         return MemoryCost()
-    data = Amount(memory_bytes=sizes.data)
     model = ModelFootprint(
         parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
     )
@@ -84,9 +88,9 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
         kept = two - 2 * own
     if strategy.truth is Truth.SHARES:
         own = max(own, model.weights)  # as it is built, before it is cut
-    once = Amount(memory_bytes=kept)
     others = sum(strategy.processes(1).values())  # but one worker; and the template of all forks
-    cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
+    once = Amount(memory_bytes=kept + sizes.data)
+    cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once)
     return replace(cost, per_pair=PER_LINK) if strategy.facts.uses_links else cost
 
 
@@ -98,23 +102,6 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
         if tensor.device.type != "meta" and tensor.layout is torch.strided
     }
     return sum(storages.values())
-
-
-def _state_copies(task: Task, model: nn.Module) -> int:
-    """How many numbers the optimizer keeps per parameter, as far as its settings tell."""
-    try:
-        optimizer = optimizer_of(task, model)
-    except Exception:  # the worker that builds it reports the error, with the user's stack
-        return 0
-    return max((_copies(optimizer, group) for group in optimizer.param_groups), default=0)
-
-
-def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    if "betas" in group:
-        return 3 if group.get("amsgrad") else 2
-    return int(bool(group.get("momentum"))) + int(
-        isinstance(optimizer, torch.optim.Adagrad | torch.optim.RMSprop)
-    )
 
 
 def _data_bytes(data: Any) -> int:

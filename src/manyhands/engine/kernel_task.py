@@ -44,21 +44,15 @@ class Portion:
 class Taken:
     """What one worker did with a portion."""
 
-    loss: float
-    """The sum of the losses that count here, each before its own update."""
-    weight: float
-    """What they are divided by for their mean."""
-    samples: int
-    """How many records are this worker's, so that those of all workers are all of them."""
-    input_ns: int = 0
-    """What reading took."""
-    bytes_sent: int = 0
-    """What others read of this worker."""
+    loss: float  # the sum of the losses that count here, each before its own update
+    weight: float  # what they are divided by for their mean
+    samples: int  # how many records are this worker's, so that those of all workers are all of them
+    input_ns: int = 0  # what reading took
+    bytes_sent: int = 0  # what others read of this worker
     messages_sent: int = 0
+    # What the step measured on data held out, the same on every worker: a row of evaluation in the history
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the step measured on data held out, the same on every worker: a row of evaluation in the history."""
-    ends: str = ""
-    """Why the run is to end with this step, the same on every worker; empty: it goes on."""
+    ends: str = ""  # why the run is to end with this step, the same on every worker; empty: it continues
 
 
 class KernelStep(ABC):
@@ -67,11 +61,9 @@ class KernelStep(ABC):
     The `state_dict()` of `model` is all that a run needs to continue; it is complete and current after `gather`.
     """
 
-    shares_memory: ClassVar[bool] = True
-    """Whether all workers train on one memory; else each has its own."""
-
+    shares_memory: ClassVar[bool] = True  # whether all workers train on one memory; else each has its own
+    # Memory that all workers share, where the step has it: its first bytes are the trainer's
     segment: Segment | None = None
-    """Memory that all workers share, where the step has it: its first bytes are the trainer's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -178,7 +170,7 @@ class KernelTask(ABC):
         """The step where every worker has some dimensions; `compiled_for` says whether it exists."""
         raise self._refusal(group, control_bytes)
 
-    def _refusal(self, _group: SharedGroup, _control_bytes: int) -> UserError:
+    def _refusal(self, *_: object) -> UserError:
         return UserError(f"{self.name} has no compiled step of this kind")
 
     @abstractmethod

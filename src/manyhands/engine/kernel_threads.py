@@ -16,8 +16,8 @@ from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
-from manyhands.engine.history_rows import RowsInOrder, overlap_report
 from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.run import RowsInOrder, overlap_report
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.errors import Aborted
@@ -94,8 +94,7 @@ class _Hands:
     """The threads of one run, and their notes to the thread that started them."""
 
     def __init__(self, files: SharedGroupFiles, rings: list[EventRing]) -> None:
-        self.files = files
-        self.rings = rings
+        self.files, self.rings = files, rings
         self.notes: queue.SimpleQueue[WorkerNote | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.overlaps: list[Mapping[int, int]] = []
@@ -120,28 +119,27 @@ class _Hands:
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:
-                self._run(threads, stage, rows, presses)
+                left = len(threads)
+                for thread in threads:
+                    thread.start()
+                while left:
+                    left -= self._hear(stage, rows)
+                    if presses:
+                        raise as_exception(presses[0])
             except BaseException as error:
                 self.stop.set()
                 self._end(threads, presses)
-                self._hear_the_rest(stage, rows, error)
+                while not self.notes.empty():  # so that the history up to the checkpoint is complete
+                    try:
+                        self._hear(stage, rows)
+                    except BaseException as again:
+                        error.add_note(f"and again while the run ended: {again!r}")
                 raise
         for thread in threads:
             thread.join()
         if self._errors:  # errors that follow from the first one add nothing
             raise next((one for one in self._errors if not isinstance(one, Aborted)), self._errors[0])
         return [self._ended[rank] for rank in range(self.files.world)]
-
-    def _run(
-        self, threads: list[threading.Thread], stage: Stage, rows: RowsInOrder, presses: list[int]
-    ) -> None:
-        left = len(threads)
-        for thread in threads:
-            thread.start()
-        while left:
-            left -= self._hear(stage, rows)
-            if presses:
-                raise as_exception(presses[0])
 
     def _hear(self, stage: Stage, rows: RowsInOrder) -> int:
         """Process the next note, if one comes soon; 1 where it was a thread's last."""
@@ -171,14 +169,6 @@ class _Hands:
             for thread in started:
                 thread.join()
             raise
-
-    def _hear_the_rest(self, stage: Stage, rows: RowsInOrder, error: BaseException) -> None:
-        """Process the notes from before the end, so that the history up to the checkpoint is complete."""
-        while not self.notes.empty():
-            try:
-                self._hear(stage, rows)
-            except BaseException as again:
-                error.add_note(f"and again while the run ended: {again!r}")
 
 
 class _Thread:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -38,13 +37,11 @@ class _RowLogger(Callback):
         self._every = every
 
     def on_step(self, row: Mapping[str, Any]) -> bool | None:
-        """Log loss and seconds of a step."""
         if row["step"] % self._every == 0:
             self._take(_flat(row))
         return None
 
     def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
-        """Log every metric of an evaluation."""
         self._take(_flat(row))
         return None
 
@@ -64,8 +61,7 @@ class CsvLogger(_RowLogger):
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
         super().__init__()
-        self._path = Path(path)
-        self._overwrite = overwrite
+        self._path, self._overwrite = Path(path), overwrite
         self._columns: list[str] = []
         self._file: TextIO | None = None
 
@@ -83,7 +79,6 @@ class CsvLogger(_RowLogger):
             raise UserError(f"CsvLogger: {self._path} cannot be written: {_why(error)}") from error
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """Close the file."""
         del run, error
         if self._file is not None:
             self._file.close()
@@ -96,7 +91,9 @@ class CsvLogger(_RowLogger):
         new = [name for name in _names([row]) if name not in self._columns]
         try:
             if new:
-                self._write_anew([*self._columns, *new], [*self._written(), row])
+                with self._path.open(newline="", encoding="utf-8") as file:
+                    written = list(csv.DictReader(file))
+                self._write_anew([*self._columns, *new], [*written, row])
             else:
                 self._file.write(_lines(self._columns, [row]))
                 self._file.flush()
@@ -104,13 +101,8 @@ class CsvLogger(_RowLogger):
             with suppress(OSError):  # it says once more what is said here
                 self._file.close()
             self._file = None
-            _log.warning(
-                "CsvLogger: %s cannot be written: %s; the run goes on without it", self._path, _why(error)
-            )
-
-    def _written(self) -> list[dict[str, str]]:
-        with self._path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+            path, why = self._path, _why(error)
+            _log.warning("CsvLogger: %s cannot be written: %s; the run continues without it", path, why)
 
     def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the whole file atomically: a reader sees the old file or the new one."""
@@ -192,14 +184,18 @@ class MlflowLogger(_RowLogger):
         self._run_id: str | None = None
 
     def on_begin(self, beginning: Beginning) -> None:
-        """Start the MLflow run."""
         if self._uri is not None:
             self._mlflow.set_tracking_uri(self._uri)
         if self._experiment is not None:
             self._mlflow.set_experiment(self._experiment)
         self._run_id = self._mlflow.start_run(**self._settings).info.run_id
         if not beginning.resumed:  # parameters cannot be changed, and steps may be more than they were
-            self._mlflow.log_params(_parameters(beginning.config))
+            config, left_out = beginning.config, ("parameters", "task_options", "versions")
+            flat = {name: value for name, value in config.items() if name not in left_out}
+            flat |= {f"version/{name}": value for name, value in config.get("versions", {}).items()}
+            flat |= {f"task/{name}": value for name, value in (config.get("task_options") or {}).items()}
+            short = {name: str(value)[:_MLFLOW_VALUE_LENGTH] for name, value in flat.items()}
+            self._mlflow.log_params(short)
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
         """End the run with MLflow's status word."""
@@ -231,11 +227,8 @@ def _import(logger: str, name: str) -> Any:
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a flat row by name, without its step; a loss that is not reported is left out."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("step", "at_s") and isinstance(value, int | float)
-    }
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name not in ("step", "at_s")}
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,22 +245,6 @@ def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def _lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    # NaN is an empty cell, as readers of tables expect; it is the one value that is not itself.
+    writer.writerows({name: value if value == value else "" for name, value in row.items()} for row in rows)
     return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    """A CSV cell; NaN is an empty cell, as readers of tables expect."""
-    return "" if isinstance(value, float) and math.isnan(value) else value
-
-
-def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """A configuration as MLflow's parameters: flat, and short."""
-    flat = {
-        name: value
-        for name, value in config.items()
-        if name not in ("parameters", "task_options", "versions")
-    }
-    flat |= {f"version/{name}": value for name, value in config.get("versions", {}).items()}
-    flat |= {f"task/{name}": value for name, value in (config.get("task_options") or {}).items()}
-    return {name: str(value)[:_MLFLOW_VALUE_LENGTH] for name, value in flat.items()}

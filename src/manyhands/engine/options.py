@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -233,6 +234,9 @@ class Slowdown:
         draw = mix(seed, step, worker_rank, 0x510) / 2**64
         return (self.factor - 1) * compute_s if draw < self.probability else 0.0
 
+    def sleep(self, seed: int, step: int, worker_rank: int, compute_s: float) -> None:
+        time.sleep(self.extra_s(seed=seed, step=step, worker_rank=worker_rank, compute_s=compute_s))
+
 
 @named_arguments
 @dataclass(frozen=True, kw_only=True)
@@ -266,55 +270,36 @@ class StoppingCount:
 
     def __init__(self, rule: EarlyStopping) -> None:
         self._rule = rule
-        self._best, self._best_step, self._left = math.nan, 0, rule.patience
+        self._best, self._left = math.nan, rule.patience
+        self.best_step = 0  # after which step the best evaluation was; 0 where none was a number
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
         """The evaluation after `step` steps; whether the run ends with it."""
         value = metrics[self._rule.metric]
-        if self._is_better(value):
-            self._best, self._best_step, self._left = value, step, self._rule.patience
+        gained = self._best - value if self._rule.mode == "min" else value - self._best
+        if gained > self._rule.min_delta or (math.isnan(self._best) and not math.isnan(value)):
+            self._best, self.best_step, self._left = value, step, self._rule.patience
         else:
             self._left -= 1
         return self._left <= 0
 
     @property
-    def best_step(self) -> int:
-        """After which step the best evaluation was; 0 where none was a number."""
-        return self._best_step
-
-    @property
     def sentence(self) -> str:
-        """Why the run ended."""
         rule = self._rule
         word = "fallen" if rule.mode == "min" else "risen"
         by = f" by more than {rule.min_delta:g}" if rule.min_delta else ""
-        best = (
-            f"the best was {self._best:.6g} after step {self._best_step}"
-            if self._best_step
-            else "it was never a number"
-        )
+        best = f"the best was {self._best:.6g} after step {self.best_step}"
+        best = best if self.best_step else "it was never a number"
         return f"{rule.metric} has not {word}{by} in {rule.patience} evaluations; {best}"
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
         best = None if math.isnan(self._best) else self._best
-        return {"metric": self._rule.metric, "best": best, "best_step": self._best_step, "left": self._left}
+        return {"metric": self._rule.metric, "best": best, "best_step": self.best_step, "left": self._left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a run that had ended may be resumed to see the next evaluations.
-
-        Of another metric nothing is known yet.
-        """
+        """Continue from there; a run that had ended may be resumed to see the next evaluations."""
         if state["metric"] != self._rule.metric:
-            return
+            return  # of another metric nothing is known yet
         self._best = math.nan if state["best"] is None else float(state["best"])
-        self._best_step = int(state["best_step"])
+        self.best_step = int(state["best_step"])
         self._left = int(state["left"]) or self._rule.patience
-
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if math.isnan(self._best):
-            return True
-        gained = self._best - value if self._rule.mode == "min" else value - self._best
-        return gained > self._rule.min_delta

@@ -29,7 +29,7 @@ from manyhands.engine.session import run_session
 from manyhands.engine.training import Training, training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
 from manyhands.places.external.control_messages import Term
-from manyhands.places.external.process_group import GroupMember, ProcessGroup, join_group, lead_group
+from manyhands.places.external.process_group import GroupMember, join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import terms_of
 from manyhands.places.run_commands import Command
@@ -38,8 +38,8 @@ from manyhands.strategy import Strategy
 __all__ = ["RequestedRun", "spoken_by"]
 
 _log = logging.getLogger("manyhands")
+# Every process of a run calls `fit` as often as the others, in the same order: so each call has a name.
 _fits = itertools.count()
-"""Every process of a run calls `fit` as often as the others, in the same order: so each call has a name."""
 
 _RUN: Final = "run"
 _COME_AGAIN_S: Final = 30.0
@@ -108,9 +108,8 @@ class RequestedRun:
         """The run that another process has led, which keeps its directory."""
         run = _run_of(self.request.plan.task.model(), bytearray(data))
         if self.out is not None:
-            run.summary["notes"].append(
-                f"the run is kept in {self.out} on the node of the cluster that led it"
-            )
+            kept = f"the run is kept in {self.out} on the node of the cluster that led it"
+            run.summary["notes"].append(kept)
         return run
 
     def here(self) -> Run:
@@ -140,8 +139,14 @@ class RequestedRun:
         terms, timeout_s = _terms(request, model), request.options.timeout_s
         asked: dict[str, Any] = {"security": request.options.security(), "comes_again": kind.comes_again}
         if process.leads:
-            with lead_group(process, terms, name, timeout_s=timeout_s, **asked) as process_group:
-                return self._lead(process_group)
+            with lead_group(process, terms, name, timeout_s=timeout_s, **asked) as group:
+                group.gather(lambda sentence: _log.warning("%s", sentence))
+                run = run_session(
+                    request, self.out, self.resume, lambda made, stage: made.lead(stage, group), starts=False
+                )
+                group.give(_RUN, partial(pack_tree, _tree(run)))
+                group.shutdown()
+                return run
         patience_s = timeout_s
         with preserved(), spoken_by(leads=False):
             while True:
@@ -158,13 +163,6 @@ class RequestedRun:
                             raise
                         _log.warning("%s; %s tries to come again", error, process.name)
                 patience_s = min(timeout_s, _COME_AGAIN_S)
-
-    def _lead(self, process_group: ProcessGroup) -> Run:
-        process_group.gather(lambda sentence: _log.warning("%s", sentence))
-        run = run_session(self.request, self.out, self.resume, process_group)
-        process_group.give(_RUN, partial(pack_tree, _tree(run)))
-        process_group.shutdown()
-        return run
 
 
 def _follow(member: GroupMember, training: Training, model: nn.Module) -> Run:

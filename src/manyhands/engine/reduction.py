@@ -27,13 +27,13 @@ from manyhands.task import Task
 
 __all__ = ["require_reduction"]
 
+# How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a sum
+# in one of them (that of two pairs is, for one that is the logarithm of the size)
 _TRIALS: Final = ((12, (2, 3)), (6, (2, 3)), (4, (2, 4)), (2, (2,)))
-"""How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a
-sum in one of them (that of two pairs is, for one that is the logarithm of the size)."""
 _CLOSE: Final = 0.05  # samples that are drawn again may differ
 
+# Means over the evaluation data of this computer's task, with the model at hand
 Evaluate = Callable[[Computer], tuple[dict[str, float], int] | None]
-"""Means over the evaluation data of this computer's task, with the model at hand."""
 
 
 def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluate: Evaluate) -> None:
@@ -50,11 +50,22 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
     samples, counts = found
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     losses = []
+
+    def tried(model: nn.Module, batch: Any) -> Tensor:
+        # NaN without an error where the loss does not work outside of training.
+        try:
+            found = task.loss(model, batch)
+            return found if found.numel() == 1 else torch.tensor(math.nan)
+        except ManyhandsError:
+            raise
+        except Exception:  # the user's own
+            return torch.tensor(math.nan)
+
     with preserved():
         for parts in (1, *counts):
             trial = replace(
                 task,
-                loss=_without_errors(task.loss),
+                loss=tried,
                 evaluation=samples,
                 batch_size=len(samples) // parts,
                 metrics={},
@@ -103,26 +114,9 @@ def _few_samples(task: Task) -> tuple[Subset[Any], tuple[int, ...]] | None:
         else:
             data = as_dataset(task.data, "data")
             samples = [data[number] for number in range(min(most, len(data)))]
-    except (
-        Exception
-    ):  # a stream that cannot be copied; a sample that cannot be read is told of when its batch is made
+    except Exception:  # a stream that cannot be copied; a bad sample is reported when its batch is made
         return None
     if len(samples) < smallest:
         return None
     count, counts = next(trial for trial in _TRIALS if trial[0] <= len(samples))
     return Subset(samples, range(count)), counts  # type: ignore[arg-type] # a list of samples is no data set by itself
-
-
-def _without_errors(loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
-    """The loss, or NaN without an error where it does not work outside of training."""
-
-    def tried(model: nn.Module, batch: Any) -> Tensor:
-        try:
-            found = loss(model, batch)
-            return found if found.numel() == 1 else torch.tensor(math.nan)
-        except ManyhandsError:
-            raise
-        except Exception:  # the user's own
-            return torch.tensor(math.nan)
-
-    return tried

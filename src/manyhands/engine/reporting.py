@@ -17,18 +17,29 @@ from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
 from manyhands.engine.options import StoppingCount
+from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
-from manyhands.places.local.control import TypedNotes
+from manyhands.places.local.control import RoleContext, TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 
-__all__ = ["NOTES", "Peers", "Reporter", "Saved", "StepBook", "WorkerContext", "WorkerNote", "is_due"]
+__all__ = [
+    "NOTES",
+    "Peers",
+    "ProcessContext",
+    "Reporter",
+    "Saved",
+    "StepBook",
+    "WorkerContext",
+    "WorkerNote",
+    "is_due",
+]
 
 _ROWS_EVERY_S = 0.1
 _ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
 
+# Collective: (model) -> means over the evaluation data and the number of samples
 Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
-"""Collective: (model) -> means over the evaluation data and the number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,33 +91,28 @@ class WorkerContext(Protocol):
         """Whether the launcher requested an early stop."""
 
 
+class ProcessContext:
+    """The worker context of a process of this host: its event ring, its row of the status table, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record, self.mark, self.stop_requested = ring.record, context.mark, context.stop_requested
+        self.note = lambda note: context.send(NOTES.write(note))
+
+
 class Peers(Protocol):
-    """The collective operations that evaluations and checkpoints need; a strategy provides them."""
+    """The collective operations that evaluations and checkpoints need; as those of `Exchange`."""
 
     @property
-    def rank(self) -> int:
-        """This worker's rank."""
-
+    def rank(self) -> int: ...
     @property
-    def world(self) -> int:
-        """The number of workers."""
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over all workers of a small float64 vector."""
-
-    def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: the optimizer's whole `state_dict()` on worker 0, None on the others."""
-
-    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
-
+    def world(self) -> int: ...
     @property
-    def meter(self) -> Meter:
-        """What measures the traffic of this worker."""
-
+    def meter(self) -> Meter: ...
     @property
-    def kept(self) -> ExchangeState | None:
-        """What the strategy keeps from step to step besides model and optimizer."""
+    def kept(self) -> ExchangeState | None: ...
+    def total(self, values: torch.Tensor) -> torch.Tensor: ...
+    def optimizer_state(self) -> dict[str, Any] | None: ...
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None: ...
 
 
 class Reporter:
@@ -131,14 +137,10 @@ class Reporter:
 
         `facts` gives the extra fields of an evaluation's row.
         """
-        self._facts = facts
-        self._evaluate = evaluate
+        self._plan, self._peers, self._worker_context = plan, peers, worker_context
+        self._checkpoints, self._evaluate, self._facts = checkpoints, evaluate, facts
         self._keeps_rows = keeps_rows
-        self._owed: int | None = None  # the step of the checkpoint that worker 0 is writing
-        self._plan = plan
-        self._peers = peers
-        self._worker_context = worker_context
-        self._checkpoints = checkpoints
+        self._unwritten: int | None = None  # the step of the checkpoint that worker 0 is writing
         self._rows: list[dict[str, Any]] = []
         self._rows_sent_ns = 0
         self._began_ns = time.monotonic_ns()
@@ -147,11 +149,10 @@ class Reporter:
         self._failed_to_save = False  # and reported it
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._scheduler: LRScheduler | None = None
-        self.saving = Traffic()
-        """What this worker sent for checkpoints."""
+        self.saving = Traffic()  # what this worker sent for checkpoints
 
+        # Of the newest steps: what a checkpoint is judged by where there is no evaluation
         self.loss = math.nan
-        """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
     def begin(
         self,
@@ -163,8 +164,7 @@ class Reporter:
 
         `scheduler` advances with the evaluations, identically on every worker.
         """
-        self._reached = step
-        self._scheduler = scheduler
+        self._reached, self._scheduler = step, scheduler
         if self._patience is not None and extra and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
         if scheduler is not None and extra and "scheduler" in extra:
@@ -186,10 +186,7 @@ class Reporter:
 
     def uses_model(self, step: int, *, last: bool) -> bool:
         """Whether `after` will evaluate or save the model after `step` steps, or the run ends with them."""
-        plan, before = self._plan, self._reached
-        evaluates = plan.task.evaluation is not None and is_due(before, step, plan.evaluate_every)
-        saves = self._checkpoints is not None and is_due(before, step, plan.checkpoint_every)
-        return last or evaluates or saves
+        return last or self.next_due(self._reached) <= step
 
     def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> bool:
         """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
@@ -231,7 +228,10 @@ class Reporter:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds, **self._facts())
         if not decides:
             return False
-        self._advance_schedule()
+        task = self._plan.task
+        if self._scheduler is not None and isinstance(task, Task):
+            assert task.scheduler_metric is not None, "or the schedule would go by steps"
+            self._scheduler.step(self._evaluated[task.scheduler_metric])  # type: ignore[arg-type]
         if self._patience is None or not self._patience.add(step, self._evaluated):
             return False
         if peers.rank == 0 and step < self._plan.steps:
@@ -239,12 +239,6 @@ class Reporter:
                 WorkerNote(notice=f"stopped after step {step}: {self._patience.sentence}")
             )
         return True
-
-    def _advance_schedule(self) -> None:
-        task = self._plan.task
-        if self._scheduler is not None and isinstance(task, Task):
-            assert task.scheduler_metric is not None, "or the schedule would go by steps"
-            self._scheduler.step(self._evaluated[task.scheduler_metric])  # type: ignore[arg-type]
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes the checkpoint, of whose state the others may hold parts."""
@@ -254,7 +248,7 @@ class Reporter:
         memory = self._peers.kept.gather() if self._peers.kept is not None else {}
         self.saving += self._peers.meter.traffic() - before
         if optimizer_state is None or model_state is None:
-            self._owed = step
+            self._unwritten = step
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
@@ -273,7 +267,7 @@ class Reporter:
             self._failed_to_save = False
         except WriteFailed as error:  # a full disk costs the checkpoint and not the run
             if not self._failed_to_save:
-                self._worker_context.note(WorkerNote(notice=f"{error}; the run goes on"))
+                self._worker_context.note(WorkerNote(notice=f"{error}; the run continues"))
             self._failed_to_save = True
         self._worker_context.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
@@ -293,14 +287,13 @@ class Reporter:
         self._send()
         return {**self._kept(), "began_ns": self._began_ns, "evaluated": dict(self._evaluated)}
 
-    def save_owed(self, step: int, model: nn.Module) -> None:
+    def save_missing(self, step: int, model: nn.Module) -> None:
         """Write the checkpoint of `step` that the old worker 0 did not finish, if this is worker 0 now."""
-        if self._owed == step and self._checkpoints is not None and self._peers.rank == 0:
-            self._owed = None
+        if self._unwritten == step and self._checkpoints is not None and self._peers.rank == 0:
+            self._unwritten = None
             self._save(step, model, self._checkpoints)
 
     def add(self, **row: Any) -> None:
-        """Add a row to the run's history."""
         self._rows.append(row)
 
     def send(self, *, now: bool = False) -> None:
@@ -332,54 +325,45 @@ class StepBook:
 
     def __init__(self, record: Callable[..., bool], step: int, begin_ns: int) -> None:
         self._record, self._step, self._begin_ns = record, step, begin_ns
-        self._at_ns = begin_ns
-
-    @property
-    def at_ns(self) -> int:
-        """The moment at which the last part ended, in nanoseconds."""
-        return self._at_ns
-
-    def go_on_at(self, moment_ns: int) -> None:
-        """Let the next part begin at `moment_ns` instead of where the last one ended."""
-        self._at_ns = moment_ns
+        self.at_ns = begin_ns  # where the last part ended; a caller may let the next begin elsewhere
 
     def input(self, duration_ns: int, samples: int) -> None:
-        self._record(EventKind.INPUT, self._at_ns, duration_ns, step=self._step, count=samples)
-        self._at_ns += duration_ns
+        self._record(EventKind.INPUT, self.at_ns, duration_ns, step=self._step, count=samples)
+        self.at_ns += duration_ns
 
     def compute(self, until_ns: int, less_ns: int = 0) -> None:
         """Book computing up to `until_ns`, less the time `less_ns` that is booked as something else."""
-        duration_ns = max(0, until_ns - self._at_ns - less_ns)
-        self._record(EventKind.COMPUTE, self._at_ns, duration_ns, step=self._step)
-        self._at_ns = until_ns
+        duration_ns = max(0, until_ns - self.at_ns - less_ns)
+        self._record(EventKind.COMPUTE, self.at_ns, duration_ns, step=self._step)
+        self.at_ns = until_ns
 
-    def turns(self, turns: Sequence[MicrobatchTime]) -> None:
+    def microbatches(self, items: Sequence[MicrobatchTime]) -> None:
         """Book the work items that computing was made of, each at its time, where workers share micro-batches."""
-        for turn in turns:
-            kind = EventKind.COMPUTE if turn.waited_for is None else EventKind.WAIT
-            who = {} if turn.waited_for is None else {"peer": turn.waited_for}
-            duration_ns = turn.end_ns - turn.begin_ns
-            self._record(kind, turn.begin_ns, duration_ns, step=self._step, count=turn.microbatch + 1, **who)
-            self._at_ns = turn.end_ns + turn.exchange_ns
+        for item in items:
+            kind = EventKind.COMPUTE if item.waited_for is None else EventKind.WAIT
+            who = {} if item.waited_for is None else {"peer": item.waited_for}
+            duration_ns = item.end_ns - item.begin_ns
+            self._record(kind, item.begin_ns, duration_ns, step=self._step, count=item.microbatch + 1, **who)
+            self.at_ns = item.end_ns + item.exchange_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
         """Book the waits for late workers, one after another."""
         for peer, duration_ns in waited_ns.items():
-            self._record(EventKind.WAIT, self._at_ns, duration_ns, step=self._step, peer=peer)
-            self._at_ns += duration_ns
+            self._record(EventKind.WAIT, self.at_ns, duration_ns, step=self._step, peer=peer)
+            self.at_ns += duration_ns
 
     def exchange(self, until_ns: int, sent: Traffic, wire: int, hidden_ns: int = 0) -> None:
         """Book the exchange up to `until_ns`, plus `hidden_ns` that computing overlapped, with the traffic `sent`."""
         self._record(
             EventKind.EXCHANGE,
-            self._at_ns,
-            max(0, until_ns - self._at_ns) + hidden_ns,
+            self.at_ns,
+            max(0, until_ns - self.at_ns) + hidden_ns,
             step=self._step,
             num_bytes=sent.bytes_sent,
             count=sent.messages_sent,
             wire=wire,
         )
-        self._at_ns = until_ns
+        self.at_ns = until_ns
 
     def posts(self, posts: Mapping[int, PeerTraffic], wire: int) -> None:
         """Book the traffic with each other worker: all of a step in one direction counts as one message.
@@ -400,22 +384,10 @@ class StepBook:
                     wire=wire,
                 )
             if post.received_ns:
-                self._record(
-                    EventKind.RECEIVE,
-                    post.received_ns,
-                    step=self._step,
-                    peer=peer,
-                    message=message,
-                    wire=wire,
-                )
+                about = {"step": self._step, "peer": peer, "message": message, "wire": wire}
+                self._record(EventKind.RECEIVE, post.received_ns, **about)
 
     def end(self, end_ns: int, samples: int, loss: float = 0.0) -> None:
         """Book the whole step, from its beginning to `end_ns`."""
-        self._record(
-            EventKind.STEP,
-            self._begin_ns,
-            end_ns - self._begin_ns,
-            step=self._step,
-            count=samples,
-            value=loss,
-        )
+        begin_ns = self._begin_ns
+        self._record(EventKind.STEP, begin_ns, end_ns - begin_ns, step=self._step, count=samples, value=loss)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batches import BatchPlan
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
@@ -30,23 +30,18 @@ _USUAL_ROUNDS = 10
 class Length:
     """The length of a run in one of three units; in none, the task's default."""
 
-    steps: int | None = None
-    """Global batches."""
-
-    epochs: int | None = None
-    """Passes over the data."""
-
-    rounds: int | None = None
-    """Of a strategy that counts them."""
+    steps: int | None = None  # global batches
+    epochs: int | None = None  # passes over the data
+    rounds: int | None = None  # of a strategy that counts them
 
     def require_one(self) -> None:
         """UserError where two units are given, or the number is not an integer of at least 1."""
-        said = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
-        said = {name: value for name, value in said.items() if value is not None}
-        for name, value in said.items():
+        given = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
             check_count(name, value)
-        if len(said) > 1:
-            (one, first), (other, second), *_ = said.items()
+        if len(given) > 1:
+            (one, first), (other, second), *_ = given.items()
             raise UserError(f"{one}={first} and {other}={second} say the same thing twice; give one of them")
 
 
@@ -71,19 +66,23 @@ class Request:
         options: Options,
         device: str,
     ) -> Request:
-        """Check the arguments and fill in the defaults."""
         check_count("workers", workers)
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
         if options.compile and strategy.facts.cannot_compile:
             raise UserError(f"compile: {strategy.facts.cannot_compile}; leave it out")
-        _check_microbatches(task, strategy)
+        if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.facts.moves_rows:
+            raise UserError(
+                f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
+                "whole batch; leave one of the two out"
+            )
         _check_buffers(task, strategy, workers, options)
         _check_heeded(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.facts.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
-        _check_fewest(strategy, workers, options.min_workers)
+        if options.min_workers is not None:
+            _check_fewest(strategy, workers, options.min_workers)
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
@@ -109,14 +108,13 @@ class Request:
                 "to do in each step",
                 stacklevel=3,
             )
+        checkpoint_every = options.checkpoint_every or task.checkpoint_every(steps)
         plan = TrainingPlan(
             task=task,
             steps=steps,
             seed=seed,
             evaluate_every=options.evaluate_every or per_epoch,
-            checkpoint_every=1
-            if strategy.facts.saves_each_step
-            else options.checkpoint_every or task.checkpoint_every(steps),
+            checkpoint_every=1 if strategy.facts.saves_each_step else checkpoint_every,
             stopping=options.early_stopping,
             slow=options.slow,
             device=device,
@@ -149,23 +147,13 @@ class Request:
         }
 
 
-def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
-    if fewest is None:
-        return
+def _check_fewest(strategy: Strategy, workers: int, fewest: int) -> None:
     if fewest > workers:
         raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
     if not (strategy.facts.continues_with_fewer or strategy.facts.can_change_workers):
         raise UserError(
             f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
             "with fewer"
-        )
-
-
-def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
-    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.facts.moves_rows:
-        raise UserError(
-            f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
-            "whole batch; leave one of the two out"
         )
 
 
@@ -197,25 +185,17 @@ def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
     """UserError where evaluations cannot set the learning rate or end the run as the task and the options ask."""
-    if (
-        isinstance(task, Task)
-        and task.scheduler_metric is not None
-        and strategy.facts.cannot_heed_evaluations
-    ):
+    cannot = strategy.facts.cannot_heed_evaluations
+    if isinstance(task, Task) and task.scheduler_metric is not None and cannot:
         raise UserError(
-            f"task.scheduler_metric={task.scheduler_metric}: {strategy.facts.cannot_heed_evaluations}; use another "
-            "strategy, or a schedule by steps"
+            f"task.scheduler_metric={task.scheduler_metric}: {cannot}; use another strategy, or a schedule by steps"
         )
     if stopping is None:
         return
-    if strategy.facts.cannot_heed_evaluations:
-        raise UserError(
-            f"early_stopping: {strategy.facts.cannot_heed_evaluations}; use another strategy, or leave it out"
-        )
+    if cannot:
+        raise UserError(f"early_stopping: {cannot}; use another strategy, or leave it out")
     if task.evaluation is None:
-        raise UserError(
-            "early_stopping: the task has no evaluation data to judge by; give evaluation= as well"
-        )
+        raise UserError("early_stopping: the task has no evaluation data to judge by; give evaluation= too")
     names = ["evaluation_loss", *task.metrics]
     if stopping.metric not in names:
         raise UserError(

@@ -22,19 +22,11 @@ from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
-from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.request import Request
-from manyhands.engine.run import History, Run
+from manyhands.engine.run import History, PassLosses, Run
 from manyhands.engine.training import Result, Stage, Training, training_class
-from manyhands.errors import (
-    Aborted,
-    CorruptCheckpoint,
-    ManyhandsError,
-    NonFinite,
-    UserError,
-)
+from manyhands.errors import Aborted, CorruptCheckpoint, ManyhandsError, NonFinite, UserError
 from manyhands.observe.record.final import final_loss, final_metrics
-from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.local.capacity import check_capacity
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.signals import signal_of
@@ -50,17 +42,20 @@ def run_session(
     request: Request,
     out: str | Path | None,
     resume: bool,
-    process_group: ProcessGroup | None = None,
+    drive: Callable[[Training, Stage], Result] = lambda training, stage: training.run(stage),
+    *,
+    starts: bool = True,
     train: Callable[[Request, nn.Module], Training] | None = None,
 ) -> Run:
-    """Train as requested, in the directory `out` if given, with the `process_group` of this process. See `fit`.
+    """Train as requested, in the directory `out` if given. See `fit`.
 
-    `train` makes the training, where that is not the strategy's own.
+    The place says how to `drive` the training, and whether that starts processes on this host. `train` makes the
+    training, where that is not the strategy's own.
     """
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
-        if process_group is None:  # else the processes exist already
+        if starts:
             check_capacity_for(request, model)
         task = request.plan.task
         sparse = bool(task.sparse) or task.compiled  # a compiled step moves only a record's rows
@@ -71,9 +66,16 @@ def run_session(
         train = train or training_class(request.strategy, compiled=request.plan.task.compiled)
         training = train(request, model)
         directory, done = _open_directory(training, request, model, out, resume)
+
+        def close(directory: RunDirectory) -> None:
+            try:
+                directory.close()
+            except WriteFailed as error:  # a failed sync of the last rows must not discard what was trained
+                _log.warning("%s", error)
+
         if directory is not None:
-            stack.callback(_close, directory)
-        session = _Session(request, directory, done, process_group)
+            stack.callback(close, directory)
+        session = _Session(request, directory, done, drive)
         beginning = Beginning(
             config=request.config(model),
             history=session.history,
@@ -86,13 +88,6 @@ def run_session(
             if directory is not None and not resume and not session.history:
                 directory.discard()  # a rejected request can be corrected and repeated in the same directory
             raise
-
-
-def _close(directory: RunDirectory) -> None:
-    try:
-        directory.close()
-    except WriteFailed as error:  # a failed sync of the last rows must not discard what was trained
-        _log.warning("%s", error)
 
 
 def check_capacity_for(request: Request, model: nn.Module) -> None:
@@ -144,11 +139,9 @@ class _Session:
         request: Request,
         directory: RunDirectory | None,
         done: int | None,
-        process_group: ProcessGroup | None = None,
+        drive: Callable[[Training, Stage], Result],
     ) -> None:
-        self._request = request
-        self._process_group = process_group
-        self._directory = directory
+        self._request, self._directory, self._drive = request, directory, drive
         self._resumed_from = done
         self.history = History(directory.metrics.read() if directory is not None else ())
         passes = request.plan.task.passes
@@ -159,12 +152,9 @@ class _Session:
         self._who_stops = ""
         if directory is not None:
             self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
-            self._members: Backlog[Mapping[str, Any]] = Backlog(
-                lambda events: directory.append_member(*events)
-            )
+            self._members: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.append_member(*rows))
 
     def run(self, training: Training, beginning: Beginning) -> Run:
-        """Train, and call the callbacks at the beginning and the end."""
         try:
             self._listeners.begin(beginning)
             run = self._train(training)
@@ -178,26 +168,30 @@ class _Session:
         began = time.monotonic()
         sharing = sharing_sentence(self._request.plan.device, self._request.workers)
         self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
+
+        def take_checkpoint(step: int, path: Path) -> None:
+            self._listeners.saved(step, path)
+            self._require_stoppable()
+
         stage = Stage(
             request=self._request,
             directory=self._directory,
             history=self.history,
             take_rows=self._take_rows,
             take_event=self._take_event,
-            take_checkpoint=self._take_checkpoint,
+            take_checkpoint=take_checkpoint,
             say=self._say,
             stop_wanted=self._stop_wanted,
-            process_group=self._process_group,
         )
         try:
-            result = training.run(stage)
+            result = self._drive(training, stage)
         except ManyhandsError as error:
             if self._directory is not None:
                 self._directory.record_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             if not isinstance(error, UserError):
-                self._add_how_to_go_on(error, training)
+                self._add_how_to_resume(error, training)
             raise
         except (KeyboardInterrupt, SystemExit) as stop:
             number = signal_of(stop)
@@ -238,18 +232,13 @@ class _Session:
         self._listeners.rows(rows)
         self._require_stoppable()
 
-    def _take_checkpoint(self, step: int, path: Path) -> None:
-        self._listeners.saved(step, path)
-        self._require_stoppable()
-
     def _stop_wanted(self) -> bool:
         """Whether a callback, or the owner of a background run, requests a stop."""
         stop_request, commands = self._listeners.stop_request, self._request.options.commands
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
-        if (
-            commands is not None and not self._request.strategy.facts.can_change_workers
-        ):  # else the training handles them
+        # Where workers can change, the training handles the commands.
+        if commands is not None and not self._request.strategy.facts.can_change_workers:
             while not commands.empty():
                 commands.get().done.set_result(-1)
                 self._who_stops = self._who_stops or "Running.stop"
@@ -259,14 +248,10 @@ class _Session:
         """A stop request ends the run where the strategy cannot end all workers after one step."""
         stop_request, reason = self._listeners.stop_request, self._request.strategy.facts.cannot_stop
         if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
-            how = (
-                "resume it from its directory"
-                if self._directory is not None
-                else "nothing was kept without out="
-            )
-            raise Aborted(
-                f"{stop_request.name} asked to stop after step {stop_request.step}: {reason}; {how}"
-            )
+            kept = self._directory is not None
+            how = "resume it from its directory" if kept else "nothing was kept without out="
+            name, step = stop_request.name, stop_request.step
+            raise Aborted(f"{name} asked to stop after step {step}: {reason}; {how}")
 
     def _keep(self, log: Backlog[Any], *records: Any) -> None:
         sentence = log.add(*records)
@@ -281,7 +266,7 @@ class _Session:
         if "sentence" in event:
             _log.warning(event["sentence"])
 
-    def _add_how_to_go_on(self, error: ManyhandsError, training: Training) -> None:
+    def _add_how_to_resume(self, error: ManyhandsError, training: Training) -> None:
         """Append the resume command to the error that ended the run, where a checkpoint exists."""
         if self._directory is None or self._request.options.resume_command == "":
             return
@@ -310,12 +295,10 @@ class _Session:
             step = training.kept_step(directory)
             kept = self._kept(step, directory) if step else "no checkpoint was due yet"
             how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
-            event = {
-                "event": "interrupted",
-                "at_s": self._clock.seconds,
-                "sentence": f"ended by {number.name}; {kept}",
-            }
-            directory.append_member(event)
+            sentence = f"ended by {number.name}; {kept}"
+            directory.append_member(
+                {"event": "interrupted", "at_s": self._clock.seconds, "sentence": sentence}
+            )
         options = self._request.options
         if options.tells_interruption and options.resume_command != "":
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
@@ -330,10 +313,8 @@ class _Session:
         return f"the last good checkpoint is {kept.path}"
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
-        request = self._request
-        loss = final_loss(self.history)
-        final = {} if loss is None else {"loss": loss}
-        final |= final_metrics(self.history)
+        request, loss = self._request, final_loss(self.history)
+        final = {**({} if loss is None else {"loss": loss}), **final_metrics(self.history)}
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,

@@ -24,9 +24,11 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoin
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.options import Options
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
+from manyhands.engine.run import RowsInOrder
 from manyhands.errors import UserError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.strategies.registry import STRATEGIES
@@ -36,28 +38,21 @@ if TYPE_CHECKING:
     from manyhands.observe.analyse.collect import Collector
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
-__all__ = ["Result", "Stage", "Training", "training_class"]
+__all__ = ["Keeping", "Kept", "Result", "Stage", "Training", "last_kept", "training_class"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a training."""
 
-    model: nn.Module
-    """The final weights, on the CPU."""
-
+    model: nn.Module  # the final weights, on the CPU
     steps_done: int
     samples: int
-    seconds: float
-    """Of training alone, without starting processes."""
-
+    seconds: float  # of training alone, without starting processes
     stopped_early: bool = False
-    sent: SentFor = field(default_factory=SentFor)
-    """By all workers together."""
-
+    sent: SentFor = field(default_factory=SentFor)  # by all workers together
+    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell
     observed: Mapping[str, Any] = field(default_factory=dict)
-    """What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell."""
-
     notes: tuple[str, ...] = ()
 
 
@@ -67,26 +62,13 @@ class Stage:
 
     request: Request
     directory: RunDirectory | None
-    history: Sequence[dict[str, Any]]
-    """The rows so far, those of the run that it goes on with included."""
-
+    history: Sequence[dict[str, Any]]  # the rows so far, those of the run that it goes on with included
+    # Rows of the run's history, in the order of their steps
     take_rows: Callable[[list[dict[str, Any]]], None]
-    """Rows of the run's history, in the order of their steps."""
-
-    take_event: Callable[[Mapping[str, Any]], None]
-    """Something happened to a member of the run."""
-
-    take_checkpoint: Callable[[int, Path], None]
-    """A checkpoint was written: after how many steps, and where."""
-
-    say: Callable[[str], None]
-    """Tells the user something, now and again in the summary."""
-
-    stop_wanted: Callable[[], bool]
-    """Whether the run is to end at the next step that it can end at."""
-
-    process_group: ProcessGroup | None = None
-    """The processes of the run, where somebody else started them; this one leads."""
+    take_event: Callable[[Mapping[str, Any]], None]  # something happened to a member of the run
+    take_checkpoint: Callable[[int, Path], None]  # a checkpoint was written: after how many steps, and where
+    say: Callable[[str], None]  # tells the user something, now and again in the summary
+    stop_wanted: Callable[[], bool]  # whether the run is to end at the next step that it can end at
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
         """Process a worker's note: its rows of the history, through `order`, and its notices for the user."""
@@ -99,7 +81,6 @@ class Stage:
 
     @property
     def run_path(self) -> Path | None:
-        """The path of the run's directory."""
         return self.directory.path.absolute() if self.directory is not None else None
 
     def collector(
@@ -119,33 +100,31 @@ class Stage:
         """Context in which the run is shown, if a view was requested."""
         from manyhands.observe.draw.showing import showing
 
-        options, steps = self.request.options, self.request.plan.steps
+        options, steps, totals = self.request.options, self.request.plan.steps, collector.snapshot
         if options.view is not None:
-            shown = options.view(steps, collector.snapshot)
+            shown = options.view(steps, totals)
         else:
-            shown = showing(options.progress, steps, collector.snapshot, str(self.request.strategy))
+            shown = showing(options.progress, steps, totals, str(self.request.strategy))
         with shown:
             yield
             collector.flush()  # the last picture is of the end
 
     def checkpoints(self) -> CheckpointStore | None:
         """Where checkpoints go; None where the run is not kept."""
-        if self.directory is None:
-            return None
-        return self.directory.checkpoints(self.request.options.keep_checkpoints)
+        keep = self.request.options.keep_checkpoints
+        return self.directory.checkpoints(keep) if self.directory is not None else None
 
 
 class Training(ABC):
     """One strategy's training of a run; `resume` is called at most once, then `run` once.
 
-    In a process that another one leads, `take_part` is called once instead.
+    Where processes were started externally, `lead` is called once instead, and `take_part` in those that it leads.
     """
 
+    # Whether processes that somebody else started can be its roles: one of them leads, the others `take_part`
     can_take_part: ClassVar[bool] = False
-    """Whether processes that somebody else started can be its roles: it can `take_part` in a `Stage.process_group`."""
-
+    # Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run
     comes_again: ClassVar[bool] = False
-    """Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         self._request = request
@@ -194,10 +173,8 @@ class Training(ABC):
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The step that a resumed run would begin after; 0 where nothing is kept."""
-        try:
-            return directory.checkpoints().load().step
-        except NoCheckpoint:
-            return 0
+        found = Training.kept(directory, None, None)
+        return found[0] if found is not None else 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
@@ -220,7 +197,12 @@ class Training(ABC):
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:
-        """Train to the end; after it returns or raises, no process, memory or file of it is left."""
+        """Train to the end, in processes that this one starts; afterwards no process, memory or file of it is left."""
+
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        """`run` with processes that were started externally; only where they can take part."""
+        del stage
+        raise UserError(f"strategy={self._request.strategy} has no part for {process_group.place.name}")
 
 
 def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
@@ -229,3 +211,36 @@ def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Traini
     if found is None:
         raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
     return cast(type[Training], found).chosen_for(strategy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Where a workload's run is kept: its directory, and whether to resume from it."""
+
+    out: Path
+    resume: bool = False
+    # Of `fit`; its view and its ears are the workload's
+    options: Options = field(default_factory=lambda: Options(resume_command="", progress="none"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Parameters by name after `steps` steps, and the rows of the history up to there."""
+
+    values: Mapping[str, Tensor]
+    steps: int
+    rows: list[dict[str, Any]]
+
+
+def last_kept(folder: Path, task: AnyTask, strategy: Strategy) -> Kept | None:
+    """The newest checkpoint in a run's directory; None where there is none yet."""
+    directory = RunDirectory.open(folder, lock=False)
+    try:
+        found = training_class(strategy, compiled=task.compiled).kept(directory, task, strategy)
+        if found is None:
+            return None
+        steps, values = found
+        rows = [row for row in directory.metrics.read() if row["step"] <= steps]
+        return Kept(values=values, steps=steps, rows=rows)
+    finally:
+        directory.close()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike, synchronize_batch_norms
 from manyhands.engine.clipping import clip
 from manyhands.engine.computing import Computer, TrainingPlan
@@ -44,8 +44,11 @@ class Trained:
     samples: int
     seconds: float
     stopped_early: bool
+    # The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`
     weights: Mapping[str, torch.Tensor] | None = None
-    """The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`."""
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return self.weights if self.weights is not None else self.model.state_dict()
 
 
 class Trainer:
@@ -61,14 +64,12 @@ class Trainer:
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None = None,
     ) -> None:
-        self._plan = plan
-        self._exchange = exchange
-        self._worker_context = worker_context
+        self._plan, self._exchange, self._worker_context = plan, exchange, worker_context
         self._members = exchange.members
         self._worker = exchange.rank if exchange.members is None else exchange.members.slot
         self._computer = Computer(plan, self._worker)
         evaluate = partial(exchange.evaluate, self._computer)
-        self._reporter = Reporter(
+        self.reporter = Reporter(
             plan,
             exchange,
             worker_context,
@@ -78,12 +79,11 @@ class Trainer:
             facts=exchange.rounds.evaluation_facts if exchange.rounds is not None else dict,
         )
         self._clips = self._computer.task.clips
-        self._model: nn.Module | None = None
+        self.model: nn.Module  # once `run` has built it
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
         self._weight = 0.0  # shares of global batches computed since buffers were last made alike
-        self._sent = Traffic()  # up to the last exchange that was booked
         self._in_steps = Traffic()
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
@@ -111,15 +111,15 @@ class Trainer:
         part = exchange.part
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
-        self._model = model
+        self.model = model
         model.train()
         self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
-        self._reporter.begin(first, extra, built.metric_scheduler)
+        self.reporter.begin(first, extra, built.metric_scheduler)
         self._samples = (extra or {}).get("samples", 0)
         if self._members is not None:
-            self._members.on_join(lambda: {**self._reporter.for_newcomers(), "samples": self._samples})
+            self._members.on_join(lambda: {**self.reporter.for_newcomers(), "samples": self._samples})
         splits = exchange.rounds is None and (part.count > 1 or self._computer.task.microbatches > 1)
         if start is None and splits:  # a loss or a gradient is combined from those of parts of a batch
             self._worker_context.mark(first, State.EVALUATING)
@@ -128,38 +128,35 @@ class Trainer:
             exchange.meter.take_times()  # not part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
-            shared = self._atomically(
-                partial(self._attempt, step, model, called, scheduler), step, at_border=True
-            )
+            shared = self._atomically(partial(self._step, step, called, scheduler), step, at_border=True)
             step += 1
             if shared.bad_workers:
-                self._refuse(shared, step, first, model)
-                return self._trained(model, step - 1, stopped=True)
+                self._refuse(shared, step, first)
+                return self._trained(step - 1, stopped=True)
             if not shared.settled:
                 continue  # collective work waits until the workers are synchronized
             stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
             last = stopped or step == self._plan.steps
             checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
-            if self._reporter.uses_model(step, last=last):
-                same = partial(self._make_buffers_alike, model)
-                self._atomically(same, step)
-            together = partial(self._together, step, model, called, checks=checks, last=last)
-            ends = self._atomically(together, step)
+            if self.reporter.uses_model(step, last=last):
+                self._atomically(self._make_buffers_alike, step)
+            between = partial(self._between, step, called, checks=checks, last=last)
+            ends = self._atomically(between, step)
             stopped = stopped or (ends and not last)
             exchange.meter.take_times()  # collective work is not part of the next step
         if step == first:
-            self._atomically(partial(self._reporter.evaluate, step, called), step)
-        self._reporter.send(now=True)
+            self._atomically(partial(self.reporter.evaluate, step, called), step)
+        self.reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
         before = exchange.meter.traffic()
         weights = exchange.model_state(model)
-        self._reporter.saving += exchange.meter.traffic() - before
-        return self._trained(model, step, stopped, weights)
+        self.reporter.saving += exchange.meter.traffic() - before
+        return self._trained(step, stopped, weights)
 
     def sent(self) -> SentFor:
         """The bytes that this worker has sent so far, by purpose."""
-        steps, saving = self._in_steps, self._reporter.saving
+        steps, saving = self._in_steps, self.reporter.saving
         between = self._exchange.meter.traffic() - steps - saving
         return SentFor(gradients=steps, control=between, checkpoints=saving)
 
@@ -179,33 +176,33 @@ class Trainer:
             return work()
         return cast(_T, self._members.atomically(work, steps_done=steps_done, at_border=at_border))
 
-    def leave_owed(self, step: int, model: nn.Module) -> None:
-        """Write the checkpoint of `step` that the old worker 0 lost, if this is worker 0 now."""
-        self._reporter.save_owed(step, model)
-
-    def _attempt(
-        self, step: int, model: nn.Module, called: nn.Module, scheduler: LRScheduler | None
-    ) -> SharedStep:
-        self._reporter.save_owed(step, model)
-        return self._step(step, called, scheduler)
-
-    def _together(self, step: int, model: nn.Module, called: nn.Module, *, checks: bool, last: bool) -> bool:
+    def _between(self, step: int, called: nn.Module, *, checks: bool, last: bool) -> bool:
         """Collective: what is due between two steps; returns whether the run ends here."""
-        if checks:
-            self._check(model, step)
-        return self._reporter.after(step, model, called, last=last)
+        exchange, part, model = self._exchange, self._exchange.part, self.model
+        if checks and self._plan.check_every and any(len(group) > 1 for group in part.copies):
+            Agreement(
+                partial(part.parameters, model),
+                rank=exchange.rank,
+                world=exchange.world,
+                total=exchange.total,
+                copies=part.copies,
+                agreed_step=self._agreed_step,
+            ).check(step)
+            self._agreed_step = step
+        return self.reporter.after(step, model, called, last=last)
 
-    def _make_buffers_alike(self, model: nn.Module) -> None:
+    def _make_buffers_alike(self) -> None:
         """Collective: synchronize the buffers before the model is evaluated, saved or handed over."""
         part = self._exchange.part
         if part.count > 1:
             total = part.total_of_copies or self._exchange.total
             weight = self._weight if self._plan.buffers == MEAN else None
-            make_alike(list(part.buffers(model)), total, first=part.index == 0, weight=weight)
+            make_alike(list(part.buffers(self.model)), total, first=part.index == 0, weight=weight)
             self._weight = 0.0
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         exchange, worker_context = self._exchange, self._worker_context
+        self.reporter.save_missing(step, self.model)
         worker_context.mark(step + 1, State.COMPUTING)
         meter, before = exchange.meter, exchange.meter.traffic()
         begin = time.monotonic_ns()
@@ -227,99 +224,72 @@ class Trainer:
         times = meter.take_times()
         if not shared.bad_workers:
             if self._clips:
-                assert self._model is not None, "a step comes after the model"
-                clip(self._computer.task, exchange, self._model)
+                clip(self._computer.task, exchange, self.model)
             exchange.apply()
             if scheduler is not None:
                 scheduler.step()
         end = time.monotonic_ns()
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)
-        book.turns(during.turns)
-        in_micro_batches = sum(turn.exchange_ns for turn in during.turns)
+        book.microbatches(during.microbatches)
+        in_micro_batches = sum(item.exchange_ns for item in during.microbatches)
         book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped - in_micro_batches)
         book.waits(during.wait_ns)
         book.waits(times.wait_ns)
         if exchange.world > 1:
-            self._sent = meter.traffic()
-            self._in_steps += self._sent - before
-            book.exchange(agreed, self._sent - before, exchange.wire, hidden_ns=overlapped)
+            sent = meter.traffic()
+            self._in_steps += sent - before
+            book.exchange(agreed, sent - before, exchange.wire, hidden_ns=overlapped)
             book.posts(times.posts, exchange.wire)
+            before = sent
         closing = meter.take_times().wait_ns
         book.compute(max(agreed, end - sum(closing.values())))
         book.waits(closing)
         if exchange.average is not None and not shared.bad_workers and exchange.average(False):
-            end = self._book_average(book)
+            # The synchronization after a step is exchange, and waits for late workers.
+            end, times, sent = time.monotonic_ns(), meter.take_times(), meter.traffic() - before
+            book.waits(times.wait_ns)
+            self._in_steps += sent
+            book.exchange(end, sent, exchange.wire)
+            book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
         rounds = exchange.rounds
         self._samples += self._computer.batch_samples(step) if rounds is None else rounds.step_samples()
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 
-    def _book_average(self, book: StepBook) -> int:
-        """Book the synchronization after a step as exchange and waits for late workers; returns when it ended."""
-        exchange, end = self._exchange, time.monotonic_ns()
-        times = exchange.meter.take_times()
-        book.waits(times.wait_ns)
-        sent = exchange.meter.traffic() - self._sent
-        self._in_steps += sent
-        book.exchange(end, sent, exchange.wire)
-        book.posts(times.posts, exchange.wire)
-        return end
-
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
         """Add the step's row to the history, once all have agreed on its loss."""
         rounds = self._exchange.rounds
         facts = rounds.row_facts() if rounds is not None else {}
-        self._unsettled.append(
-            {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
-        )
+        self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self.reporter.seconds, **facts})
         if not shared.settled or shared.bad_workers:
             return
-        self._reporter.loss = shared.loss
+        self.reporter.loss = shared.loss
         self._course.add(shared.loss)
         rows, self._unsettled = self._unsettled, []
         if self._exchange.rank == 0 or self._members is not None:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
-                self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
+                self.reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
 
-    def _check(self, model: nn.Module, step: int) -> None:
-        """Compare the workers' parameters, where there are several copies and the check is enabled."""
-        exchange, part = self._exchange, self._exchange.part
-        if not (self._plan.check_every and any(len(group) > 1 for group in part.copies)):
-            return
-        Agreement(
-            partial(part.parameters, model),
-            rank=exchange.rank,
-            world=exchange.world,
-            total=exchange.total,
-            copies=part.copies,
-            agreed_step=self._agreed_step,
-        ).check(step)
-        self._agreed_step = step
-
-    def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
+    def _refuse(self, shared: SharedStep, step: int, first: int) -> None:
         """Stop every worker at this step; the first whose loss broke raises NonFinite."""
-        self._reporter.send(now=True)
+        self.reporter.send(now=True)
         if shared.bad_workers[0] != self._worker:
             return
         task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
-        cause = diagnose(model, self._course, since=since, clip=not task.clips)
+        cause = diagnose(self.model, self._course, since=since, clip=not task.clips)
         where = f"worker {shared.bad_workers[0]}, step {step}"
         raise NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
 
     def _trained(
-        self,
-        model: nn.Module,
-        step: int,
-        stopped: bool,
-        weights: Mapping[str, torch.Tensor] | None = None,
+        self, step: int, stopped: bool, weights: Mapping[str, torch.Tensor] | None = None
     ) -> Trained:
         return Trained(
-            model=model,
+            model=self.model,
             steps_done=step,
             samples=self._samples,
-            seconds=self._reporter.seconds,
+            seconds=self.reporter.seconds,
             stopped_early=stopped,
             weights=weights,
         )
@@ -337,9 +307,7 @@ class Course:
     last: float | None = None
 
     def add(self, loss: float) -> None:
-        if self.first is None:
-            self.first = loss
-        self.last = loss
+        self.first, self.last = loss if self.first is None else self.first, loss
 
     @property
     def has_grown(self) -> bool:
@@ -362,9 +330,9 @@ def diagnose(
     was built with them); `clip` says whether clipping is something to try.
     """
     bad, largest, where = _weights(model)
-    grown = (
-        f", and the loss had grown from {course.first:.3g} to {course.last:.3g}" if course.has_grown else ""
-    )
+    grown = ""
+    if course.has_grown:
+        grown = f", and the loss had grown from {course.first:.3g} to {course.last:.3g}"
     rate = "lower the learning rate" + (" or clip the gradient (Task(clip_norm=1.0))" if clip else "")
     if bad is not None and not since:
         return f"the model began with weights that are not finite, the first in {bad!r}; start from others"
@@ -375,7 +343,8 @@ def diagnose(
             f"the {what} is the first that is not: training diverges, the weights are up to {largest:.3g} "
             f"({where!r}){grown}; {rate}"
         )
-    reached = _first_gradient(model)
+    gradients = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
+    reached = next((name for name, grad in gradients if not torch.isfinite(grad).all()), None)
     so = f", and so its gradient is not, the first in {reached!r}" if reached is not None else ""
     return (
         f"the {what} is the first that is not: the weights are finite, up to {largest:.3g} ({where!r}){so}; look at "
@@ -396,11 +365,3 @@ def _weights(model: nn.Module) -> tuple[str | None, float, str]:
         if most >= largest:
             largest, where = most, name
     return None, largest, where
-
-
-def _first_gradient(model: nn.Module) -> str | None:
-    """The first parameter whose gradient is not finite, where the model holds gradients."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return name
-    return None

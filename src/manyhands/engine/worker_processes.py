@@ -28,8 +28,8 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import RowsInOrder
-from manyhands.engine.reporting import NOTES, WorkerContext
+from manyhands.engine.reporting import NOTES, ProcessContext, WorkerContext
+from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
@@ -46,7 +46,7 @@ from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
 
 if TYPE_CHECKING:
-    from manyhands.engine.external_workers import BeginTraining, ExternalWorker
+    from manyhands.engine.external_workers import LeadingWorker, MemberWorker
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
     from manyhands.places.local.children import Role
     from manyhands.places.local.rendezvous import RendezvousStore
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessTraining", "Train", "WorkerJob"]
 
+# Trains from a checkpoint or from nothing, and gives what else there is to report
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
-"""Trains from a checkpoint or from nothing, and gives what else there is to tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,7 @@ class WorkerJob:
     threads: int
     run_path: Path | None
     keep_checkpoints: int
-    resume_step: int | None
-    """Go on from the checkpoint of this step."""
+    resume_step: int | None  # continue from the checkpoint of this step
 
 
 class ProcessTraining(Training):
@@ -110,8 +109,6 @@ class ProcessTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Start the workers, process their notes, and read the weights that worker 0 left."""
-        if stage.process_group is not None:
-            return self._lead(stage, stage.process_group)
         from manyhands.places.local.supervisor import LocalCluster
 
         request = self._request
@@ -134,7 +131,7 @@ class ProcessTraining(Training):
                     stage.take_rows(rows.rest())
                 collector.flush()
                 observed = collector.summary()
-            self._model.load_state_dict(files.read_weights())
+            self._model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{files.weights}")))
         return self._result(finished, observed)
 
     def _file_name(self, rank: int) -> str:
@@ -155,45 +152,34 @@ class ProcessTraining(Training):
             notes=self.said(finished),
         )
 
-    def _lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
         """Train as worker 0 in this process, and listen to the others, which run the same loop."""
-        from manyhands.engine.external_workers import ORDERS, ControlListener, LeadingWorker
+        from manyhands.engine.external_workers import ORDERS, BeginTraining, ControlListener, LeadingWorker
 
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:
             ring = stack.enter_context(EventRing.create(role=0))
-            rings = {"worker-0": ring}
-            rings |= {
-                self._file_name(rank): theirs for rank, theirs in process_group.control_server.rings.items()
-            }
+            others_rings = process_group.control_server.rings.items()
+            rings = {"worker-0": ring, **{self._file_name(rank): theirs for rank, theirs in others_rings}}
             collector = stack.enter_context(stage.collector(rings, self._request.workers))
-            hearing = stack.enter_context(ControlListener(process_group))
-            worker_context = LeadingWorker(stage, process_group, hearing, ring, rows)
+            listener = stack.enter_context(ControlListener(process_group))
+            worker_context = LeadingWorker(stage, process_group, listener, ring, rows)
+            begin = BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
             try:
                 with stage.view(collector), worker_context:
-                    process_group.tell_all(ORDERS.write(self._orders(stage)))
+                    process_group.tell_all(ORDERS.write(begin))
                     if self._start is not None:
                         process_group.give("start", partial(pack_tree, self._start.tree))
-                    own = self._part(
-                        process_group,
-                        process_group.control_server.store,
-                        worker_context,
-                        stage.checkpoints(),
-                        self._start,
-                    )
-                    hearing.wait_for_all(process_group.timeout_s)
+                    store, checkpoints = process_group.control_server.store, stage.checkpoints()
+                    own = self._part(process_group, store, worker_context, checkpoints, self._start)
+                    listener.wait_for_all(process_group.timeout_s)
             finally:
                 worker_context.hear_others()
                 stage.take_rows(rows.rest())
             collector.flush()
             observed = collector.summary()
-        others = [hearing.finished[rank] for rank in range(1, process_group.place.world)]
+        others = [listener.finished[rank] for rank in range(1, process_group.place.world)]
         return self._result([own, *others], observed)
-
-    def _orders(self, stage: Stage) -> BeginTraining:
-        from manyhands.engine.external_workers import BeginTraining
-
-        return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
 
     def take_part(self, member: GroupMember) -> None:
         """Train as one worker of a run that another process leads, from its first message to the last step."""
@@ -202,9 +188,7 @@ class ProcessTraining(Training):
         line = member.connection
         with MemberWorker(line) as worker_context:
             orders = wait_for_orders(member)
-            start = None
-            if orders.resumes:
-                start = Loaded.of(unpack_tree(line.take("start", member.timeout_s)))
+            start = Loaded.of(unpack_tree(line.take("start", member.timeout_s))) if orders.resumes else None
             # Saving is collective, though worker 0 alone writes.
             checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
             line.end(self._part(member, line.store, worker_context, checkpoints, start))
@@ -213,7 +197,7 @@ class ProcessTraining(Training):
         self,
         party: ProcessGroup | GroupMember,
         store: RendezvousStore,
-        worker_context: ExternalWorker,
+        worker_context: LeadingWorker | MemberWorker,
         checkpoints: CheckpointStore | None,
         start: Loaded | None,
     ) -> dict[str, Any]:
@@ -223,11 +207,11 @@ class ProcessTraining(Training):
         joined = time.monotonic_ns()
         job = self._job(None)
         plan, timeout_s = job.plan, job.timeout_s
+        connecting = connect_worker(
+            party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
+        )
         with ExitStack() as stack:
-            rendezvous = connect_worker(
-                party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
-            )
-            worker_links = stack.enter_context(rendezvous)
+            worker_links = stack.enter_context(connecting)
             worker_context.linked_by(worker_links)
             if party.place.rank >= job.workers:
                 worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
@@ -238,8 +222,7 @@ class ProcessTraining(Training):
             worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
             trained, report = train(start)
             if party.place.leads:
-                weights = trained.weights if trained.weights is not None else trained.model.state_dict()
-                self._model.load_state_dict(weights)
+                self._model.load_state_dict(trained.state_dict())
             worker_context.record(EventKind.LEAVE, time.monotonic_ns())
         return _report(trained, report)
 
@@ -283,8 +266,7 @@ class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
-        self._stack = ExitStack()
-        self._workers = workers
+        self._stack, self._workers = ExitStack(), workers
         world = sum(strategy.processes(workers).values())
         with ExitStack() as stack:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
@@ -292,8 +274,8 @@ class WorkerFiles(Closeable):
             self._mesh: Mesh | None = None
             if strategy.facts.uses_links:
                 self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
-            self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
-            stack.callback(os.close, self._weights)
+            self.weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
+            stack.callback(os.close, self.weights)
             self._store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
             stack.callback(os.close, self._store)
             self._stack = stack.pop_all()
@@ -310,7 +292,7 @@ class WorkerFiles(Closeable):
             "control": self.group.control,
             "arena": self.group.arena,
             "events": self.rings[rank].descriptor,
-            "weights": self._weights,
+            "weights": self.weights,
             "store": self._store,
             **links,
         }
@@ -321,9 +303,6 @@ class WorkerFiles(Closeable):
         if self._mesh is not None:
             self._mesh.close()  # a lifeline kept open here would hide the death
 
-    def read_weights(self) -> dict[str, torch.Tensor]:
-        return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
-
     def close(self) -> None:
         self._stack.close()
 
@@ -333,7 +312,7 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
     use_threads(job.threads)
     with ExitStack() as stack:
         ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        worker_context = _Process(context, ring)
+        worker_context = ProcessContext(context, ring)
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
         checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
         start = None
@@ -346,8 +325,9 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
         worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         trained, report = train(start)
         if context.rank == 0:
-            weights = trained.weights if trained.weights is not None else trained.model.state_dict()
-            _leave_weights(context.descriptor("weights"), weights)
+            with os.fdopen(os.dup(context.descriptor("weights")), "wb") as file:
+                for chunk in encode_tensors(trained.state_dict()):
+                    file.write(chunk)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
     return _report(trained, report)
 
@@ -356,7 +336,7 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
-        worker_context = _Process(context, ring)
+        worker_context = ProcessContext(context, ring)
         worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         report = training.helper(job.strategy, _resources(context, job), worker_context)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
@@ -371,16 +351,6 @@ def _report(trained: Trained, report: Mapping[str, Any]) -> dict[str, Any]:
         "stopped_early": trained.stopped_early,
         **report,
     }
-
-
-class _Process:
-    """The worker context of a local process: its event ring, its row of the status table, its channel."""
-
-    def __init__(self, context: RoleContext, ring: EventRing) -> None:
-        self.record = ring.record
-        self.mark = context.mark
-        self.note = lambda note: context.send(NOTES.write(note))
-        self.stop_requested = context.stop_requested
 
 
 def _resources(context: RoleContext, job: WorkerJob) -> Resources:
@@ -418,9 +388,3 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         seed=job.plan.seed,
         device=device_of(job.plan.device, context.rank),
     )
-
-
-def _leave_weights(descriptor: int, weights: Mapping[str, torch.Tensor]) -> None:
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        for chunk in encode_tensors(weights):
-            file.write(chunk)

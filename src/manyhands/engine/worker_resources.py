@@ -25,42 +25,26 @@ class Resources:
     """One worker's resources, on one host or several; the caller that requests the group closes it."""
 
     rank: int
-    world: int
-    """How many workers there are."""
-
+    world: int  # how many workers there are
     timeout_s: float
+    # Memory that all of them share, with barriers; UserError where they are on several hosts
     group: Callable[[], SharedGroup]
-    """Memory that all of them share, with barriers; UserError where they are on several hosts."""
-
+    # A link to each of the others; only where the strategy `uses_links`, or there are several hosts
     links: Callable[[], Mapping[int, Link]]
-    """A link to each of the others; only where the strategy `uses_links`, or there are several hosts."""
-
+    # Memory that those of this worker's host share, by their places in it, where there are several hosts
     host_group: Callable[[], SharedGroup] = _apart
-    """Memory that those of this worker's host share, by their places in it, where there are several hosts."""
-
-    seed: int = 0
-    """Of the run."""
-
+    seed: int = 0  # of the run
+    # Where this worker computes
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, never changed
-    """Where this worker computes."""
-
+    # The ranks of each host, where there are several; empty: all are on this one
     hosts: Sequence[Sequence[int]] = ()
-    """The ranks of each host, where there are several; empty: all are on this one."""
-
-    helpers: int = 0
-    """Processes that only sum for the workers: those of the ranks after them."""
-
-    shares_memory: bool = True
-    """Whether there is a `group` to ask for."""
-
+    helpers: int = 0  # processes that only sum for the workers: those of the ranks after them
+    shares_memory: bool = True  # whether there is a `group` to ask for
+    # A store for the process groups of torch's engines, with the run's deadline; None where nobody keeps one
     torch_store: Callable[[], Store] | None = None
-    """A store for the process groups of torch's engines, with the run's deadline; None where nobody keeps one."""
-
+    # Whether the user trusts the network between hosts, so that what cannot be encrypted may go there, too
     in_the_clear: bool = False
-    """Whether the user trusts the network between hosts, so that what cannot be encrypted may go there, too."""
-
-    alarm: Alarm | None = None
-    """Ends waits for what comes over links, where somebody watches over the others."""
+    alarm: Alarm | None = None  # ends waits for what comes over links, where somebody watches over the others
 
     @property
     def several_hosts(self) -> bool:

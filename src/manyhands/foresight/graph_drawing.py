@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from manyhands.engine.placement.tracing import Crossing, Graph, Node, TiedParameters, cut_of
 from manyhands.errors import format_bytes
-from manyhands.observe.draw.aligned import aligned
+from manyhands.observe.draw.axes import aligned
 
 __all__ = ["graph_svg", "graph_text"]
 

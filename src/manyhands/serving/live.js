@@ -79,7 +79,7 @@ document.getElementById("save").addEventListener("click", async () => {
     link.download = "report.html";
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-  } catch { say("The report did not come; manyhands report writes it from the run's directory.", true); }
+  } catch { say("The report did not come; manyhands show RUN --as file writes it from the run's directory.", true); }
 });
 addEventListener("hashchange", () => { if (takeToken()) follow(); });
 takeToken();

@@ -105,8 +105,8 @@ def live_page() -> str:
     lead = (
         '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
         '<button id="save" type="button">Save as a report</button></div>\n'
-        "<noscript><p>The live page needs its script; <code>manyhands report RUN</code> writes a page without one."
-        "</p></noscript>\n"
+        "<noscript><p>The live page needs its script; <code>manyhands show RUN --as file</code> writes a page without "
+        "one.</p></noscript>\n"
     )
     return document("manyhands", (), style=_STYLE, lead=lead, script=_SCRIPT)
 

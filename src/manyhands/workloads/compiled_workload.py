@@ -1,6 +1,6 @@
 """The seam between a workload with a training of its own and the command line, which asks for none by its name.
 
-A workload says which options it has, how it trains with them and what came out; `cli/workload_command.py` makes
+A workload says which options it has, how it trains with them and what came out; `cli/train_command.py` makes
 `manyhands train NAME` and `manyhands compare NAME` of that: where the run is kept, its page, signals, summary, report.
 """
 
@@ -19,8 +19,8 @@ from manyhands.workloads.task_options import option
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.interrupted_run import Keeping
     from manyhands.engine.kernel_task import KernelTask
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["ComparedTask", "CompiledWorkload", "TableRows", "TrainEnd", "WorkerOptions"]

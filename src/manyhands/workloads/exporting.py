@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.exported import check_precision, read_exported, write_exported
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.tensorfile import check_precision, read_exported, write_exported
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.engine.interrupted_run import last_kept
+from manyhands.engine.training import last_kept
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.task import Task

@@ -8,7 +8,7 @@
 An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
 byte of a text and so all that follow, and with int8 by the scale of the activations, which is that of the batch.
 
-A module that computes in fewer bits: what inference does with them, unlike `data.store.exported`, which only keeps
+A module that computes in fewer bits: what inference does with them, unlike `data.store.tensorfile`, which only keeps
 them.
 
 fp32   as trained
@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.store.exported import check_precision
+from manyhands.data.store.tensorfile import check_precision
 from manyhands.errors import UserError, nearest
 
 __all__ = ["ModulePredictor", "Predictor", "ReadAs", "in_precision", "table_of"]

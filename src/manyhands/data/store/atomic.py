@@ -151,7 +151,16 @@ def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
     Tuples become lists, numpy scalars plain numbers, paths text. JSON has no NaN and no infinity: those
     become null, so that every JSON reader accepts the file.
     """
-    plain = value if indent is None and _is_plain(value) else _plain(value, where)
+    # A row of plain values, as nearly all are that a run writes by the thousand, is written as it is.
+    is_plain = (
+        indent is None
+        and type(value) is dict
+        and all(
+            type(key) is str and (type(item) in _AS_THEY_ARE or (type(item) is float and math.isfinite(item)))
+            for key, item in value.items()
+        )
+    )
+    plain = value if is_plain else _plain(value, where)
     encoder = _ONE_LINE if indent is None else json.JSONEncoder(indent=indent, allow_nan=False)
     return encoder.encode(plain).encode() + b"\n"
 
@@ -159,14 +168,6 @@ def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
 def reason(error: OSError) -> str:
     """What the system says went wrong, without the path that the caller names itself."""
     return error.strerror or str(error)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether this is a row of plain values, as nearly all are that a run writes by the thousand."""
-    return type(value) is dict and all(
-        type(key) is str and (type(item) in _AS_THEY_ARE or (type(item) is float and math.isfinite(item)))
-        for key, item in value.items()
-    )
 
 
 def _plain(value: Any, where: str) -> Any:

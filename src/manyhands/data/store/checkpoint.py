@@ -73,9 +73,8 @@ class NonFiniteSnapshot(NonFinite):
     """A snapshot with NaN or infinity in it was refused; `name` is its first bad tensor, or 'score'."""
 
     def __init__(self, step: int, name: str) -> None:
-        super().__init__(
-            f"{name} is not finite at step {step}; no checkpoint of it was written, those before are kept"
-        )
+        what = f"{name} is not finite at step {step}"
+        super().__init__(f"{what}; no checkpoint of it was written, those before are kept")
         self.name = name
 
 
@@ -142,11 +141,10 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
             raise UserError(f"keep is {keep}; at least 1 checkpoint is kept")
-        self.folder = Path(folder)
-        self.keep = keep
+        self.folder, self.keep = Path(folder), keep
 
     def path_of(self, step: int) -> Path:
-        return self.folder / _name(step)
+        return self.folder / f"step-{step:08d}"
 
     def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
         """Write a checkpoint to the disk, then rotate out old ones before `spare_from`; return its directory.
@@ -154,9 +152,8 @@ class CheckpointStore:
         A step that was saved before is replaced. NonFiniteSnapshot, UserError (a value no checkpoint can
         hold) and WriteFailed (a full disk, say) leave the checkpoints that are there as they are.
         """
-        content = _Content.of(snapshot)
+        content, target = _Content.of(snapshot), self.path_of(snapshot.step)
         content.require_finite(snapshot)
-        target = self.path_of(snapshot.step)
         try:
             make_directory(self.folder)
             self._sweep()
@@ -173,9 +170,24 @@ class CheckpointStore:
                 self._sweep()
             if not isinstance(error, OSError):
                 raise
-            raise WriteFailed(self._complaint(snapshot.step, content.num_bytes, error)) from error
-        self._rotate(snapshot.step, spare_from)
+            room = ""
+            with suppress(OSError):
+                room = f" and {format_bytes(shutil.disk_usage(self.folder).free)} are free"
+            needed = sum(tensor.nbytes for tensor in (*content.model.values(), *content.others.values()))
+            raise WriteFailed(
+                f"the checkpoint of step {snapshot.step} could not be written to {self.folder}: {reason(error)} (it "
+                f"needs {format_bytes(needed)}{room}); the checkpoints already there are kept"
+            ) from error
+        for step in rotated_out(self._entries(), snapshot.step, self.keep, spare_from):
+            with suppress(OSError):  # the checkpoint asked for is safe; the next save tries again
+                self._remove(self.path_of(step))
         return target
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        removing = path.with_name(f"{path.name}.removing")
+        path.rename(removing)  # first out of sight, so that a crash leaves no half-removed checkpoint
+        _discard(removing)
 
     def load(self, step: int | None = None) -> Loaded:
         """Read the newest checkpoint whose every byte is as it was saved, passing over damaged ones.
@@ -207,9 +219,7 @@ class CheckpointStore:
             self._sweep()
             for found, path in self._candidates():
                 if found > step:
-                    removing = path.with_name(f"{path.name}.removing")
-                    path.rename(removing)  # first out of sight, as in rotation
-                    _discard(removing)
+                    self._remove(path)
             if self.folder.is_dir():
                 sync_directory(self.folder)
         except OSError as error:
@@ -228,29 +238,18 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Clear what a crashed writer left: its in-between names, and nothing else."""
         for step, suffix, path in list(self._scan()):
-            if suffix == ".replaced" and _intact(self.folder / _name(step), step) is None:
-                _discard(self.folder / _name(step))
-                path.rename(self.folder / _name(step))
+            if suffix == ".replaced" and _intact(self.path_of(step), step) is None:
+                _discard(self.path_of(step))
+                path.rename(self.path_of(step))
             elif suffix:
                 _discard(path)
 
-    def _rotate(self, saved_step: int, spare_from: int | None) -> None:
-        for step in rotated_out(self._entries(), saved_step, self.keep, spare_from):
-            path = self.folder / _name(step)
-            removing = path.with_name(f"{path.name}.removing")
-            try:
-                path.rename(removing)  # first out of sight, so that a crash leaves no half-removed checkpoint
-            except OSError:  # the checkpoint asked for is safe; the next save tries again
-                continue
-            _discard(removing)
-
     def _entries(self) -> list[SavedStep]:
-        entries = []
-        for step, path in self._candidates():
-            manifest = _intact(path, step)
-            score = None if manifest is None else manifest.score
-            entries.append(SavedStep(step=step, score=score, intact=manifest is not None))
-        return entries
+        found = [(step, _intact(path, step)) for step, path in self._candidates()]
+        return [
+            SavedStep(step=step, score=manifest.score if manifest else None, intact=manifest is not None)
+            for step, manifest in found
+        ]
 
     def _candidates(self) -> list[tuple[int, Path]]:
         """Everything that may be a checkpoint, newest first; a replaced copy stands behind its successor."""
@@ -264,18 +263,8 @@ class CheckpointStore:
             return
         for name in names:
             match = _NAME.fullmatch(name)
-            if match and match[1] == _name(int(match[2])):
+            if match and match[1] == self.path_of(int(match[2])).name:
                 yield int(match[2]), match[3], self.folder / name
-
-    def _complaint(self, step: int, num_bytes: int, error: OSError) -> str:
-        try:
-            room = f" and {format_bytes(shutil.disk_usage(self.folder).free)} are free"
-        except OSError:
-            room = ""
-        return (
-            f"the checkpoint of step {step} could not be written to {self.folder}: {reason(error)} (it needs "
-            f"{format_bytes(num_bytes)}{room}); the checkpoints already there are kept"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -293,10 +282,6 @@ class _Content:
         require_storable(model)
         require_storable(others)
         return cls(model=model, others=others, state={"aliases": dict(aliases), "tree": tree})
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
 
     def require_finite(self, snapshot: Snapshot) -> None:
         if snapshot.score is not None and not math.isfinite(snapshot.score):
@@ -337,13 +322,9 @@ def _read(folder: Path, step: int) -> Loaded:
         model |= {name: model[kept] for name, kept in aliases.items()}
         file = folder / OPTIMIZER_FILE
         tree = unflatten(read_tensors(file), meta)
+        optimizer, extra = tree["optimizer"], tree["extra"]
         return Loaded(
-            step=step,
-            model=model,
-            optimizer=tree["optimizer"],
-            extra=tree["extra"],
-            score=manifest.score,
-            path=folder,
+            step=step, model=model, optimizer=optimizer, extra=extra, score=manifest.score, path=folder
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # Its hash is right, so this is what was written: not damage of the disk but another program's file.
@@ -366,10 +347,6 @@ def _discard(path: Path) -> None:
         return
     with suppress(OSError):
         path.unlink()
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

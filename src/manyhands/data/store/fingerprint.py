@@ -44,13 +44,10 @@ class Fingerprint:
         for name in _PLAIN_FIELDS:
             before, now = getattr(self, name), getattr(current, name)
             if before != now:
-                return (
-                    f"{name} is {printable(repr(now))}, but the run was started with {printable(repr(before))}; resume "
-                    "with that"
-                )
+                now, before = printable(repr(now)), printable(repr(before))
+                return f"{name} is {now}, but the run was started with {before}; resume with that"
         for name in [*self.parameters, *current.parameters]:
-            before = self.parameters.get(name, "absent")
-            now = current.parameters.get(name, "absent")
+            before, now = self.parameters.get(name, "absent"), current.parameters.get(name, "absent")
             if before != now:
                 who, now, before = printable(repr(name)), printable(now), printable(before)
                 return f"parameter {who} is {now}, but in the run it was {before}; resume with that model"

@@ -65,7 +65,16 @@ class LineFile:
         """Add a line, its end included, or several at once; WriteFailed leaves the file as it was before."""
         try:
             if self._descriptor is None:
-                self._descriptor, self._num_lines = _open_at_a_line_end(self.path)
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                descriptor = os.open(self.path, flags, 0o666)
+                try:
+                    self._num_lines, keep, size = _count_lines(descriptor)
+                    if keep < size:
+                        os.ftruncate(descriptor, keep)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                self._descriptor = descriptor
             end = os.fstat(self._descriptor).st_size
             try:
                 write_all(self._descriptor, lines)
@@ -130,19 +139,6 @@ class Backlog(Generic[_T]):
                 continue
             for _ in range(min(at_once, len(self._waiting))):
                 self._waiting.popleft()
-
-
-def _open_at_a_line_end(path: Path) -> tuple[int, int]:
-    """Open for appending without a last line that has no end; the descriptor, and how many lines there are."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    try:
-        num_lines, keep, size = _count_lines(descriptor)
-        if keep < size:
-            os.ftruncate(descriptor, keep)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, num_lines
 
 
 def _count_lines(descriptor: int) -> tuple[int, int, int]:

@@ -18,8 +18,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from manyhands.data.store.atomic import FileDigest, reason
 
@@ -44,9 +45,7 @@ MANIFEST_FILE = "manifest.json"
 CONTENT_FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
 
 MANIFEST_LIMIT_BYTES = 1 << 20
-_CHUNK_BYTES = 4 << 20
-_FORMAT = "manyhands checkpoint"
-_VERSION = 1
+_FORMAT, _VERSION = "manyhands checkpoint", 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ class Manifest:
     files: Mapping[str, FileDigest]
 
     def render(self) -> bytes:
-        """The one text of this manifest."""
         body: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -105,7 +103,13 @@ class Manifest:
                     f"is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
                 )
             case {"step": int(step), "score": None | int() | float() as score, "files": dict(entries)}:
-                files = {name: _digest(entry) for name, entry in entries.items()}
+                files = {}
+                for name, entry in entries.items():
+                    match entry:
+                        case {"bytes": int(num_bytes), "sha256": str(sha256)}:
+                            files[name] = FileDigest(num_bytes=num_bytes, sha256=sha256)
+                        case _:
+                            raise ValueError("does not give each file a length and a hash")
                 manifest = cls(step=step, score=score, files=files)
             case _:
                 raise ValueError("is no manifest of a checkpoint")
@@ -133,8 +137,15 @@ def damaged_files(folder: Path, manifest: Manifest, *, hashes: bool) -> tuple[Da
     """The files of `folder` that are not as the manifest says: their lengths only, or their hashes too."""
     damages: list[Damage] = []
     for name in CONTENT_FILES:
+        path, expected = folder / name, manifest.files[name]
         try:
-            _check(folder / name, manifest.files[name], hashes=hashes)
+            with _opened(path) as (file, num_bytes):
+                if num_bytes != expected.num_bytes:
+                    damages.append(Damage(path, f"is {num_bytes} bytes long instead of {expected.num_bytes}"))
+                elif hashes and hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    damages.append(
+                        Damage(path, "does not have the content that was saved (its SHA-256 differs)")
+                    )
         except Damaged as found:
             damages.extend(found.damages)
     return tuple(damages)
@@ -148,21 +159,8 @@ def read_whole(path: Path, limit_bytes: int) -> bytes:
         return file.read(limit_bytes)
 
 
-def _check(path: Path, expected: FileDigest, *, hashes: bool) -> None:
-    with _opened(path) as (file, num_bytes):
-        if num_bytes != expected.num_bytes:
-            raise Damaged(Damage(path, f"is {num_bytes} bytes long instead of {expected.num_bytes}"))
-        if not hashes:
-            return
-        hasher = hashlib.sha256()
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-        if hasher.hexdigest() != expected.sha256:
-            raise Damaged(Damage(path, "does not have the content that was saved (its SHA-256 differs)"))
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def _opened(path: Path) -> Iterator[tuple[BufferedReader, int]]:
     """A plain file, opened, with its length; whatever the system objects to is Damaged."""
     try:
         # Without O_NONBLOCK, opening a pipe put in the place of a file would wait for its writer for ever.
@@ -179,10 +177,3 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise Damaged(Damage(path, "is missing")) from None
     except OSError as error:
         raise Damaged(Damage(path, f"cannot be read: {reason(error)}")) from error
-
-
-def _digest(entry: object) -> FileDigest:
-    match entry:
-        case {"bytes": int(num_bytes), "sha256": str(sha256)}:
-            return FileDigest(num_bytes=num_bytes, sha256=sha256)
-    raise ValueError("does not give each file a length and a hash")

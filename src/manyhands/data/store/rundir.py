@@ -24,8 +24,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,19 +57,14 @@ __all__ = [
 
 
 _log = logging.getLogger("manyhands")
+# What to do where a run is in the way, as Python has it, and on the command line
 IN_PYTHON: Final = "pass resume=True or choose another out"
-"""What to do where a run is in the way, as Python has it."""
-
 ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
-"""The same on the command line."""
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
-_HANG = "hang.txt"
-_MEMBERS = "members.jsonl"
-_FORMAT = "manyhands run"
-_VERSION = 1
-# What a `create` that died before the configuration was written may have left: still an empty directory to
-# us.
+_HANG, _MEMBERS = "hang.txt", "members.jsonl"
+_FORMAT, _VERSION = "manyhands run", 1
+# What a `create` that died before the configuration was written may have left: still an empty directory to us.
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
@@ -81,15 +76,13 @@ class RunDirectory(Closeable):
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], lock: RunLock | None) -> None:
-        self.path = path
-        self.config = config
+        self.path, self.config, self.lock = path, config, lock
         self.events_path = path / "events"  # where the processes of the run put their events
         self.checkpoints_path = path / "checkpoints"
         self.metrics_path = path / _METRICS  # the history, a line a row
         self.members_path = path / _MEMBERS  # what happened to processes, a line each; not every run has it
         self.summary_path = path / _SUMMARY  # a run that has not ended has none, or an earlier one's
         self.metrics = MetricsLog(self.metrics_path)
-        self.lock = lock
         self._members = LineFile(self.members_path)
 
     @classmethod
@@ -112,15 +105,10 @@ class RunDirectory(Closeable):
             make_directory(path)
         except OSError as error:
             raise UserError(f"{path} cannot be made: {reason(error)}") from error
-        lock = RunLock(path / _LOCK)
-        lock.acquire()
-        try:
+        with cls._locked(path) as lock:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
             _write_config(path, config, origin())
             return cls(path, _read_config(path), lock)._with_folders()
-        except BaseException:
-            lock.close()
-            raise
 
     @classmethod
     def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
@@ -131,12 +119,19 @@ class RunDirectory(Closeable):
         config = _read_config(path)
         if not lock:
             return cls(path, config, None)
-        held = RunLock(path / _LOCK)
-        held.acquire()
-        try:
+        with cls._locked(path) as held:
             return cls(path, config, held)._with_folders()
+
+    @staticmethod
+    @contextmanager
+    def _locked(path: Path) -> Iterator[RunLock]:
+        """The lock of the directory, which is let go of where what it was taken for fails."""
+        lock = RunLock(path / _LOCK)
+        lock.acquire()
+        try:
+            yield lock
         except BaseException:
-            held.close()
+            lock.close()
             raise
 
     def update_config(self, config: Mapping[str, Any]) -> None:
@@ -177,10 +172,9 @@ class RunDirectory(Closeable):
         name = error.blamed
         if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
             name = f"worker {error.worker_rank}"
-        blamed = {"name": name} if name else {}
-        sentence = str(error).partition("\n")[0]
+        event = {"event": "fault", "at_s": at_s, **({"name": name} if name else {})}
         try:
-            self.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
+            self.append_member({**event, "sentence": str(error).partition("\n")[0]})
             if isinstance(error, Hang):
                 write_atomically(self.path / _HANG, [f"{error}\n\n{error.details}\n".encode()])
         except WriteFailed as failure:
@@ -271,7 +265,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = read_object(file)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(_no_run(path)) from None
+        why = (
+            ": it is a file; give the directory of a run" if path.exists() else ": there is no such directory"
+        )
+        if path.is_dir():
+            below = sorted((*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
+            newest = max(below, key=lambda config: config.stat().st_mtime, default=None)
+            hint = f"did you mean {newest.parent}?" if newest else "give the directory of a run"
+            why = f" ({_CONFIG} is missing); {hint}"
+        raise UserError(f"{path} holds no run{why}") from None
     match content:
         case {"format": str(name), "version": int(version), "config": dict(config)}:
             if (name, version) == (_FORMAT, _VERSION):
@@ -280,18 +282,6 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
             )
     raise DataError(f"{file} is no configuration of a run; {path} was made by something else, or is damaged")
-
-
-def _no_run(path: Path) -> str:
-    """The error that there is no run at `path`, with the runs below it, where there are some."""
-    if not path.exists():
-        return f"{path} holds no run: there is no such directory"
-    if not path.is_dir():
-        return f"{path} holds no run: it is a file; give the directory of a run"
-    inside = sorted(file.parent for file in (*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
-    newest = max(inside, key=lambda run: (run / _CONFIG).stat().st_mtime, default=None)
-    hint = f"did you mean {newest}?" if newest is not None else "give the directory of a run"
-    return f"{path} holds no run ({_CONFIG} is missing); {hint}"
 
 
 _HIDDEN = "***"
@@ -324,8 +314,7 @@ def shown_command(arguments: Sequence[str]) -> str:
 
 
 def _without_secrets(words: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    hides_next = False
+    kept, hides_next = [], False
     for word in words:
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-")
@@ -360,7 +349,14 @@ class RunLock:
         except OSError as error:
             raise UserError(f"{self.path} cannot be opened: {reason(error)}") from error
         try:
-            _lock(descriptor)
+            for tries_left in reversed(range(_TRIES)):  # a viewer that looks has it for a moment only
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not tries_left:
+                        raise
+                    time.sleep(_TRY_AGAIN_S)
             os.ftruncate(descriptor, 0)
             write_all(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
@@ -395,15 +391,3 @@ class RunLock:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-def _lock(descriptor: int) -> None:
-    """BlockingIOError where another run has it; a viewer that looks has it for a moment only, and is waited for."""
-    for _ in range(_TRIES - 1):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_TRY_AGAIN_S)
-        else:
-            return
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,17 +19,19 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import safetensors
 import safetensors.torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from manyhands.data.store.tensorfile import encode_tensors, view_key
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Json", "flatten", "pack_tree", "unflatten", "unpack_tree"]
+__all__ = ["Json", "flatten", "pack_tree", "restore_optimizer", "unflatten", "unpack_tree"]
 
 
 _USUAL_NAN = struct.pack(">d", math.nan)
@@ -72,13 +74,19 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]
     if kind is float:
-        return value if math.isfinite(value) else _not_finite(value)
+        if math.isfinite(value):
+            return float(value)
+        bits = struct.pack(">d", value)
+        return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
     if kind is list:
         return inside(enumerate(value))
     if kind is tuple:
         return {"$tuple": inside(enumerate(value))}
     if kind in (dict, OrderedDict, Counter):
-        _require_keys(value, path)
+        for key in value:
+            if type(key) not in (str, int):
+                where = path or "the state"
+                raise UserError(f"{where} has the key {key!r}, a {type(key).__name__}; allowed: str and int")
         items = inside(value.items())
         if kind is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(zip(value, items, strict=True))
@@ -88,18 +96,6 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
-
-
-def _not_finite(value: float) -> Json:
-    bits = struct.pack(">d", value)
-    return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
-
-
-def _nan(text: str) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(text)) if re.fullmatch("[0-9a-f]{16}", text) else (0.0,)
-    if not math.isnan(value):
-        raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
-    return float(value)
 
 
 def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> str:
@@ -116,14 +112,6 @@ def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Has
     return key
 
 
-def _require_keys(value: Mapping[Any, Any], path: str) -> None:
-    for key in value:
-        if type(key) not in (str, int):
-            raise UserError(
-                f"{path or 'the state'} has the key {key!r}, a {type(key).__name__}; allowed: str and int"
-            )
-
-
 def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
     match meta:
         case {"$tensor": str(key), **others} if not others:
@@ -135,7 +123,11 @@ def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
         case {"$float": "inf" | "-inf" | "nan" as text, **others} if not others:
             return float(text)
         case {"$nan": str(text), **others} if not others:
-            return _nan(text)
+            bits = bytes.fromhex(text) if re.fullmatch("[0-9a-f]{16}", text) else bytes(8)
+            (value,) = struct.unpack(">d", bits)
+            if not math.isnan(value):
+                raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+            return float(value)
         case {"$items": list(pairs), **others} if not others:
             return dict(_pairs(tensors, pairs))
         case {"$counter": list(pairs), **others} if not others:
@@ -177,3 +169,47 @@ def unpack_tree(data: bytes | bytearray) -> Any:
         return unflatten({name: tensor.clone() for name, tensor in viewed.items()}, meta)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
         raise ManyhandsError(f"what came is no state of a run: {error}") from error
+
+
+# A scheduler adds this one to the groups of its optimizer, and may not have been built yet when the state
+# comes back.
+_OF_SCHEDULERS = {"initial_lr"}
+
+
+def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Make `optimizer` continue exactly where the one that gave `state` (its `state_dict()`) stopped.
+
+    The tensors of `state` become the optimizer's own: use it once. UserError says how the two optimizers
+    differ where the state is not of this kind of optimizer or not of these parameter groups.
+    """
+    _require_same_kind(optimizer, state)
+    optimizer.load_state_dict(dict(state))
+    saved_names = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for saved_name, parameter in zip(saved_names, parameters, strict=True):
+        saved = state["state"].get(saved_name, {})
+        live = optimizer.state[parameter] if saved else {}
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and live[name].dtype != value.dtype:
+                live[name] = value.to(live[name].device)
+
+
+def _require_same_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    saved_groups, groups = state["param_groups"], optimizer.param_groups
+    saved_counts = [len(group["params"]) for group in saved_groups]
+    counts = [len(group["params"]) for group in groups]
+    if saved_counts != counts:
+        raise UserError(
+            f"the saved optimizer has parameter groups of {saved_counts} parameters, this one of {counts}; "
+            "resume with the optimizer that the run was started with"
+        )
+    for saved, own in zip(saved_groups, groups, strict=True):
+        only_saved = saved.keys() - own.keys() - _OF_SCHEDULERS
+        only_own = own.keys() - saved.keys() - _OF_SCHEDULERS
+        # One side alone may know more settings: another version of torch, which `load_state_dict` handles.
+        if only_saved and only_own:
+            raise UserError(
+                f"the saved optimizer has the settings {', '.join(sorted(only_saved))}, where "
+                f"{type(optimizer).__name__} has {', '.join(sorted(only_own))}; resume with the optimizer "
+                "that the run was started with"
+            )

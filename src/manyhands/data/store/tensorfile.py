@@ -12,22 +12,33 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
-from manyhands.errors import UserError
+from manyhands.data.store.atomic import write_atomically
+from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import STORED
 
 __all__ = [
+    "PRECISIONS",
+    "Exported",
+    "check_precision",
     "encode_tensors",
     "first_non_finite",
+    "narrow",
+    "read_exported",
     "read_tensors",
     "require_storable",
     "view_key",
+    "widen",
     "without_aliases",
+    "write_exported",
 ]
 
 CHUNK_BYTES = 4 << 20
@@ -39,9 +50,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
     """UserError names the first tensor that the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _METADATA:
-            raise UserError(
-                f"a tensor cannot be named {name!r}: the safetensors header uses that name itself"
-            )
+            raise UserError(f"a tensor cannot be named {name!r}: the safetensors header uses that name")
         if not _is_dense(tensor) or tensor.dtype not in STORED:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
@@ -61,19 +70,20 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
     header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
     offset = 0
     for name in ordered:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": STORED[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        tensor, begin = tensors[name], offset
+        offset += tensor.numel() * tensor.element_size()
+        shape, span = list(tensor.shape), [begin, offset]
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for name in ordered:
-        yield from _chunks(tensors[name])
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        memory = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        for start in range(0, len(memory), CHUNK_BYTES):
+            # A copy, because the tensor may lie in memory that other processes write to: the bytes that are hashed
+            # must be the bytes that reach the disk.
+            yield bytes(memory[start : start + CHUNK_BYTES])
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -131,12 +141,96 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _chunks(tensor: Tensor) -> Iterator[bytes]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return
-    memory = flat.view(torch.uint8).numpy()
-    for start in range(0, len(memory), CHUNK_BYTES):
-        # A copy, because the tensor may lie in memory that other processes write to: the bytes that are
-        # hashed must be the bytes that reach the disk.
-        yield memory[start : start + CHUNK_BYTES].tobytes()
+PRECISIONS: Final = ("fp32", "bf16", "int8")
+FORMAT: Final = "export.1"
+_FORMAT_KEY: Final = "manyhands"
+_BLOCK, _SMALLEST = 64, 256
+_SCALES, _LARGEST = "::scales", 127.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exported:
+    """The contents of an exported file: weights in single precision again, and their metadata."""
+
+    weights: dict[str, Tensor]
+    about: dict[str, str]  # its header: `precision`, `task`, `options`, and what `write_exported` was given
+
+
+def check_precision(precision: str) -> None:
+    """Raise the UserError that lists what a precision may be, unless it is one."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision={precision!r}: {nearest(precision, PRECISIONS)}")
+
+
+def narrow(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
+    check_precision(precision)
+    written: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        value = tensor.detach().cpu()
+        if not value.dtype.is_floating_point:
+            written[name] = value
+        elif precision == "bf16":
+            written[name] = value.to(torch.bfloat16)
+        elif precision == "fp32" or value.numel() < _SMALLEST:
+            written[name] = value.to(torch.float32)
+        else:
+            if not bool(torch.isfinite(value.to(torch.float32)).all()):
+                raise UserError(f"{name} is not finite; use fp32")
+            flat = value.to(torch.float32).reshape(-1)
+            blocks = nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+            scales = blocks.abs().amax(1) / _LARGEST
+            divisors = torch.where(scales > 0, scales, 1.0)
+            rounded = torch.round(blocks / divisors[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+            written[name] = rounded.view(-1)[: flat.numel()].view(value.shape).clone()
+            written[name + _SCALES] = scales
+    return written
+
+
+def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `narrow` was given, as far as it was kept; ValueError for what it never wrote."""
+    weights: dict[str, Tensor] = {}
+    for name, tensor in written.items():
+        if name.endswith(_SCALES):
+            if name.removesuffix(_SCALES) not in written:
+                raise ValueError(f"{name} are the scales of nothing")
+            continue
+        scales = written.get(name + _SCALES)
+        if scales is None:
+            weights[name] = tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor.clone()
+            continue
+        count = tensor.numel()
+        fits = scales.shape == (-(-count // _BLOCK),) and scales.dtype == torch.float32
+        if tensor.dtype != torch.int8 or not fits or not bool(torch.isfinite(scales).all()):
+            raise ValueError(f"{name} and its scales do not fit each other")
+        flat = tensor.reshape(-1).to(torch.float32) * scales.repeat_interleave(_BLOCK)[:count]
+        weights[name] = flat.view(tensor.shape)
+    return weights
+
+
+def write_exported(
+    path: Path, weights: Mapping[str, Tensor], precision: str, about: Mapping[str, str]
+) -> None:
+    once, tied = without_aliases(weights)
+    header = {_FORMAT_KEY: FORMAT, "precision": precision, "tied": json.dumps(tied), **about}
+    write_atomically(path, encode_tensors(narrow(once, precision), header))
+
+
+def read_exported(path: Path) -> Exported:
+    """Read what `write_exported` wrote; UserError says what is wrong with the file."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            header: dict[str, str] = opened.metadata() or {}
+            written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+    except OSError as error:
+        raise UserError(f"model {path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"model {path} is no safetensors file: {error}") from error
+    try:
+        if header.get(_FORMAT_KEY) != FORMAT:
+            raise ValueError(f"its format is {header.get(_FORMAT_KEY, 'not named')!r}, not {FORMAT!r}")
+        weights = widen(written)
+        for name, other in json.loads(header.get("tied", "{}")).items():
+            weights[name] = weights[other]
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"model {path} was not written by `manyhands export`: {error}") from error
+    return Exported(weights=weights, about=header)

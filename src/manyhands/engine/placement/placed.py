@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["AUTO", "Placed", "assigned", "known_device", "place"]
 
 AUTO = "auto"
 _CPU = torch.device("cpu")
+_SHOWN = 8  # names of modules in an error
 
 
 def place(
@@ -44,8 +46,11 @@ def place(
     `soft`, a device that is not there and an operation that has no kernel on its device are replaced by the CPU, and
     `model.log` says so; otherwise they are errors. `model.to(device)` changes dtypes, but moves nothing from its place.
     """
-    if isinstance(model, Placed):
-        model._release()
+    if isinstance(model, Placed):  # undo it: restore the class, and leave every module where it is now
+        for handle in model._placement.handles:
+            handle.remove()
+        del model._placement
+        model.__class__ = _own_class(model)  # type: ignore[assignment]
     if hasattr(model, "log"):
         raise UserError(
             f"{type(model).__name__} has an attribute `log` of its own, where a placed model has its placement log; "
@@ -53,7 +58,13 @@ def place(
         )
     course = ForwardPass(soft=soft)
     named = dict(model.named_modules())
-    devices = _agreed(named, _asked(named, where, course), course)
+    if isinstance(where, Mapping):
+        found = {pattern: _found(device, repr(pattern), course) for pattern, device in where.items()}
+        patterns = assigned([name for name in named if name], {pattern: pattern for pattern in where})
+        asked = {name: found[pattern] for name, pattern in patterns.items()}
+    else:
+        asked = dict.fromkeys(named, _found(where, "the model", course))
+    devices = _agreed(named, asked, course)
     _move(named, devices)
     for name, module in named.items():
         course.handles += [
@@ -82,7 +93,8 @@ class Placed(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; the output is moved to the device of the first input tensor."""
         course = self._placement
-        course.begin()
+        course.log.rows.clear()
+        course.running.clear()
         given = tensors_in((args, kwargs))
         with Placing(course):
             output = super().__call__(*args, **kwargs)
@@ -104,13 +116,6 @@ class Placed(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (_own_class(self),), self.__dict__
 
-    def _release(self) -> None:
-        """Undo the placement: restore the class, and leave every module where it is now."""
-        for handle in self._placement.handles:
-            handle.remove()
-        del self._placement
-        self.__class__ = _own_class(self)  # type: ignore[assignment]
-
 
 def _placed_class(kind: type[nn.Module]) -> type[Placed]:
     if kind not in _CLASSES:
@@ -130,33 +135,20 @@ def _blank(kind: type[nn.Module]) -> Placed:
     return placed.__new__(placed)
 
 
-def _asked(
-    named: Mapping[str, nn.Module], where: Mapping[str, str | None] | str | None, course: ForwardPass
-) -> dict[str, torch.device]:
-    """The requested device by module name; modules that no pattern reaches are left out."""
-    if not isinstance(where, Mapping):
-        device = _found(where, "the model", course)
-        return dict.fromkeys(named, device)
-    found = {pattern: _found(device, repr(pattern), course) for pattern, device in where.items()}
-    patterns = assigned([name for name in named if name], {pattern: pattern for pattern in where})
-    return {name: found[pattern] for name, pattern in patterns.items()}
-
-
 def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> torch.device:
-    """The device of this name, or the CPU in its place."""
     if name is None or name == AUTO:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
     device = known_device(name, what)
-    there = _there(device)
-    if there is None:
-        if not course.soft:
-            raise UserError(
-                f"placement of {what} on {device}: this machine has no such device; place it on 'cpu' or 'auto', or "
-                "use soft=True"
-            )
-        course.log.note(f"{what} is on cpu, for this machine has no {device}")
-        return _CPU
-    return there
+    if device.type != "cuda" or torch.cuda.is_available():  # else torch would warn about it
+        with suppress(RuntimeError, AssertionError, ImportError):  # as many as there are kinds of devices
+            return torch.empty(0, device=device).device  # as tensors on it report it: `cuda:0` for `cuda`
+    if not course.soft:
+        raise UserError(
+            f"placement of {what} on {device}: this machine has no such device; place it on 'cpu' or 'auto', or "
+            "use soft=True"
+        )
+    course.log.note(f"{what} is on cpu, for this machine has no {device}")
+    return _CPU
 
 
 def known_device(name: str | torch.device, what: str) -> torch.device:
@@ -169,16 +161,6 @@ def known_device(name: str | torch.device, what: str) -> torch.device:
         ) from error
 
 
-def _there(device: torch.device) -> torch.device | None:
-    """The device as tensors on it report it, `cuda:0` for `cuda`; None where this machine does not have it."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return None  # torch would warn about it
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, ImportError):  # as many as there are kinds of devices
-        return None
-
-
 def _agreed(
     named: Mapping[str, nn.Module], asked: Mapping[str, torch.device], course: ForwardPass
 ) -> dict[str, torch.device | None]:
@@ -187,24 +169,24 @@ def _agreed(
     A module that no pattern reaches is where its parameters are; None where it has none and runs where its tensors
     are.
     """
-    homes: dict[int, tuple[str, torch.device]] = {}
+    places: dict[int, tuple[str, torch.device]] = {}
     agreed: dict[str, torch.device | None] = {}
     for name in sorted(named, key=lambda name: name not in asked):  # those that were spoken of first
         own = [*named[name].parameters(recurse=False), *named[name].buffers(recurse=False)]
         device = asked.get(name, own[0].device if own else None)
-        for first, home in (homes[id(one)] for one in own if id(one) in homes):
-            if device != home and name in asked:
+        for first, its in (places[id(one)] for one in own if id(one) in places):
+            if device != its and name in asked:
                 sharing = f"{name} and {first} share a parameter"
                 if not course.soft:
                     raise UserError(
-                        f"placement of {name!r} on {device} and {first!r} on {home}: {sharing}; place both on one "
+                        f"placement of {name!r} on {device} and {first!r} on {its}: {sharing}; place both on one "
                         "device, or use soft=True"
                     )
-                course.log.note(f"{name} is on {home}, for {sharing}")
-            device = home
+                course.log.note(f"{name} is on {its}, for {sharing}")
+            device = its
         agreed[name] = device
         if device is not None:
-            homes.update((id(one), (name, device)) for one in own if id(one) not in homes)
+            places.update((id(one), (name, device)) for one in own if id(one) not in places)
     return agreed
 
 
@@ -233,28 +215,15 @@ def assigned(names: Sequence[str], where: Mapping[str, str]) -> dict[str, str]:
     """
     for pattern in where:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"placement of {pattern!r}: no module has this name; {_nearest(pattern, names)}")
-    ranked = sorted(where, key=_letters)  # a stable sort: of equals the last stays last
+            close = difflib.get_close_matches(pattern.replace("*", "").strip("."), names, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            there = f"{', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
+            raise UserError(f"placement of {pattern!r}: no module has this name; there are {there}{hint}")
     found = {}
-    for name in names:
-        reached = [pattern for pattern in ranked if _reaches(pattern, name)]
-        if reached:
-            found[name] = where[reached[-1]]
+    # A stable sort: of equals the last stays last.
+    for pattern in sorted(where, key=lambda pattern: len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))):
+        for name in names:
+            parts = name.split(".")
+            if any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1)):
+                found[name] = where[pattern]
     return found
-
-
-def _reaches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the module or one that contains it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
-
-
-def _letters(pattern: str) -> int:
-    return len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))
-
-
-def _nearest(pattern: str, names: Sequence[str], shown: int = 8) -> str:
-    close = difflib.get_close_matches(pattern.replace("*", "").strip("."), names, n=1, cutoff=0.5)
-    more = ", …" if len(names) > shown else ""
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"there are {', '.join(names[:shown])}{more}{hint}"

@@ -29,6 +29,7 @@ __all__ = [
     "PlacementLog",
     "Placing",
     "brought",
+    "num_bytes",
     "tensors_in",
 ]
 
@@ -44,12 +45,7 @@ class ForwardPass:
     soft: bool
     log: PlacementLog = field(default_factory=lambda: PlacementLog())
     running: list[tuple[str, torch.device | None]] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    """Of the hooks that follow it."""
-
-    def begin(self) -> None:
-        self.log.rows.clear()
-        self.running.clear()
+    handles: list[RemovableHandle] = field(default_factory=list)  # of the hooks that follow it
 
     @property
     def module(self) -> str:
@@ -109,27 +105,22 @@ class Placing(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in {"__get__", "__set__", "__delete__"}:  # an attribute, as `x.shape`
             return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
         if name in _COPIES:
-            return self._copied(func, name, args, kwargs)
-        return self._run(func, name, args, kwargs)
-
-    def _copied(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        if isinstance(result, Tensor):
-            source = given[-1] if name == "copy_" else given[0]
-            crossed = source.device != result.device
-            if crossed or source.dtype != result.dtype:
-                self._note(name, result.device, [result], _num_bytes([source]) if crossed else 0)
-        return result
-
-    def _run(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        given = tensors_in((args, kwargs))
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                source = given[-1] if name == "copy_" else given[0]
+                crossed = source.device != result.device
+                if crossed or source.dtype != result.dtype:
+                    self._note(name, result.device, [result], num_bytes([source]) if crossed else 0)
+            return result
         devices = {one.device for one in given if one.dim()}  # a scalar on the CPU combines with any device
         target, copied = next(iter(devices), _CPU), 0
         if len(devices) > 1:
-            target = self._rendezvous(name, given)
-            copied = _num_bytes(one for one in given if one.device != target)
+            # A tensor that is written in place stays where it is.
+            own = self._course.device
+            target = given[0].device if own is None or _writes(name) else own
+            copied = num_bytes(one for one in given if one.device != target)
             args, kwargs = brought(args, target), brought(kwargs, target)
         try:
             result = func(*args, **kwargs)
@@ -141,11 +132,6 @@ class Placing(TorchFunctionMode):
         if made:
             self._note(name, made[0].device, made, copied)
         return result
-
-    def _rendezvous(self, name: str, given: list[Tensor]) -> torch.device:
-        """The device for operands of several devices: a tensor that is written in place stays where it is."""
-        own = self._course.device
-        return given[0].device if own is None or _writes(name) else own
 
     def _on_the_cpu(
         self,
@@ -167,7 +153,7 @@ class Placing(TorchFunctionMode):
         there = tensors_in((args, kwargs))
         result = func(*brought(args, _CPU), **brought(kwargs, _CPU))
         made = tensors_in(result)
-        copied = _num_bytes(one for one in there if one.device != _CPU) + _num_bytes(made)
+        copied = num_bytes(one for one in there if one.device != _CPU) + num_bytes(made)
         self._note(name, _CPU, made, copied, f"no kernel on {device}")
         return brought(result, device)
 
@@ -186,20 +172,13 @@ class Placing(TorchFunctionMode):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dicts."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            _collect(part, found)
-    elif type(value) not in _PLAIN and isinstance(value, Mapping):
-        for part in value.values():
-            _collect(part, found)
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value if type(part) not in _PLAIN for tensor in tensors_in(part)]
+    if type(value) not in _PLAIN and isinstance(value, Mapping):
+        return tensors_in(list(value.values()))
+    return []
 
 
 def brought(value: Any, device: torch.device) -> Any:
@@ -219,32 +198,20 @@ def _writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
-
-
-_HEAD = ("module", "operation", "device", "shape", "copied", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOperation:
     """One operation, as it was called in Python: `linear`, `matmul`, `to`."""
 
-    module: str
-    """The module in whose `forward` it was called; empty for the model's own."""
-
+    module: str  # the module in whose `forward` it was called; empty for the model's own
     operation: str
-    device: str
-    """Where it ran; of a copy, where to."""
-
-    shape: tuple[int, ...]
-    """Of its result, of the first where there are several."""
-
-    copied_bytes: int = 0
-    """What was copied from one device to another for it."""
-
-    note: str = ""
-    """Why it did not run where its module is placed; empty where it did."""
+    device: str  # where it ran; of a copy, where to
+    shape: tuple[int, ...]  # of its result, of the first where there are several
+    copied_bytes: int = 0  # what was copied from one device to another for it
+    note: str = ""  # why it did not run where its module is placed; empty where it did
 
 
 @dataclass(slots=True)
@@ -254,11 +221,9 @@ class PlacementLog:
     Operations of backward run where those of forward did, and gradients pass every copy in reverse.
     """
 
-    rows: list[PlacedOperation] = field(default_factory=list)
-    """Of the last forward pass."""
-
+    rows: list[PlacedOperation] = field(default_factory=list)  # of the last forward pass
+    # What was placed elsewhere than it was asked for, and why; a sentence each
     notes: list[str] = field(default_factory=list)
-    """What was placed elsewhere than it was asked for, and why; a sentence each."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -276,16 +241,12 @@ class PlacementLog:
             self.notes.append(sentence)
 
     def __str__(self) -> str:
-        table = [_HEAD, *map(_cells, self.rows)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table
-        ]
+        table = [("module", "operation", "device", "shape", "copied", "")]
+        for row in self.rows:
+            copied = format_bytes(row.copied_bytes) if row.copied_bytes else ""
+            shape = "×".join(map(str, row.shape)) or "scalar"
+            table.append((row.module or "(model)", row.operation, row.device, shape, copied, row.note))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, cells, widths)) for cells in table]
         lines += [f"note: {sentence}" for sentence in self.notes]
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _cells(row: PlacedOperation) -> tuple[str, ...]:
-    copied = format_bytes(row.copied_bytes) if row.copied_bytes else ""
-    shape = "×".join(map(str, row.shape)) or "scalar"
-    return (row.module or "(model)", row.operation, row.device, shape, copied, row.note)

@@ -8,6 +8,7 @@ come from both.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.engine.chain import ChainFunction, SaysChain, named_chain
 from manyhands.engine.placement.placed import assigned
-from manyhands.engine.placement.placed_forward import tensors_in
+from manyhands.engine.placement.placed_forward import num_bytes, tensors_in
 from manyhands.errors import UserError
 
 __all__ = ["Crossing", "Edge", "Graph", "Node", "TiedParameters", "cut_of", "places_by_name", "trace"]
@@ -30,7 +31,8 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
     """The graph of `model`; `run` calls it on a batch of `samples` samples, as a task's loss does."""
     with torch.no_grad():
         args, kwargs = _called_with(model, run)
-        if _says_chain(model) and len(args) == 1 and not kwargs:
+        plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+        if (plain or isinstance(model, SaysChain)) and len(args) == 1 and not kwargs:
             nodes, modules = _chain_nodes(model, args[0])
             edges = [Edge(source=at, target=at + 1) for at in range(len(nodes) - 1)]
         else:
@@ -45,7 +47,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
         edges=tuple(sorted(edges, key=lambda edge: (edge.target, edge.source))),
         samples=samples,
         parameters=sum(one.numel() for one in whole),
-        parameter_bytes=_num_bytes(whole),
+        parameter_bytes=num_bytes(whole),
         shared=tuple(_shared(modules)),
         is_chain=all(edge.target == edge.source + 1 for edge in edges) and len(edges) == len(nodes) - 1,
     )
@@ -68,11 +70,6 @@ def _called_with(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[tup
     return calls[0]
 
 
-def _says_chain(model: nn.Module) -> bool:
-    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return plain or isinstance(model, SaysChain)
-
-
 def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]:
     names = _names(model)
     nodes, modules = [], []
@@ -89,18 +86,16 @@ def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]
 
 def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
     """Parameters that several nodes share, by node; a module that ran twice shares all with itself."""
-    holders: dict[int, list[int]] = {}
-    parameters = {}
+    holders: dict[nn.Parameter, list[int]] = {}
     for number, module in enumerate(modules):
         for parameter in dict.fromkeys(module.parameters()):
-            holders.setdefault(id(parameter), []).append(number)
-            parameters[id(parameter)] = parameter
-    sizes: dict[tuple[int, ...], int] = {}
-    for key, nodes in holders.items():
+            holders.setdefault(parameter, []).append(number)
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for parameter, nodes in holders.items():
         if len(nodes) > 1:
-            sizes[tuple(nodes)] = sizes.get(tuple(nodes), 0) + _num_bytes([parameters[key]])
-    for nodes_of_it, num_bytes in sizes.items():
-        yield TiedParameters(nodes=nodes_of_it, num_bytes=num_bytes)
+            sizes[tuple(nodes)] += num_bytes([parameter])
+    for nodes_of_it, size in sizes.items():
+        yield TiedParameters(nodes=nodes_of_it, num_bytes=size)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -118,7 +113,7 @@ def _node(name: str, module: nn.Module, names: Mapping[int, str], output: Any, s
         modules=tuple(own or within),
         parameters=sum(one.numel() for one in module.parameters()),
         shape=tuple(made[0].shape) if made else (),
-        output_bytes=_num_bytes(made),
+        output_bytes=num_bytes(made),
         seconds=seconds,
     )
 
@@ -130,13 +125,12 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
-        self.modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # of the nodes
         self._names = _names(model)
         self._leaves = [module for module in model.modules() if not any(module.children())]
         self._sources: dict[int, frozenset[int]] = {}
         self._kept: list[Tensor] = []  # keep tensors alive, so that no id is reused
-        self._within = 0
-        self._began = 0.0
+        self._within, self._began = 0, 0.0
         self._handles: list[Any] = []
 
     def __enter__(self) -> _Following:
@@ -192,10 +186,6 @@ class _Following(TorchFunctionMode):
             self._kept.append(tensor)
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
-
-
 # A model as a graph: its modules in the order in which they ran, and what each passes on to which; pure.
 # Where its nodes are, is an *assignment*: a place for each node, the name of a device, a stage or a worker. Its cut
 # follows: the edges between two places, and the bytes that travel on them.
@@ -203,26 +193,15 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 class Node:
     """One module of a model, as it ran once."""
 
+    # In the model; a part of a chain that has several modules is called after all: `tokens+positions`
     name: str
-    """In the model; a part of a chain that has several modules is called after all: `tokens+positions`."""
-
-    kind: str
-    """The module's class."""
-
+    kind: str  # the module's class
+    # The names of the modules that it is made of, in the model; empty for one that is not the model's own
     modules: tuple[str, ...]
-    """The names of the modules that it is made of, in the model; empty for one that is not the model's own."""
-
-    parameters: int
-    """How many numbers it has to learn; what it shares with another node is in both."""
-
-    shape: tuple[int, ...]
-    """Of its output."""
-
-    output_bytes: int
-    """Of its output."""
-
-    seconds: float = 0.0
-    """What its forward took."""
+    parameters: int  # how many numbers it has to learn; what it shares with another node is in both
+    shape: tuple[int, ...]  # of its output
+    output_bytes: int  # of its output
+    seconds: float = 0.0  # what its forward took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,53 +216,32 @@ class Edge:
 class TiedParameters:
     """Parameters that several nodes share, as tied weights; across places, their gradients must be summed."""
 
-    nodes: tuple[int, ...]
-    """The numbers of the nodes that have them."""
-
-    num_bytes: int
-    """Of these parameters."""
+    nodes: tuple[int, ...]  # the numbers of the nodes that have them
+    num_bytes: int  # of these parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """The modules of a model and the values between them, for one batch."""
 
-    nodes: tuple[Node, ...]
-    """In the order in which they ran."""
-
-    edges: tuple[Edge, ...]
-    """By target, then by source."""
-
-    samples: int
-    """Of the batch that all sizes are of."""
-
-    parameters: int
-    """Of the whole model, those that several modules share counted once."""
-
-    parameter_bytes: int
-    """Of the whole model."""
-
-    shared: tuple[TiedParameters, ...]
-    """What several nodes share of them."""
-
-    is_chain: bool
-    """Whether each node needs the one before it alone."""
+    nodes: tuple[Node, ...]  # in the order in which they ran
+    edges: tuple[Edge, ...]  # by target, then by source
+    samples: int  # of the batch that all sizes are of
+    parameters: int  # of the whole model, those that several modules share counted once
+    parameter_bytes: int  # of the whole model
+    shared: tuple[TiedParameters, ...]  # what several nodes share of them
+    is_chain: bool  # whether each node needs the one before it alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """A value that is sent from one place to another; its gradient, of the same size, is sent back."""
 
-    source: int
-    """The node that gives it."""
-
-    targets: tuple[int, ...]
-    """The nodes there that need it: it travels once for all of them."""
-
+    source: int  # the node that gives it
+    targets: tuple[int, ...]  # the nodes there that need it: it travels once for all of them
     from_place: str
     to_place: str
-    num_bytes: int
-    """Of a batch."""
+    num_bytes: int  # of a batch
 
 
 def cut_of(graph: Graph, places: Sequence[str]) -> tuple[Crossing, ...]:

@@ -55,8 +55,7 @@ class RoundClock:
     ) -> None:
         self._words, self._exchange = words, exchange
         self._worker_context, self._take_input_ns = worker_context, take_input_ns
-        self.rounds = 0
-        """How many exchanges this worker has taken part in."""
+        self.rounds = 0  # how many exchanges this worker has taken part in
         self._sent = Traffic()
         self._started_ns = self._computed_ns = self._overlapped_ns = 0
         self._waited_before: Counter[int] = Counter()
@@ -83,7 +82,7 @@ class RoundClock:
         book = StepBook(self._worker_context.record, self.rounds, started_ns)
         book.input(self._input_ns, samples)
         book.compute(computed_ns, less_ns=self._overlapped_ns + self._waited_before.total())
-        book.go_on_at(computed_ns - self._waited_before.total())
+        book.at_ns = computed_ns - self._waited_before.total()
         book.waits(self._waited_before)
         book.waits(waited)
         if self._exchange.world > 1:
@@ -114,7 +113,7 @@ class GradientWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._known = self._look()
+        self.remember()
 
     def remember(self) -> None:
         self._known = self._look()
@@ -156,27 +155,27 @@ class Rounds:
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
-        self.rank = words.rank
-        self.world = words.world
+        self.rank, self.world = words.rank, words.world
         self.words, self.exchange = words, exchange
-        self.readings = Readings(words.world, self._weigh)
+
+        def weigh(share: float) -> None:
+            if self._model is not None and exchange.hooks is not None:
+                exchange.hooks.weight = share
+
+        self.readings = Readings(words.world, weigh)
         self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
-        self.wants_stop = False
-        """This worker asked to stop."""
-        self.is_stopped = False
-        """All have agreed to."""
+        self.wants_stop = False  # this worker asked to stop
+        self.is_stopped = False  # all have agreed to
         self._worker_context = worker_context
         self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
-        self._says_stop = False
+        self._says_stop = self._stepping = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
         self._holding = 0
-        self._stepping = False
         self._model: nn.Module | None = None
         self._buffers: BufferKeeper | None = None
         self._optimizer: Optimizer | None = None
-        self._watch: GradientWatch | None = None
-        """Where the strategy steps by itself."""
+        self._watch: GradientWatch | None = None  # where the strategy steps by itself
         self._hooks = ExitStack()
 
     def require_model(self) -> nn.Module:
@@ -195,7 +194,7 @@ class Rounds:
             self._agreement = Agreement(
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
-        self._weigh(self.readings.part.share)
+        self.readings.weigh(self.readings.part.share)
         self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
@@ -315,10 +314,6 @@ class Rounds:
         self.exchange.close()
         self.words.collective.close()
 
-    def _weigh(self, share: float) -> None:
-        if self._model is not None and self.exchange.hooks is not None:
-            self.exchange.hooks.weight = share
-
     def _watch_backward(self) -> None:
         if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
             self.exchange.hooks.on_next_gradient = self._begin_backward
@@ -352,22 +347,18 @@ class Rounds:
             self._stepping = False
 
     def _begin_backward(self) -> None:
-        """Called at the first gradient of a backward."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._holding:
             return
         assert self._buffers is not None
-        part = self.readings.part
-        news = self._buffers.news()
-        self.words.say(
-            Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
-        )
+        part, news = self.readings.part, self._buffers.news()
+        word = Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
+        self.words.say(word)
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Called by autograd when all gradients of a backward are there."""
         self._watch_backward()
         if self._holding:
             return

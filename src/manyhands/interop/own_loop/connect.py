@@ -18,24 +18,35 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.options import TLS_VARIABLE, Options
+from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.interop.own_loop.small_sums import AloneCollective, Words
+from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
+from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.clocks import Bracket, Offset, offset_from
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
 from manyhands.places.external.links import address_towards, no_group, open_links, share_group, share_links
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.rendezvous import Rendezvous, meet
+from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy
 from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
@@ -44,15 +55,12 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "choose", "connect"]
+__all__ = ["GroupConnection", "Recorded", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
 
 _log = logging.getLogger("manyhands")
 
-FarLink = TorchLink | TcpLink
-"""A link to a worker of another host."""
-
-Hosts = Sequence[Sequence[int]]
-"""The ranks of each host."""
+FarLink = TorchLink | TcpLink  # a link to a worker of another host
+Hosts = Sequence[Sequence[int]]  # the ranks of each host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +70,10 @@ class GroupConnection:
     strategy: Strategy
     words: Words
     exchange: Exchange
-    local_rank: int = 0
-    """This worker's place among those of its host."""
+    local_rank: int = 0  # this worker's place among those of its host
     on_one_host: bool = True
-    abort: Callable[[], None] = lambda: None
-    """End the waits of the others: this worker has failed."""
-    close: Callable[[], None] = lambda: None
-    """Say farewell; before `words` and `exchange` are closed."""
+    abort: Callable[[], None] = lambda: None  # end the waits of the others: this worker has failed
+    close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
 
 
 _ALONE = "single"
@@ -98,13 +103,8 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
-        met = meet(
-            PrefixStore("rendezvous", store),
-            rank=place.rank,
-            world=place.world,
-            name=name,
-            timeout_s=timeout_s,
-        )
+        where = PrefixStore("rendezvous", store)
+        met = meet(where, rank=place.rank, world=place.world, name=name, timeout_s=timeout_s)
         rendezvous = stack.enter_context(met)
         strategy = choose(requested, rendezvous.hosts)
         if len(rendezvous.hosts) == 1:
@@ -223,14 +223,8 @@ def _on_several_hosts(
         return isinstance(link, TorchLink) and link.left_in_peace
 
     own, places, secret = beats
-    heartbeats = Heartbeats(
-        rendezvous.rank,
-        own,
-        {rank: places[rank] for rank in far},
-        secret,
-        on_lost=lose,
-        in_peace=left_in_peace,
-    )
+    theirs = {rank: places[rank] for rank in far}
+    heartbeats = Heartbeats(rendezvous.rank, own, theirs, secret, on_lost=lose, in_peace=left_in_peace)
     stack.callback(heartbeats.close)
     alarm.mark = heartbeats.mark
     resources = Resources(
@@ -250,3 +244,76 @@ def _on_several_hosts(
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection
+
+
+_ROUNDS = 9  # of comparing clocks
+
+
+def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
+    """What config.json says of a run whose loop is the user's; what only the script knows is left at nothing."""
+    unknown = dict.fromkeys(("steps", "seed", "batch_size", "samples"), 0)
+    return {"task": script, "strategy": strategy, "workers": workers, **unknown, "parameters": {}}
+
+
+class Unwatched:
+    """The worker context of a worker without a manyhands launcher: it discards everything."""
+
+    def record(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Discard the status."""
+
+    def note(self, note: WorkerNote) -> None:
+        """Discard the note."""
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+class Recorded(Unwatched):
+    """The same context, with events recorded in a ring."""
+
+    def __init__(self, ring: EventRing) -> None:
+        self.record = ring.record  # type: ignore[method-assign]
+
+
+@contextmanager
+def keeping(ring: EventRing, connection: GroupConnection, out: Path) -> Iterator[None]:
+    """Collective: while this is open, the events of this worker's `ring` go to `out`, which worker 0 makes."""
+    words = connection.words
+    config = own_loop_config(Path(sys.argv[0]).name, str(connection.strategy), words.world)
+    made = RunDirectory.create(out, config) if words.rank == 0 else None
+    try:
+        offset, wall_offset_ns = align(words)  # and nobody writes before worker 0 has made the directory
+        with Collector(
+            {f"worker-{words.rank}": ring},
+            workers=words.world,
+            directory=out / "events",
+            wall_offset_ns=wall_offset_ns + offset.ns,
+        ):
+            ring.record(EventKind.JOIN, time.monotonic_ns())
+            yield
+            ring.record(EventKind.LEAVE, time.monotonic_ns())
+    finally:
+        if made is not None:
+            made.close()
+
+
+def align(words: Words, now_ns: Callable[[], int] = time.monotonic_ns) -> tuple[Offset, int]:
+    """Collective: this worker's distance to worker 0's clock, and worker 0's own distance to the time of day.
+
+    All meet after looking at their clocks, then worker 0 looks at its own and tells all: so its reading lies between
+    the two looks of everyone, however the workers are connected.
+    """
+    content = torch.zeros(2, dtype=torch.int64)
+    brackets = []
+    for _ in range(_ROUNDS):
+        before_ns = now_ns()
+        words.meet(Call.ALIGN)
+        if words.rank == 0:
+            content[0], content[1] = now_ns(), time.time_ns() - time.monotonic_ns()
+        words.broadcast(content.view(torch.uint8))
+        brackets.append(Bracket(before_ns=before_ns, theirs_ns=int(content[0]), after_ns=now_ns()))
+    offset = offset_from(brackets) if words.rank else Offset(ns=0, error_ns=0)
+    return offset, int(content[1])

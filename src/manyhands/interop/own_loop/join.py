@@ -13,24 +13,21 @@ from typing import TypeVar
 import torch
 
 from manyhands.engine.device import check_device, device_of
-from manyhands.engine.reporting import NOTES, WorkerContext
+from manyhands.engine.reporting import ProcessContext, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
-from manyhands.interop.own_loop.connect import connect
+from manyhands.interop.own_loop.connect import Recorded, Unwatched, connect, keeping
 from manyhands.interop.own_loop.loop_buffers import check_mode
-from manyhands.interop.own_loop.loop_events import Recorded, Unwatched, keeping
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
-from manyhands.places.local.control import RoleContext
+from manyhands.places.external.process_place import ProcessPlace, joining_place
 from manyhands.strategy import Strategy
 
 __all__ = ["join"]
 
-_open: dict[str, str] = {}
-"""The groups of this process by name, with where each was joined."""
+_open: dict[str, str] = {}  # the groups of this process by name, with where each was joined
 
 _opening = threading.Lock()
 _CHECK_EVERY = 100
@@ -57,9 +54,19 @@ def join(
     names it. With `out`, each worker keeps its events in that directory, on a clock that agrees with worker 0's;
     `manyhands launch` has an option for the same.
     """
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError(f"name={name!r} must be a word that names the group")
+    caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     with ExitStack() as stack:
-        caller = sys._getframe(1)
-        _register(name, f"{caller.f_code.co_filename}:{caller.f_lineno}", stack)
+        with _opening:
+            if name in _open:
+                raise UserError(
+                    f"a group named {name!r} is open already: joined at {_open[name]}, and again at {where}; leave the "
+                    "first, or give one of them another name"
+                )
+            _open[name] = where
+        stack.callback(_open.pop, name)
         group = open_group(
             joining_place(),
             name,
@@ -101,7 +108,13 @@ def open_group(
     if launched is not None and out is not None:
         raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
     with ExitStack() as stack:
-        worker_context = _worker_context(launched, stack)
+        worker_context: WorkerContext = Unwatched()
+        if launched is not None:
+            launched.joins += 1
+            events = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
+            events.record(EventKind.JOIN, time.monotonic_ns())
+            stack.callback(lambda: events.record(EventKind.LEAVE, time.monotonic_ns()))
+            worker_context = ProcessContext(launched.context, events)
         ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
         if ring is not None:
             worker_context = Recorded(ring)
@@ -126,45 +139,11 @@ def open_group(
         return group
 
 
-def _register(name: str, where: str, stack: ExitStack) -> None:
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise UserError(f"name={name!r} must be a word that names the group")
-    with _opening:
-        if name in _open:
-            raise UserError(
-                f"a group named {name!r} is open already: joined at {_open[name]}, and again at {where}; leave the "
-                "first, or give one of them another name"
-            )
-        _open[name] = where
-    stack.callback(_open.pop, name)
-
-
 _T = TypeVar("_T")
 
 
 def _given_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
     if here is not None and launcher is not None and here != launcher:
-        raise UserError(
-            f"the script asks for {what}={here} and the launcher for {launcher}; say it in one place"
-        )
+        asked = f"the script asks for {what}={here} and the launcher for {launcher}"
+        raise UserError(f"{asked}; say it in one place")
     return here if here is not None else launcher
-
-
-def _worker_context(launched: Launched | None, stack: ExitStack) -> WorkerContext:
-    if launched is None:
-        return Unwatched()
-    launched.joins += 1
-    ring = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
-    ring.record(EventKind.JOIN, time.monotonic_ns())
-    stack.callback(lambda: ring.record(EventKind.LEAVE, time.monotonic_ns()))
-    return _Watched(launched.context, ring)
-
-
-class _Watched:
-    """The worker context of a launched worker: its event ring, its row of the status table, its channel."""
-
-    def __init__(self, context: RoleContext, ring: EventRing) -> None:
-        self.record = ring.record
-        self.mark = context.mark
-        self.note = lambda note: context.send(NOTES.write(note))
-        self.stop_requested = context.stop_requested

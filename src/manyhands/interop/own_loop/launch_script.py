@@ -23,8 +23,7 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.interop.own_loop.connect import choose
-from manyhands.interop.own_loop.loop_events import own_loop_config
+from manyhands.interop.own_loop.connect import choose, own_loop_config
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
@@ -145,12 +144,9 @@ def _run(
             )
             for rank, ring in enumerate(rings)
         ]
-        collector = stack.enter_context(
-            Collector(
-                {f"worker-{ring.role}": ring for ring in rings},
-                directory=directory.events_path if directory is not None else None,
-            )
-        )
+        events = directory.events_path if directory is not None else None
+        named = {f"worker-{ring.role}": ring for ring in rings}
+        collector = stack.enter_context(Collector(named, directory=events))
         boxes = BlackBoxes(dict(enumerate(rings)))
         watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
         finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()

@@ -45,8 +45,8 @@ class BufferKeeper:
         holders = model.modules() if mode != "local" and words.world > 1 else ()
         self._holders = [module for module in holders if any(True for _ in module.buffers(recurse=False))]
         self._seen = [_state(module) for module in self._holders]
+        # Modules whose buffers have been seen to change, on some worker: those travel
         self._moving = [False] * len(self._holders)
-        """Modules whose buffers have been seen to change, on some worker: those travel."""
 
     def news(self) -> int:
         changed = self._changed()
@@ -70,10 +70,9 @@ class BufferKeeper:
         for module, seen in zip(self._holders, self._seen, strict=True):
             # Running statistics are written by an operation that autograd's counter does not see.
             silently = isinstance(module, _NormBase) and module.training and module.running_mean is not None
-            now = _state(module)
-            same = len(now) == len(seen) and all(
-                a[0] is b[0] and a[1] == b[1] for a, b in zip(now, seen, strict=True)
-            )
+            same = [(id(buffer), version) for buffer, version in _state(module)] == [
+                (id(buffer), version) for buffer, version in seen
+            ]
             changed.append(silently or not same)
         return changed
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
@@ -52,11 +52,8 @@ class SharedCollate:
     def __call__(self, samples: list[Any]) -> BatchShare:
         span = split(len(samples), self._rank, self._world)
         mine = samples[span.start : span.stop] if span else samples[:FILLERS]
-        part = LoaderPart(
-            share=len(span) / len(samples),
-            samples=len(span),
-            mark=mark_of((len(samples), samples[0], samples[-1])),
-        )
+        mark = mark_of((len(samples), samples[0], samples[-1]))
+        part = LoaderPart(share=len(span) / len(samples), samples=len(span), mark=mark)
         return BatchShare(self._collate(mine), part)
 
 
@@ -65,8 +62,7 @@ class _GroupLoader:
 
     def __init__(self, loader: Iterable[Any], reader: Rounds, move: Move) -> None:
         self._loader, self._reader, self._move = loader, reader, move
-        self.is_stopped = False
-        """It gives no batch any more: a worker asked to stop while it was being read."""
+        self.is_stopped = False  # it gives no batch any more: a worker asked to stop while it was being read
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -87,20 +83,14 @@ class SharedStreamLoader(_GroupLoader):
 
     def __init__(self, loader: Iterable[Any], reader: Rounds, move: Move) -> None:
         super().__init__(loader, reader, move)
-        self._collates = False
-        self._draws_here = True
-        self._inner = loader
+        self._collates, self._draws_here, self._inner = False, True, loader
         self._has_warned = reader.world == 1 or reader.rank != 0
         if isinstance(loader, DataLoader):
             self._draws_here = loader.num_workers == 0
             if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
-                self._collates = True
-                self._inner = remade(
-                    loader,
-                    batch_size=loader.batch_size,
-                    drop_last=loader.drop_last,
-                    collate_fn=SharedCollate(loader.collate_fn, reader.rank, reader.world),
-                )
+                self._collates, size = True, loader.batch_size
+                collate = SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_stopped:
@@ -132,22 +122,19 @@ class SharedStreamLoader(_GroupLoader):
             return None if batch is END else batch
         mark, rows = mark_of(batch), rows_of(batch)
         if not rows:
-            self._warn(batch)
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"batches of this loader ({type(batch).__name__}) have no common first dimension to split them by, "
+                    "so every worker computes every batch whole; give each worker every n-th, and say so: "
+                    "stream = itertools.islice(stream, group.rank, None, group.world); "
+                    "loader = group.prepare(stream, split=False)",
+                    stacklevel=3,
+                )
             return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
         span = split(rows, self._reader.rank, self._reader.world)
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
         return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
-
-    def _warn(self, batch: Any) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"batches of this loader ({type(batch).__name__}) have no common first dimension to split them by, so "
-                "every worker computes every batch whole; give each worker every n-th, and say so: "
-                "stream = itertools.islice(stream, group.rank, None, group.world); "
-                "loader = group.prepare(stream, split=False)",
-                stacklevel=4,
-            )
 
 
 class OwnStreamLoader(_GroupLoader):
@@ -177,17 +164,13 @@ def rows_of(batch: Any) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def _sizes(batch: Any) -> Iterator[int]:
+def _sizes(batch: Any) -> list[int]:
     if _is_dense(batch):
-        yield int(batch.shape[0]) if batch.ndim else 0
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _sizes(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _sizes(value)
-    else:
-        yield 0
+        return [int(batch.shape[0]) if batch.ndim else 0]
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return (
+        [n for value in values for n in _sizes(value)] if isinstance(batch, Mapping | list | tuple) else [0]
+    )
 
 
 def _is_dense(value: Any) -> bool:

@@ -74,9 +74,9 @@ class Draws:
         ]
 
     def keep(self) -> None:
-        """Go on from here in this process, which they are of, with each generator that it has not used meanwhile.
+        """Continue from here in this process, which they are of, with each generator that it has not used meanwhile.
 
-        As if whoever was lent them had drawn from the process's own.
+        As if the draws had been made from the process's own.
         """
         for (take, put), first, state in zip(GENERATORS, self._first, self._states, strict=True):
             if _are_equal(take(), first):
@@ -89,42 +89,29 @@ def _are_equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-FILLERS: Final = 2
-"""Samples for a worker without a share: batch norm needs two."""
-
-END = object()
-"""What comes after the last batch."""
-
-Move = Callable[[Any], Any]
-"""Takes a batch to where the worker computes."""
+FILLERS: Final = 2  # samples for a worker without a share: batch norm needs two
+END = object()  # what comes after the last batch
+Move = Callable[[Any], Any]  # takes a batch to where the worker computes
+_LOADER_SETTINGS: Final = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
+    *("prefetch_factor", "persistent_workers"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPart:
     """What one worker has of a global batch."""
 
-    share: float
-    """Of the whole batch."""
+    share: float  # of the whole batch
     samples: int = 0
-    mark: int = 0
-    """A checksum of the whole batch: the same on all workers, or they do not read the same."""
-    last: bool = False
-    """This worker's stream has no other batch after this one."""
+    mark: int = 0  # a checksum of the whole batch: the same on all workers, or they do not read the same
+    last: bool = False  # this worker's stream has no other batch after this one
 
 
 def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """The user's loader once more, but for `changes`, which say how it makes batches."""
-    kept: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context if loader.num_workers else None,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    kept = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
+    kept["multiprocessing_context"] = loader.multiprocessing_context if loader.num_workers else None
     return DataLoader(loader.dataset, **{**kept, **changes})
 
 
@@ -132,19 +119,16 @@ def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 class LoaderReading:
     """One loader being read, from its first batch to its last."""
 
-    loader: Any
-    """It has `is_stopped`: set, it gives no batch any more."""
+    loader: Any  # it has `is_stopped`: set, it gives no batch any more
     part: LoaderPart
-    is_over: bool = False
-    """The loop over the loader ends after the batch at hand."""
+    is_over: bool = False  # the loop over the loader ends after the batch at hand
 
 
 class Readings:
-    """The loaders that a worker reads at the moment, an inner loop's last; `weigh` is told each batch's share."""
+    """The loaders that a worker reads at the moment, an inner loop's last; `weigh` gets each batch's share."""
 
     def __init__(self, world: int, weigh: Callable[[float], None]) -> None:
-        self._whole = LoaderPart(share=1 / world)
-        self._weigh = weigh
+        self._whole, self.weigh = LoaderPart(share=1 / world), weigh
         self._open: list[LoaderReading] = []
         self._input_ns = 0
 
@@ -170,11 +154,11 @@ class Readings:
             yield reading
         finally:
             self._open.remove(reading)
-            self._weigh(self.part.share)
+            self.weigh(self.part.share)
 
     def begin(self, reading: LoaderReading, part: LoaderPart) -> None:
         reading.part = part
-        self._weigh(self.part.share)
+        self.weigh(self.part.share)
 
     def end_stream(self) -> None:
         """Another worker's stream has no batch after this one."""

@@ -28,8 +28,8 @@ __all__ = ["PartsScaler", "detecting_scalers", "require_prepared_scaler"]
 _HANDLES_SCALES: Final = "_step_supports_amp_scaling"
 _OWN_KINDS: Final = (GradScaler, CpuGradScaler, CudaGradScaler)  # the latter two are older names of it
 
+# Collective: multiply the gradient by a factor; whether any of it, on any worker, was not finite
 Unscale = Callable[[Optimizer, torch.Tensor], bool]
-"""Collective: multiply the gradient by a factor; whether any of it, on any worker, was not finite."""
 
 
 class PartsScaler(GradScaler):

@@ -70,16 +70,11 @@ class Word:
     """One worker's status word."""
 
     call: Call
-    stop: bool = False
-    """It wants all to stop."""
-    last: bool = False
-    """Its stream of batches has no other after this one."""
-    mark: int = 0
-    """A checksum of the global batch it reads; 0 where batches are not split."""
-    news: int = 0
-    """Which buffers changed; see `buffers.py`."""
-    value: float = 0.0
-    """A number that belongs to the call."""
+    stop: bool = False  # it wants all to stop
+    last: bool = False  # its stream of batches has no other after this one
+    mark: int = 0  # a checksum of the global batch it reads; 0 where batches are not split
+    news: int = 0  # which buffers changed; see `buffers.py`
+    value: float = 0.0  # a number that belongs to the call
 
 
 def require_same(words: Sequence[Word]) -> None:
@@ -96,14 +91,10 @@ class Words:
     """One worker's end; all methods are collective, called in the same order by all. Takes over `collective`."""
 
     def __init__(self, collective: Collective) -> None:
-        self.rank = collective.rank
-        self.world = collective.world
-        self.collective = collective
+        self.collective, self.rank, self.world = collective, collective.rank, collective.world
         size = max(_SMALLEST_TABLE, _FIELDS * self.world)
-        parcels = [
-            Parcel.whole(number, count, torch.float64, exact=True)
-            for number, count in enumerate((size, *_CARRIERS))
-        ]
+        counts = enumerate((size, *_CARRIERS))
+        parcels = [Parcel.whole(number, count, torch.float64, exact=True) for number, count in counts]
         self._table, *self._carriers = collective.allocate(parcels)
 
     def say(self, word: Word) -> None:
@@ -119,13 +110,17 @@ class Words:
     def hear(self) -> tuple[Word, ...]:
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
-        words = []
-        for call, *flags, mark, news, value in rows:
-            stop, last = map(bool, flags)
-            words.append(
-                Word(call=Call(int(call)), stop=stop, last=last, mark=int(mark), news=int(news), value=value)
+        return tuple(
+            Word(
+                call=Call(int(call)),
+                stop=stop > 0,
+                last=last > 0,
+                mark=int(mark),
+                news=int(news),
+                value=value,
             )
-        return tuple(words)
+            for call, stop, last, mark, news, value in rows
+        )
 
     def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
         """Synchronize all workers in the same call; UserError names those that are in another."""
@@ -175,13 +170,9 @@ class Words:
         kinds = [(BY_CODE[row[0]], tuple(row[3 : 2 + row[1]])) for row in found]
         odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
         if odd is not None:
-            first, other = (
-                f"worker {rank} has {found[rank][2]} × {kinds[rank][1]} of {kinds[rank][0]}"
-                for rank in (0, odd)
-            )
-            raise UserError(
-                f"tensors that are gathered must agree in all but their first dimension: {first}, {other}"
-            )
+            theirs = (f"{found[rank][2]} × {kinds[rank][1]} of {kinds[rank][0]}" for rank in (0, odd))
+            each = ", ".join(f"worker {rank} has {it}" for rank, it in zip((0, odd), theirs, strict=True))
+            raise UserError(f"tensors that are gathered must agree in all but their first dimension: {each}")
         return [tuple(row[2 : 2 + row[1]]) for row in found]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
@@ -32,8 +33,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["WorkerGroup"]
 
-_MEMORY: Final = "manyhands: what the exchange remembers"
-"""Beside the user's own `extra` in a checkpoint."""
+_MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,11 +63,9 @@ class WorkerGroup:
         on_abort: Callable[[], None] = lambda: None,
     ) -> None:
         """Work through `rounds`; `on_abort` ends the waits of the other workers."""
-        self.name, self.strategy = name, strategy
-        self.rank = rounds.rank
-        self.world = rounds.world
-        self.device, self._rounds = device, rounds
-        self._words = rounds.words
+        self.name, self.strategy, self.device = name, strategy, device
+        self.rank, self.world = rounds.rank, rounds.world
+        self._rounds, self._words = rounds, rounds.words
         self._buffers, self._on_abort = buffers, on_abort
         self._closing = ExitStack()
         self._optimizers: list[Optimizer] = []
@@ -104,13 +102,17 @@ class WorkerGroup:
                 )
         if models or optimizers:
             self._attach(models, optimizers)
+
+        def move(batch: Any) -> Any:
+            # On the CPU nothing is moved: a user may have put things elsewhere.
+            return moved(batch, self.device) if self.device.type != "cpu" else batch
+
         prepared: dict[int, Any] = {
-            id(one): prepare_loader(one, self._rounds, self._move, to_split=split) for one in loaders
+            id(one): prepare_loader(one, self._rounds, move, to_split=split) for one in loaders
         }
         if self._rounds.exchange.steps_itself:
-            prepared |= {
-                id(one): PartsScaler(one, self._rounds.unscale) for one in scalers if one.is_enabled()
-            }
+            enabled = (one for one in scalers if one.is_enabled())
+            prepared |= {id(one): PartsScaler(one, self._rounds.unscale) for one in enabled}
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
@@ -249,23 +251,17 @@ class WorkerGroup:
             raise UserError(f"prepare got {len(optimizers)} optimizers; central can share out one")
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in known:
-                        raise UserError(
-                            f"the optimizer {type(optimizer).__name__} has a parameter of shape "
-                            f"{tuple(parameter.shape)} that belongs to no model given to prepare, so its gradient "
-                            "would not be exchanged"
-                        )
+            for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                if id(parameter) not in known:
+                    raise UserError(
+                        f"the optimizer {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} "
+                        "that belongs to no model given to prepare, so its gradient would not be exchanged"
+                    )
         if self.device.type != "cpu":
             for model in models:
                 model.to(self.device)  # the parameters stay the same objects, which the optimizers know
         self._optimizers = list(optimizers)
         self._rounds.attach(models, optimizers[0], self._buffers)
-
-    def _move(self, batch: Any) -> Any:
-        # On the CPU nothing is moved: a user may have put things elsewhere.
-        return moved(batch, self.device) if self.device.type != "cpu" else batch
 
     def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
         """Collective: the checkpoint that worker 0 found, read by every worker."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.store.exported import check_precision
+from manyhands.data.store.tensorfile import check_precision
 from manyhands.engine.fitting import fit
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.lab.bench.harness import host_facts

@@ -119,9 +119,8 @@ class OurServer:
         return Segment.attach(os.dup(self._final.descriptor))
 
     def last_words(self) -> str:
-        events = self._supervisor.poll(_LAST_WORDS_S)
-        failures = [event.failure for event in events if isinstance(event, Ended)]
-        return "; ".join(failure.sentence for failure in failures if failure is not None)
+        ended = [event for event in self._supervisor.poll(_LAST_WORDS_S) if isinstance(event, Ended)]
+        return "; ".join(event.failure.sentence for event in ended if event.failure is not None)
 
     def _await_address(self, supervisor: Supervisor, deadline_s: float) -> str:
         while time.monotonic() < deadline_s:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.data.batch_plan import BatchPlan
-from manyhands.data.batches import BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.engine.exchanging import exchange_for
@@ -192,65 +191,56 @@ class StepMeasured:
     """By contender and step, from its very first one: the mean over this rank's part of the batch."""
 
 
-class StepContender(ABC):
-    """One way to train: its own model and optimizer, and its place in the data."""
+class StepContender:
+    """One way to train: its own model and optimizer, its place in the data, and how it takes a step.
 
-    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
+    With an `exchange`, a strategy of ours as the training loop steps it; without, torch's DistributedDataParallel on
+    the default process group, with its fastest settings.
+    """
+
+    def __init__(
+        self, task: Task, fetch: Callable[[int], Any], threads: int, exchange: Exchange | None = None
+    ) -> None:
         seed_all(_SEED)
         self.model = task.model()
-        self.optimizer = task.optimizer(self.model.parameters())
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self._loss = task.loss
-        self._fetch = fetch
-        self._threads = threads
+        self._optimizer = task.optimizer(self.model.parameters())
+        self._loss, self._fetch, self._threads, self._exchange = task.loss, fetch, threads, exchange
+        if exchange is None:
+            self._wrapped = DistributedDataParallel(
+                self.model, gradient_as_bucket_view=True, static_graph=True
+            )
+        else:
+            exchange.attach(self.model, self._optimizer)
 
     def run(self, steps: int) -> float:
         """Train on the next `steps` batches; the seconds that took, without fetching them."""
         first = len(self.losses)
         batches = [self._fetch(step) for step in range(first, first + steps)]
+        step = self._ddp_step if self._exchange is None else partial(self._own_step, self._exchange)
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
         for batch in batches:
-            self.losses.append(self._step(batch))
+            self.losses.append(step(batch))
         return time.perf_counter() - began
 
-    @abstractmethod
-    def _step(self, batch: Any) -> float:
+    def _ddp_step(self, batch: Any) -> float:
         """One whole training step; the loss of `batch` before it."""
-
-
-class DdpContender(StepContender):
-    """torch's DistributedDataParallel on the default process group, with its fastest settings."""
-
-    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
-        super().__init__(task, fetch, threads)
-        self._wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
-
-    def _step(self, batch: Any) -> float:
         loss = self._loss(self._wrapped, batch)
         value = float(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return value
 
-
-class ExchangeContender(StepContender):
-    """A strategy of ours, stepped as the training loop does it."""
-
-    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int, exchange: Exchange) -> None:
-        super().__init__(task, fetch, threads)
-        self._exchange = exchange
-        exchange.attach(self.model, self.optimizer)
-
-    def _step(self, batch: Any) -> float:
-        share = 1 / self._exchange.world
+    def _own_step(self, exchange: Exchange, batch: Any) -> float:
+        share = 1 / exchange.world
         loss = self._loss(self.model, batch)
         value = float(loss.detach())
-        self._exchange.backward(loss, share)
-        self._exchange.agree(LocalStep(loss=value, share=share))
-        self._exchange.apply()
+        exchange.backward(loss, share)
+        exchange.agree(LocalStep(loss=value, share=share))
+        exchange.apply()
         return value
 
 
@@ -266,13 +256,13 @@ def _contenders(plan: StepPlan, exchanges: Mapping[str, Exchange]) -> dict[str, 
     def fetch_whole(step: int) -> Any:
         return source.fetch(batches.indices(step))
 
-    made: dict[str, StepContender | None] = {DDP: DdpContender(task, fetch_share, plan.threads)}
+    made: dict[str, StepContender | None] = {DDP: StepContender(task, fetch_share, plan.threads)}
     for name, exchange in exchanges.items():
-        made[name] = ExchangeContender(task, fetch_share, plan.threads, exchange)
+        made[name] = StepContender(task, fetch_share, plan.threads, exchange)
     made |= {SINGLE: None, ALONE: None}
     if plan.rank == 0:
-        made[SINGLE] = ExchangeContender(task, fetch_whole, plan.cores, SingleExchange())
-        made[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
+        made[SINGLE] = StepContender(task, fetch_whole, plan.cores, SingleExchange())
+        made[ALONE] = StepContender(task, fetch_share, plan.threads, SingleExchange())
     return made
 
 

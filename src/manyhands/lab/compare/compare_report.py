@@ -14,18 +14,10 @@ from rich.table import Table
 
 from manyhands.errors import format_bytes
 from manyhands.facts import Promises
-from manyhands.lab.compare.figures import CompareRow, Figures, Measured, Point, Spread
+from manyhands.lab.compare.figures import CompareRow, Figures, Point, Spread
 from manyhands.native.version import __version__
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart, loss_chart, share_bars
-from manyhands.observe.draw.paper import (
-    PART_COLOURS,
-    data_table,
-    document,
-    findings_section,
-    made_section,
-    quiet,
-    section,
-)
 
 __all__ = ["machine", "measures_table", "promises_table", "report", "scores_table"]
 
@@ -168,9 +160,9 @@ def report(
     )
     if found.prices is not None:
         caption += f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
-    table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=caption)
+    table = paper.data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=caption)
     promises = [[row.name, *promise_cells(row.strategy.facts.promises, words=True)] for row in found.rows]
-    promised = data_table(
+    promised = paper.data_table(
         ["strategy", *PROMISES],
         promises,
         title="What a run's users may rely on",
@@ -179,24 +171,26 @@ def report(
     # Beside the two curves of a metric there is room for how it was made.
     kind = "wide" if found.target is None else ""
     parts = [
-        findings_section(sentences),
-        section("table", "Side by side", table, "wide"),
+        paper.findings_section(sentences),
+        paper.section("table", "Side by side", table, "wide"),
         *_scores(found),
         *_curves("loss", rows, losses=True),
-        section("time", "Where the workers' time went", _shares(rows)),
+        paper.section("time", "Where the workers' time went", _shares(rows)),
         *(_curves(found.target.metric, rows, losses=False) if found.target is not None else ()),
-        made_section(command, facts, _about(found), *notes, kind=kind),
-        section("promises", "What each promises", promised, "wide"),
+        paper.made_section(command, facts, _about(found), *notes, kind=kind),
+        paper.section("promises", "What each promises", promised, "wide"),
     ]
-    return document(title, parts)
+    return paper.document(title, parts)
 
 
 def _scores(found: Figures) -> list[str]:
     if not found.scores:
         return []
     cells = [[row.name, *score_cells(found, row)] for row in found.rows]
-    table = data_table(["strategy", *found.scores], cells, title="Medians over the repeats, and their range")
-    return [section("scores", "What the models are worth", table, "wide")]
+    table = paper.data_table(
+        ["strategy", *found.scores], cells, title="Medians over the repeats, and their range"
+    )
+    return [paper.section("scores", "What the models are worth", table, "wide")]
 
 
 _AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (
@@ -211,7 +205,8 @@ def _curves(metric: str, rows: Sequence[CompareRow], *, losses: bool) -> list[st
     for label, place in _AXES:
         series = []
         for row in rows:
-            run = _middle(row)
+            # Of the run that took the median of the time; the lower one of two.
+            run = sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
             points = smooth(run.losses, "loss") if losses else run.evaluations
             known = sorted((point for point in points if metric in point.values), key=place)
             values = [point.values[metric] for point in known]
@@ -222,7 +217,7 @@ def _curves(metric: str, rows: Sequence[CompareRow], *, losses: bool) -> list[st
             title = f"On the evaluation data, over {label}"
             chart = line_chart(series, title=title, x_label=label, y_label=metric)
         heading = f"{metric[:1].upper()}{metric[1:]} against {label}"
-        parts.append(section(f"{'loss' if losses else 'metric'}-{label}", heading, chart))
+        parts.append(paper.section(f"{'loss' if losses else 'metric'}-{label}", heading, chart))
     return parts
 
 
@@ -239,14 +234,9 @@ def smooth(points: Sequence[Point], value: str) -> list[Point]:
     ]
 
 
-def _middle(row: CompareRow) -> Measured:
-    """The run that took the median of the time; the lower one of two."""
-    return sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
-
-
 def _shares(rows: Sequence[CompareRow]) -> str:
     if not rows:
-        return quiet("No run came to its end.")
+        return paper.quiet("No run came to its end.")
     shares = [  # `ps consistency=async` as `ps async`: there is room for that alone
         (
             " ".join(part.rpartition("=")[2] for part in row.name.split()),
@@ -259,9 +249,9 @@ def _shares(rows: Sequence[CompareRow]) -> str:
         shares,
         ["computing and exchanging", "waiting"],
         title="Share of time",
-        colours=[PART_COLOURS["compute"], PART_COLOURS["waiting"]],
+        colours=[paper.PART_COLOURS["compute"], paper.PART_COLOURS["waiting"]],
     )
-    return bars + quiet("Of the time that workers accounted for, medians over the repeats.")
+    return bars + paper.quiet("Of the time that workers accounted for, medians over the repeats.")
 
 
 def _about(found: Figures) -> str:

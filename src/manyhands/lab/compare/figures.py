@@ -133,7 +133,6 @@ class CompareRow:
 
     @property
     def always_reached(self) -> bool:
-        """Whether there were runs and all of them reached the target."""
         return bool(self.runs) and self.reached == len(self.runs)
 
     def waiting_for(self, worker: int) -> float:
@@ -195,7 +194,6 @@ def figures(
 
 
 def _priced(row: CompareRow, prices: Prices) -> CompareRow:
-    """The row with what its processes cost: for 1,000 steps at their mean pace, and to the target."""
     per_hour = prices.of(row.strategy, row.workers)
     steps_s = [1000 * _ratio(run.seconds, run.steps) for run in row.runs]
     to_target = None

@@ -109,35 +109,25 @@ def _target(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
 
 
 def _first(there: Sequence[CompareRow], every: int) -> list[str]:
-    first, second = there[0], there[1]
-    assert first.target_s is not None
-    assert second.target_s is not None
-    ratio = second.target_s.median / first.target_s.median if first.target_s.median > 0 else 1.0
+    first, second, last = there[0], there[1], there[-1]
+    ratio = _seconds(second) / _seconds(first) if _seconds(first) > 0 else 1.0
     if ratio < _ALIKE:
-        alike = [row for row in there if _seconds(row) < _ALIKE * first.target_s.median]
-        said = [f"{_names(alike)} took equally long to it: {_s(first.target_s)}."]
+        alike = [row for row in there if _seconds(row) < _ALIKE * _seconds(first)]
+        said = [f"{_names(alike)} took equally long to it: {_s(first)}."]
     else:
         said = [
-            f"{first.name} was there first, after {_s(first.target_s)}: {ratio:.1f} times as fast as {second.name} "
-            f"({_s(second.target_s)}). {_certainty(first, second, first.target_s, second.target_s)}"
+            f"{first.name} was there first, after {_s(first)}: {ratio:.1f} times as fast as {second.name} "
+            f"({_s(second)}). {_certainty(first, second, first.target_s, second.target_s)}"
             f"{_resolution(first, second, every)}"
         ]
-    last = there[-1]
-    assert last.target_s is not None
-    if last not in (first, second) and last.target_s.median > _ALIKE * second.target_s.median:
-        said.append(f"{last.name} took longest, {_s(last.target_s)}.")
-    return said + _fewest_steps(there, every)
-
-
-def _fewest_steps(there: Sequence[CompareRow], every: int) -> list[str]:
-    """Said where the difference is more than one evaluation: in between nobody looked."""
-    fewest, most = (pick(_steps(row) for row in there) for pick in (min, max))
-    if most - fewest <= every:
-        return ["Counted in steps, all were there at the same evaluation or the next."]
+    if last not in (first, second) and _seconds(last) > _ALIKE * _seconds(second):
+        said.append(f"{last.name} took longest, {_s(last)}.")
+    fewest, most = (pick(map(_steps, there)) for pick in (min, max))
+    if most - fewest <= every:  # in between nobody looked
+        return [*said, "Counted in steps, all were there at the same evaluation or the next."]
     few, many = ([row for row in there if _steps(row) == steps] for steps in (fewest, most))
-    return [
-        f"Counted in steps, {_names(few)} needed fewest ({fewest:,.0f}) and {_names(many)} most ({most:,.0f})."
-    ]
+    counted = f"{_names(few)} needed fewest ({fewest:,.0f}) and {_names(many)} most ({most:,.0f})"
+    return [*said, f"Counted in steps, {counted}."]
 
 
 def _speed(rows: Sequence[CompareRow]) -> list[str]:
@@ -147,9 +137,7 @@ def _speed(rows: Sequence[CompareRow]) -> list[str]:
     slowest, fastest = (pick(known, key=_pace) for pick in (min, max))
     if _pace(fastest) < _ALIKE * _pace(slowest):
         return [f"All went through about {_pace(fastest):,.0f} samples a second."]
-    assert slowest.samples_per_s is not None
-    assert fastest.samples_per_s is not None
-    apart = fastest.samples_per_s.apart_from(slowest.samples_per_s)
+    apart = _apart(fastest.samples_per_s, slowest.samples_per_s)
     overlap = ", within the spread of the repeats" if _repeated(slowest, fastest) and not apart else ""
     return [
         f"{fastest.name} went through most samples, {_pace(fastest):,.0f} a second, and {slowest.name} through fewest, "
@@ -266,11 +254,15 @@ def _network(rows: Sequence[CompareRow], bandwidth: str) -> list[str]:
     return said
 
 
-def _certainty(one: CompareRow, other: CompareRow, first: Spread, second: Spread) -> str:
+def _apart(one: Spread | None, other: Spread | None) -> bool:
+    return one is not None and other is not None and one.apart_from(other)
+
+
+def _certainty(one: CompareRow, other: CompareRow, first: Spread | None, second: Spread | None) -> str:
     """Whether a difference is more than chance, as far as repeats can tell."""
     if not _repeated(one, other):
         return "With one run each, how much of that is chance was not measured."
-    if first.apart_from(second):
+    if _apart(first, second):
         runs = min(len(one.runs), len(other.runs))
         return f"That is more than the repeats differ: each of {runs} runs of the one beat each of the other."
     return "That is no more than the repeats differ among themselves."
@@ -312,8 +304,8 @@ def _names(rows: Sequence[CompareRow]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _s(spread: Spread) -> str:
-    return f"{spread.median:.2f} s" if spread.median < 100 else f"{spread.median:.0f} s"
+def _s(row: CompareRow) -> str:
+    return f"{_seconds(row):.2f} s" if _seconds(row) < 100 else f"{_seconds(row):.0f} s"
 
 
 def _percent(share: float) -> str:

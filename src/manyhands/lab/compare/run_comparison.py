@@ -19,10 +19,10 @@ from manyhands.data.store.atomic import require_empty
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device
 from manyhands.engine.fitting import fit
-from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length, Request
+from manyhands.engine.run import PASS_LOSS
 from manyhands.engine.session import check_capacity_for
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.lab.compare.comparison import Target, Trial, parse_strategies, trials, workers_of

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.lab.compare.figures import Figures
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
-from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
 
 __all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
 
@@ -120,7 +120,9 @@ def density_page(
             series.append(Series(name=name, xs=[row.density for row in own], ys=ys))
         about = f"{heading}, over density"
         chart = line_chart(series, title=about, x_label="density", y_label=label, log_x=True)
-        charts.append(section(field, heading, chart))
-    table = data_table(DENSITY_HEAD, density_cells(rows), title=_TITLE)
-    numbers = section("table", "In numbers", table, "wide")
-    return document(title, [findings_section(sentences), *charts, numbers, made_section(command, facts)])
+        charts.append(paper.section(field, heading, chart))
+    table = paper.data_table(DENSITY_HEAD, density_cells(rows), title=_TITLE)
+    numbers = paper.section("table", "In numbers", table, "wide")
+    return paper.document(
+        title, [paper.findings_section(sentences), *charts, numbers, paper.made_section(command, facts)]
+    )

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
-from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
 
 __all__ = [
     "SCALING_HEAD",
@@ -159,7 +159,6 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
 
 
 def scaling_sentences(curve: ScalingCurve) -> list[str]:
-    """What the data show: the knee, Amdahl's fit, and where the simulator sees it otherwise."""
     best = max(curve.points, key=lambda point: point.speedup)
     said = [
         f"{_workers(best.workers)} is the fastest."
@@ -229,13 +228,15 @@ def scaling_page(
         y_label="times as fast as one",
         from_zero=True,
     )
-    table = data_table(SCALING_HEAD, scaling_cells(curve), title="Medians over the repeats, and their range")
-    return document(
+    table = paper.data_table(
+        SCALING_HEAD, scaling_cells(curve), title="Medians over the repeats, and their range"
+    )
+    return paper.document(
         title,
         [
-            findings_section(sentences),
-            section("curve", "Speed over workers", chart, "broad"),
-            section("table", "In numbers", table, "wide"),
-            made_section(command, facts, _HOW),
+            paper.findings_section(sentences),
+            paper.section("curve", "Speed over workers", chart, "broad"),
+            paper.section("table", "In numbers", table, "wide"),
+            paper.made_section(command, facts, _HOW),
         ],
     )

@@ -14,7 +14,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
 from manyhands.lab.compare.comparison import lower_is_better
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
-from manyhands.observe.draw.paper import data_table, document, findings_section, made_section, section
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.observe.record.checked_values import number
 
@@ -84,7 +84,6 @@ def best_first(rows: Iterable[SweepRow], metric: str) -> list[SweepRow]:
 
 
 def sentences(plan: SweepPlan, rows: Sequence[SweepRow]) -> list[str]:
-    """What the data show: the best trial, how far the settings matter, and what failed."""
     metric, ranked = plan.metric, best_first(rows, plan.metric)
     known = [row for row in ranked if math.isfinite(row.final.get(metric, math.nan))]
     said = []
@@ -184,13 +183,13 @@ def sweep_page(
 ) -> str:
     head, cells = sweep_cells(plan, rows)
     words = [0, *(place for place, name in enumerate(head) if name in ("strategy", "failed"))]
-    table = data_table(head, cells, title="The best first", words=words)
-    return document(
+    table = paper.data_table(head, cells, title="The best first", words=words)
+    return paper.document(
         f"{plan.task}: {len(rows)} combinations",
         [
-            findings_section(sentences),
-            section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
-            section("table", "All runs", table, "wide"),
-            made_section(command, facts, _AT_THE_SAME_TIME),
+            paper.findings_section(sentences),
+            paper.section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
+            paper.section("table", "All runs", table, "wide"),
+            paper.made_section(command, facts, _AT_THE_SAME_TIME),
         ],
     )

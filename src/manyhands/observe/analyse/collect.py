@@ -10,6 +10,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,6 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Collector:
-        """Open the event files and start the reader thread."""
         if self._directory is not None:
             self._open(self._directory)
         self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
@@ -116,8 +116,8 @@ class Collector:
         rings = self._rings.values()
         return {
             "per_worker": [worker.to_dict() for worker in workers],
-            "slow": [straggler.to_dict() for straggler in slow],
-            "late": late.to_dict() if late is not None else None,
+            "slow": [asdict(straggler) for straggler in slow],
+            "late": asdict(late) if late is not None else None,
             "events": {
                 "recorded": sum(ring.written for ring in rings),
                 "dropped": sum(ring.dropped for ring in rings),

@@ -107,9 +107,12 @@ class RateCurve:
         """Return the rate in each bin that all workers have passed; before there is one, the overall rate."""
         edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
         edges[:1] = self._begin_ns
-        whole = int(np.searchsorted(edges[1:], self._known_until(), side="right"))
+        # Up to when every active worker has reported its steps; a step is reported when it ends.
+        newest = max((end for _, end in self._newest.values()), default=0)
+        until = min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
+        whole = int(np.searchsorted(edges[1:], until, side="right"))
         if whole == 0 and len(self._parts):
-            edges = np.array([self._begin_ns, max(end for _, end in self._newest.values())])
+            edges = np.array([self._begin_ns, newest])
             parts, steps = self._parts.sum(keepdims=True), self._steps.max(keepdims=True)
         else:
             parts, steps, edges = self._parts[:whole], self._steps[:whole], edges[: whole + 1]
@@ -119,11 +122,6 @@ class RateCurve:
             seconds=tuple(((edges[1:] - first_ns) / 1e9).tolist()),
             values=tuple((parts * (1e9 / _PARTS) / np.diff(edges)).tolist()),
         )
-
-    def _known_until(self) -> int:
-        """Return the time up to which every active worker has reported its steps; a step is reported when it ends."""
-        newest = max((end for _, end in self._newest.values()), default=0)
-        return min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
 
     def _coarsen(self) -> None:
         odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
@@ -196,7 +194,7 @@ class HistoryCurves:
                 if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                     curve = self._metrics.setdefault(name, ThinnedCurve(name))
                     curve.add(step, self._before_s + at_s, value)
-            self._judge(step, named)
+            self._judge(step, known)
         return True
 
     @property
@@ -206,20 +204,13 @@ class HistoryCurves:
     def curves(self, later_s: float) -> list[Curve]:
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
-    def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
+    def _judge(self, step: int, measured: Mapping[str, float]) -> None:
         """Update the best evaluation, judged by the metric that the first evaluation had."""
-        finite = {
-            name: value for name, value in measured.items() if value is not None and math.isfinite(value)
-        }
-        if self.best is None:
-            first = next((name for name in finite if not name.endswith("loss")), next(iter(finite), None))
-        else:
-            first = self.best[0]
-        if first is None or first not in finite:
-            return
-        value = finite[first]
-        if self.best is None or (value < self.best[1] if lower_is_better(first) else value > self.best[1]):
-            self.best = (first, value, step)
+        first = next((name for name in measured if not name.endswith("loss")), next(iter(measured), ""))
+        name, best, _ = self.best or (first, None, 0)
+        value = measured.get(name)
+        if value is not None and (best is None or (value < best if lower_is_better(name) else value > best)):
+            self.best = (name, value, step)
 
 
 _LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")

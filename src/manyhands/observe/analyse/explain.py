@@ -193,7 +193,6 @@ class _Applying:
         self._done = np.stack([done - durations, done], axis=1).ravel()
 
     def within(self, begin: _Floats, end: _Floats) -> _Floats:
-        """Return the nanoseconds of applying between each `begin` and its `end`."""
         before, after = (np.interp(moment, self._moments, self._done) for moment in (begin, end))
         spent: _Floats = after - before
         return spent
@@ -303,7 +302,6 @@ _MAX_NAMED = 3
 
 
 def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
-    """Return the paragraph on a run under `strategy`, with the cause before the remedy."""
     sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
     if found.late is not None and not found.slow:
         said = about_late(found.late)
@@ -359,7 +357,6 @@ def _about(slow: Slow) -> str:
 
 
 def _advice(found: Explanation, strategy: str) -> str:
-    """Return what to try first, by the largest part of a step that is not compute."""
     losses = {field: share for field, share in _shares_of(found.parts).items() if field != "compute_ms"}
     step_ms = found.parts.step_ms
     losses["overhead"] = (found.evaluate_ms + found.checkpoint_ms) / step_ms if step_ms > 0 else 0.0

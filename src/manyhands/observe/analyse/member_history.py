@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ class Members:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.is_known = False  # whether a view of the membership was ever told
+        self.is_known = False  # whether a view of the membership was ever recorded
         self._names: dict[int, str] = {}  # as in the newest views
         self._started: dict[int, str] = {}  # as of the start of their processes
         self.gone: set[str] = set()  # those whose newest row says that they died, went silent or left
@@ -45,14 +45,12 @@ class Members:
     def happenings(self, first_s: float | None = None) -> tuple[Happening, ...]:
         """Return the happenings, newest last, in seconds since the first event, which was at `first_s` since 1970.
 
-        Where either is not known they are as they were told, in seconds since training began. What came before the
+        Where either is not known they are as they were recorded, in seconds since training began. What came before the
         first event, as the start of the process that recorded it, is shown at 0.
         """
         return tuple(
-            one
-            if first_s is None or recorded_s is None
-            else replace(one, at_s=max(0.0, recorded_s - first_s))
-            for one, recorded_s in self._happenings
+            one if first_s is None or unix_s is None else replace(one, at_s=max(0.0, unix_s - first_s))
+            for one, unix_s in self._happenings
         )
 
     def add(self, row: Mapping[str, Any]) -> bool:
@@ -71,21 +69,14 @@ class Members:
         return False
 
     def servers(self) -> dict[str, ServerPlace]:
-        primary_of: dict[str, list[int]] = defaultdict(list)
-        backup_of: dict[str, list[int]] = defaultdict(list)
-        for shard, primary, backup in self._shards:
-            for holder, kept in ((primary, primary_of), (backup, backup_of)):
-                if holder in self._names:
-                    kept[self._names[holder]].append(shard)
-        return {
-            name: ServerPlace(
-                primary_of=tuple(primary_of.get(name, ())),
-                backup_of=tuple(backup_of.get(name, ())),
-                num_bytes=sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of.get(name, ())),
-            )
-            for name in sorted(set(self._names.values()))
-            if name.startswith("server")
-        }
+        found = {}
+        for name in sorted(one for one in set(self._names.values()) if one.startswith("server")):
+            members = {member for member, called in self._names.items() if called == name}
+            primary_of = tuple(shard for shard, primary, _ in self._shards if primary in members)
+            backup_of = tuple(shard for shard, _, backup in self._shards if backup in members)
+            num_bytes = sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of)
+            found[name] = ServerPlace(primary_of=primary_of, backup_of=backup_of, num_bytes=num_bytes)
+        return found
 
     def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
         names = row.get("names", {})
@@ -106,13 +97,12 @@ class Members:
         return True
 
     def _happened(self, what: str, row: Mapping[str, Any]) -> None:
-        recorded = whole(row.get("member"))
-        member = -1 if recorded is None else recorded
+        member = whole(row.get("member"))
+        key = -1 if member is None else member
         if text(row.get("name")):
-            self._started[member] = text(row["name"])
-        who = self._names.get(member) or self._started.get(member) or ""
-        if not who and recorded is not None:
-            who = f"member {recorded}"
+            self._started[key] = text(row["name"])
+        unnamed = "" if member is None else f"member {member}"
+        who = self._names.get(key) or self._started.get(key) or unnamed
         if what in ("died", "silent", "left"):
             self.gone.add(who)
             self.starting.discard(who)

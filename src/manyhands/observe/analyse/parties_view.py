@@ -26,23 +26,17 @@ class PartiesHistory:
         self._courses: dict[str, dict[str, ThinnedCurve]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        recorded = row.get("clients")
-        for one in recorded if isinstance(recorded, list) else ():
+        for one in _list(row.get("clients")):
             client = whole(one)
             if client is not None and 0 <= client < _MOST:
                 self.rounds[client] += 1
         step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
         if step is not None and at_s is not None:
             for name, parts in _spread(row.get("fairness")).items():
-                self._add_spread(name, parts, step, at_s)
-
-    def _add_spread(self, name: str, parts: Mapping[str, float], step: int, at_s: float) -> None:
-        if name not in self._courses and len(self._courses) >= _MOST_COURSES:
-            return
-        curves = self._courses.setdefault(name, {part: ThinnedCurve(part) for part in COURSES})
-        for part, curve in curves.items():
-            if part in parts:
-                curve.add(step, at_s, parts[part])
+                if name in self._courses or len(self._courses) < _MOST_COURSES:
+                    curves = self._courses.setdefault(name, {part: ThinnedCurve(part) for part in COURSES})
+                    for part in curves.keys() & parts.keys():
+                        curves[part].add(step, at_s, parts[part])
 
     @property
     def courses(self) -> dict[str, tuple[Curve, ...]]:
@@ -57,12 +51,12 @@ def parties_view(
     courses: Mapping[str, tuple[Curve, ...]] | None = None,
 ) -> PartiesView:
     """Return what is known: `courses` from the first evaluation, most of the rest at the end."""
-    recorded = (summary or {}).get("parties")
-    recorded = recorded if isinstance(recorded, Mapping) else {}
-    numbers = [whole(one) for one in _list(recorded.get("numbers"))]
-    names, samples, counts = (_list(recorded.get(name)) for name in ("names", "samples", "counts"))
-    own, common = (_columns(recorded.get(name)) for name in ("measures", "measures_common"))
-    labels = tuple(text(str(one)) for one in _list(recorded.get("labels")))
+    found = (summary or {}).get("parties")
+    found = found if isinstance(found, Mapping) else {}
+    numbers = [whole(one) for one in _list(found.get("numbers"))]
+    names, samples, counts = (_list(found.get(name)) for name in ("names", "samples", "counts"))
+    own, common = (_columns(found.get(name)) for name in ("measures", "measures_common"))
+    labels = tuple(text(str(one)) for one in _list(found.get("labels")))
     parties = []
     for place, client in enumerate(numbers):
         if client is None:
@@ -80,23 +74,19 @@ def parties_view(
             )
         )
     return PartiesView(
-        count=whole(recorded.get("clients")) or 0,
+        count=whole(found.get("clients")) or 0,
         rounds=dict(sorted(rounds.items())),
         labels=labels,
         parties=tuple(parties),
         spread=_spread((summary or {}).get("fairness")),
         spread_common=_spread((summary or {}).get("fairness_common")),
-        held_out=number(recorded.get("held_out")) or 0.0,
+        held_out=number(found.get("held_out")) or 0.0,
         courses=dict(courses or {}),
     )
 
 
-def _columns(recorded: Any) -> dict[str, Sequence[Any]]:
-    return (
-        {text(name): _list(values) for name, values in recorded.items()}
-        if isinstance(recorded, Mapping)
-        else {}
-    )
+def _columns(found: Any) -> dict[str, Sequence[Any]]:
+    return {text(name): _list(values) for name, values in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
@@ -104,16 +94,13 @@ def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _spread(recorded: Any) -> Mapping[str, Mapping[str, float]]:
-    if not isinstance(recorded, Mapping):
-        return {}
-    found = {}
-    for name, row in recorded.items():
-        if isinstance(row, Mapping):
-            found[text(name)] = {
-                text(part): value for part, one in row.items() if (value := number(one)) is not None
-            }
-    return found
+def _spread(found: Any) -> dict[str, dict[str, float]]:
+    rows = found.items() if isinstance(found, Mapping) else ()
+    return {
+        text(name): {text(part): value for part, one in row.items() if (value := number(one)) is not None}
+        for name, row in rows
+        if isinstance(row, Mapping)
+    }
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -99,9 +99,8 @@ class Seen:
             self.first_step_ns = min(self.first_step_ns or begin, begin)
             self.last_step_ns = max(self.last_step_ns, int(ends[is_step].max()))
             # Of several assignments for one role, numpy keeps the last.
-            self._step_ns.update(
-                zip(records["role"][is_step].tolist(), (ends - starts)[is_step].tolist(), strict=True)
-            )
+            took = (ends - starts)[is_step].tolist()
+            self._step_ns.update(zip(records["role"][is_step].tolist(), took, strict=True))
         for role in np.unique(records["role"]).tolist():
             own, own_ends = records[records["role"] == role], ends[records["role"] == role]
             self.last_event[role] = (int(own_ends[-1]), EventKind(int(own[-1]["kind"])), int(own[-1]["step"]))

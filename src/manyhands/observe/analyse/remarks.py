@@ -5,22 +5,30 @@ A sentence names the role, since when, the cost to the others and, where the str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.slowness import Late, Straggler
 from manyhands.observe.analyse.totals import TotalsSnapshot
+from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.strategy import Strategy
+from manyhands.wire.choice import CHOSEN, codec_sentence
 
 __all__ = [
+    "LayerSent",
     "about_imbalance",
     "about_late",
     "about_quiet",
     "about_workers",
     "clock",
+    "codec_words",
     "headline",
     "in_order",
+    "layers_sent",
     "planned_waits",
+    "privacy_words",
     "straggler_advice",
 ]
 
@@ -30,7 +38,6 @@ _MOST = 2.0  # multiple of its even share of applying above which a server is me
 
 
 def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
-    """Return the phrases on a run of `steps` steps, most important first."""
     words = [f"step {snapshot.step}/{steps}"]
     words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
     if snapshot.evaluating:
@@ -113,12 +120,8 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
     waiting = straggler.others_wait >= _NOBODY_WAITS
     if straggler.until_step is not None:
         when = f"from step {straggler.since_step} to step {straggler.until_step}"
-        cost = (
-            f"the others waited {_percent(straggler.others_wait)} of their time"
-            if waiting
-            else "nobody waited"
-        )
-        return f"{who} was {times} {when}: {cost}"
+        waited = f"the others waited {_percent(straggler.others_wait)} of their time"
+        return f"{who} was {times} {when}: {waited if waiting else 'nobody waited'}"
     when = "from the start" if straggler.from_the_start else f"since step {straggler.since_step}"
     if not waiting:
         return f"{who} is {times} {when}: nobody waits for it"
@@ -128,3 +131,53 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSent:
+    """The traffic of one layer: means over the training steps, summed over all workers."""
+
+    layer: str
+    how: str  # how it is sliced
+    forward_bytes: float
+    backward_bytes: float
+    messages: float
+
+
+def layers_sent(summary: Mapping[str, Any]) -> tuple[LayerSent, ...]:
+    """Return the layers in model order; malformed rows are left out."""
+    found = []
+    for row in _rows(summary.get("layers")):
+        words: dict[str, Any] = {name: text(row.get(name)) for name in ("layer", "how")}
+        amounts = {name: number(row.get(name)) for name in ("forward_bytes", "backward_bytes", "messages")}
+        known: dict[str, Any] = {name: value for name, value in amounts.items() if value is not None}
+        if len(known) == len(amounts):
+            found.append(LayerSent(**words, **known))
+    return tuple(found)
+
+
+def _rows(found: Any) -> list[Mapping[str, Any]]:
+    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+
+
+def privacy_words(summary: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the privacy guarantee, and on a run that ended because its privacy budget was used up."""
+    found = summary.get("privacy")
+    if not isinstance(found, Mapping):
+        return []
+    said = [found.get(name) for name in ("sentence", "ended")]
+    words = [text(one) for one in said if isinstance(one, str) and one]
+    return [f"{one[:1].upper()}{one[1:]}." for one in words]
+
+
+def codec_words(summary: Mapping[str, Any]) -> list[str]:
+    """Return the sentence on the last choice in a summary, if any; malformed entries are ignored."""
+    if CHOSEN not in summary:
+        return []
+    found = summary[CHOSEN]
+    choices = [
+        {"step": step, "codec": text(str(row.get("codec"))), "why": text(str(row.get("why")))}
+        for row in _rows(found)
+        if (step := whole(row.get("step"))) is not None
+    ]
+    return [f"{codec_sentence(choices if isinstance(found, list) else None)}."]

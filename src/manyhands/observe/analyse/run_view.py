@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.member_history import Members, ServerPlace
 from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
-from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers
-from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.analyse.view import (
     Happening,
@@ -179,7 +178,7 @@ class Gather:
         elif last_ns > 0 and (held is False or now_ns - last_ns >= limit_ns):
             phase = Phase.QUIET
         until_ns = last_ns if phase is Phase.ENDED else max(now_ns, last_ns)
-        workers = self._worker_views(snapshot, now_ns, phase)
+        workers, servers = self._worker_views(snapshot, now_ns, phase), self._server_views(now_ns, phase)
         roles = [worker.role for worker in workers]
         summary = self.summary or {}
         rate = number(summary.get("samples_per_s"))
@@ -212,14 +211,14 @@ class Gather:
             best=self.history.best,
             curves=(loss, self._rate.curve(first_ns), *metrics),
             workers=workers,
-            servers=self._server_views(now_ns, phase),
+            servers=servers,
             waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
             staleness=_staleness(self._staleness),
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=parties_view(parties.rounds, self.summary, parties.courses) if parties else None,
             happenings=self._happenings(),
-            warnings=self._warnings(snapshot, now_ns, phase, held),
+            warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),
             notices=tuple(privacy_words(summary)),
             evaluating=phase is Phase.RUNNING and snapshot.evaluating,
@@ -259,7 +258,6 @@ class Gather:
         return tuple(views)
 
     def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
-        """Return each server's current figures, or its totals where the run has ended."""
         durations, events, _ = self._recent.sums(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()
@@ -357,14 +355,19 @@ class Gather:
         )
 
     def _warnings(
-        self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase, held: bool | None
+        self,
+        snapshot: TotalsSnapshot,
+        servers: Sequence[ServerView],
+        now_ns: int,
+        phase: Phase,
+        held: bool | None,
     ) -> tuple[str, ...]:
         if phase is Phase.ENDED:
             slowness = self._totals.slowness
             warnings = about_workers(slowness.ever(), slowness.late_ever(), self._strategy)
         else:
             warnings = about_workers(snapshot.slow, snapshot.late, self._strategy)
-            servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]
+            servers = [server for server in servers if server.role >= 0]
             busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
             if busiest >= _MIN_APPLYING:
                 warnings += about_imbalance([(server.name, server.share) for server in servers])

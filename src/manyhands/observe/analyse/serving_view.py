@@ -82,7 +82,7 @@ class ServingTally:
         self._begun = begun
         self._lock = threading.Lock()
         self._recent: deque[Answered] = deque(maxlen=RECENT)
-        self._seconds: dict[int, int] = {}
+        self._seconds: Counter[int] = Counter()
         self._first_second: int | None = None
         self._by_status: Counter[int] = Counter()
         self._batches = self._batched = 0
@@ -100,10 +100,9 @@ class ServingTally:
             if self._first_second is None:
                 self._first_second = second
             if second not in self._seconds:
-                self._seconds = {
-                    one: count for one, count in self._seconds.items() if one >= second - _CURVE_S
-                }
-            self._seconds[second] = self._seconds.get(second, 0) + 1
+                for old in [one for one in self._seconds if one < second - _CURVE_S]:
+                    del self._seconds[old]
+            self._seconds[second] += 1
 
     def batch(self, inputs: int) -> None:
         with self._lock:
@@ -124,9 +123,10 @@ class ServingTally:
         good = sorted(one.latency_s * 1e3 for one in recent if one.status == 200)
         since = max(self._begun, now - _RATE_S)
         lately = [one for one in recent if one.at >= since]
-        span = max(now - since, 1e-3)
         if len(lately) == RECENT:  # earlier seconds are dropped
-            span = max(now - lately[0].at, 1e-3)
+            since = lately[0].at
+        span = max(now - since, 1e-3)
+        statuses = Counter(one.status for one in recent if one.at >= now - _LATELY_S)
         last = int(now - self._begun)
         first = max(0, last if self._first_second is None else self._first_second, last - _CURVE_S)
         return {
@@ -134,9 +134,7 @@ class ServingTally:
             "requests": requests,
             "inputs": inputs,
             "by_status": by_status,
-            "lately": tuple(
-                sorted(Counter(one.status for one in recent if one.at >= now - _LATELY_S).items())
-            ),
+            "lately": tuple(sorted(statuses.items())),
             "requests_per_s": len(lately) / span,
             "inputs_per_s": sum(one.inputs for one in lately if one.status == 200) / span,
             "p50_ms": percentile(good, 50),

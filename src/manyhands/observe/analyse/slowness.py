@@ -37,8 +37,8 @@ _ROW = np.dtype(
     ]
 )
 _Rows = npt.NDArray[np.void]
-_TELLS = np.zeros(256, np.bool_)  # indexed by the number of a kind
-_TELLS[[EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT]] = True
+_KINDS = np.zeros(256, np.bool_)  # indexed by the number of a kind
+_KINDS[[EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT]] = True
 _MAX_ROWS = 4096  # per worker
 _IN_FULL = 1536  # the newest of these, which are not thinned: more than 5 s of steps of 5 ms
 _PORTION = _MAX_ROWS - _IN_FULL  # rows that are added between two checks whether to thin
@@ -58,9 +58,6 @@ class Straggler:
     from_the_start: bool
     others_wait: float  # the share of their time that the others spent waiting meanwhile
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Straggler:
         """Read the row of a summary; unknown fields are ignored."""
@@ -73,9 +70,6 @@ class Late:
 
     worker: int
     others_wait: float  # the share of their median step that the others wait for it
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Late:
@@ -90,12 +84,12 @@ class Slowness:
         self._found: tuple[Straggler, ...] | None = None
 
     def add(self, records: Records) -> None:
-        tells = _TELLS[records["kind"]] & (records["step"] >= 0)
-        if not tells.any():
+        counted = _KINDS[records["kind"]] & (records["step"] >= 0)
+        if not counted.any():
             return
         self._found = None
-        for role in np.unique(records["role"][tells]).tolist():
-            rows = _rows_of(records, np.flatnonzero(tells & (records["role"] == role)))
+        for role in np.unique(records["role"][counted]).tolist():
+            rows = _rows_of(records, np.flatnonzero(counted & (records["role"] == role)))
             steps = self._steps.setdefault(role, _Steps())
             for begin in range(0, len(rows), _PORTION):
                 steps.add(rows[begin : begin + _PORTION])
@@ -166,9 +160,7 @@ class _Steps:
         self.rows: _Rows = np.zeros(0, _ROW)
 
     def add(self, rows: _Rows) -> None:
-        if (
-            len(self.rows) and self.rows["step"][-1] == rows["step"][0]
-        ):  # more records of the step that was the newest
+        if len(self.rows) and self.rows["step"][-1] == rows["step"][0]:  # more of the step that was newest
             for name in ("compute_ns", "wait_ns", "accounted_ns"):
                 self.rows[name][-1] += rows[name][0]
             if rows["peer_ns"][0] > self.rows["peer_ns"][-1]:

@@ -7,6 +7,7 @@ summed as integer nanoseconds). The only clock is the `now_ns` that a caller pas
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,7 +91,7 @@ class Totals:
     def __init__(self, workers: int) -> None:
         if workers < 1:
             raise UserError(f"workers={workers} is not allowed; it is 1 or more")
-        self._workers = workers
+        self.workers = workers
         self._duration_ns = np.zeros((workers, len(EventKind) + 1), np.int64)
         self._wait_for_ns = np.zeros((workers, workers), np.int64)
         self._bytes_sent = np.zeros(workers, np.int64)
@@ -105,13 +106,9 @@ class Totals:
         self._pace = _Pace()
         self.slowness = Slowness()
 
-    @property
-    def workers(self) -> int:
-        return self._workers
-
     def widen(self, workers: int) -> None:
         """Raise the capacity; does nothing where it is large enough."""
-        more = workers - self._workers
+        more = workers - self.workers
         if more <= 0:
             return
         self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
@@ -122,18 +119,18 @@ class Totals:
         ):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
-        self._workers = workers
+        self.workers = workers
 
     def update(self, records: Records) -> None:
         roles = records["role"].astype(np.intp)
-        if len(roles) and roles.max() >= self._workers:
-            raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
+        if len(roles) and roles.max() >= self.workers:
+            raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self.workers - 1}")
         kinds = records["kind"]
         durations = records["duration_ns"].astype(np.int64)
         np.add.at(self._duration_ns, (roles, kinds), durations)
 
         peers = records["peer"]
-        waits = (kinds == EventKind.WAIT) & (peers > NOBODY) & (peers < self._workers)
+        waits = (kinds == EventKind.WAIT) & (peers > NOBODY) & (peers < self.workers)
         np.add.at(self._wait_for_ns, (roles[waits], peers[waits]), durations[waits])
 
         exchanges = kinds == EventKind.EXCHANGE
@@ -148,15 +145,13 @@ class Totals:
         self.slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
-            self._add_steps(roles[steps], records[steps])
-
-    def _add_steps(self, roles: npt.NDArray[np.intp], records: Records) -> None:
-        np.add.at(self._steps, roles, 1)
-        np.add.at(self._samples, roles, records["count"])
-        self._last_step[roles] = records["step"]
-        self._last_samples[roles] = records["count"]
-        self._last_loss[roles] = records["value"]
-        self._pace.add(records)
+            roles, records = roles[steps], records[steps]
+            np.add.at(self._steps, roles, 1)
+            np.add.at(self._samples, roles, records["count"])
+            self._last_step[roles] = records["step"]
+            self._last_samples[roles] = records["count"]
+            self._last_loss[roles] = records["value"]
+            self._pace.add(records)
 
     def worker(self, worker: int) -> WorkerTotals:
         duration_s = self._duration_ns[worker] / _NS_PER_S
@@ -178,13 +173,12 @@ class Totals:
         return spent
 
     def snapshot(self, now_ns: int) -> TotalsSnapshot:
-        """Return the run as of `now_ns`, on the clock of the events."""
         idle = self._evaluation_ns >= self._pace.newest_ns  # evaluating, or nothing else has happened since
         # Report the training rate as of the start of the evaluation.
         until_ns = int(self._evaluation_ns[idle].min()) if idle.any() else now_ns
         samples_per_s, steps_per_s = self._pace.rates(min(now_ns, until_ns))
         return TotalsSnapshot(
-            workers=tuple(self.worker(worker) for worker in range(self._workers)),
+            workers=tuple(self.worker(worker) for worker in range(self.workers)),
             step=int(self._last_step.max()) + 1,
             loss=self._loss(),
             samples_per_s=samples_per_s,
@@ -208,18 +202,15 @@ class _Pace:
     """Recent rate of steps: samples by bin, kept for the window of recent events."""
 
     def __init__(self) -> None:
-        self._samples_by_bin: dict[int, int] = {}
+        self._samples_by_bin: Counter[int] = Counter()
         self._samples = 0
         self._begin_ns: int | None = None
         self.newest_ns = 1  # when the newest step ended
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:
-        begin_ns, first, end = (
-            int(steps["start_ns"].min()),
-            int(steps["step"].min()),
-            int(steps["step"].max()) + 1,
-        )
+        begin_ns = int(steps["start_ns"].min())
+        first, end = int(steps["step"].min()), int(steps["step"].max()) + 1
         if self._begin_ns is not None:
             begin_ns = min(begin_ns, self._begin_ns)
             first, end = min(first, self._step_range.start), max(end, self._step_range.stop)
@@ -230,12 +221,10 @@ class _Pace:
         self.newest_ns = max(self.newest_ns, int(ends.max()))
         bins = ends // np.uint64(BIN_NS)
         for index in np.unique(bins):
-            samples = int(steps["count"][bins == index].sum())
-            self._samples_by_bin[int(index)] = self._samples_by_bin.get(int(index), 0) + samples
+            self._samples_by_bin[int(index)] += int(steps["count"][bins == index].sum())
         oldest = max(self._samples_by_bin) - BINS
-        self._samples_by_bin = {
-            index: samples for index, samples in self._samples_by_bin.items() if index > oldest
-        }
+        for index in [one for one in self._samples_by_bin if one <= oldest]:
+            del self._samples_by_bin[index]
 
     def rates(self, now_ns: int) -> tuple[float, float]:
         """Return samples and steps per second over the window, or over the whole run if no step ended within it."""

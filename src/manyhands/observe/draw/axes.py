@@ -1,4 +1,4 @@
-"""Chart axes: the mapping from numbers to coordinates, and round tick values.
+"""Chart axes: the mapping from numbers to coordinates, and round tick values; and numbers as text.
 
 Pure. An axis covers every number it was made for. Where none of them is negative it does not go below 0, and where
 all lie between 0 and 1, as shares do, it does not exceed 1.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Axis", "Tick", "linear", "logarithmic", "nice", "short_number", "spans_powers"]
+__all__ = ["Axis", "Tick", "aligned", "linear", "logarithmic", "nice", "short_number", "spans_powers"]
 
 Tick = tuple[float, str]  # A number, and how it is written
 
@@ -115,10 +115,19 @@ def _within(least: float, value: float) -> float:
 
 
 def _written(place: float, spacing: float, highest: float) -> str:
-    """Format a tick with enough digits to distinguish it from the next."""
     if abs(place) < spacing / 2:
         return "0"
     digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
     if digits > 4 or (abs(highest) >= 1e4 and spacing >= abs(highest) / 100):
         return short_number(place)
     return f"{place:,.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return one line per row, with the first column left-aligned and the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [word.rjust(wide) for word, wide in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines) + "\n"

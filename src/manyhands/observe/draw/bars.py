@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -45,12 +44,10 @@ class BarPhase:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=amount, total=total)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._progress is None or self._task is None:
             return
-        if error is None:  # an estimated total becomes the actual one
+        if kind is None:  # an estimated total becomes the actual one
             done = self._progress.tasks[self._progress.task_ids.index(self._task)].completed
             self._progress.update(self._task, total=done)
         self._progress.stop_task(self._task)
@@ -69,9 +66,8 @@ class Bars:
     def __enter__(self) -> Self:
         console = self._console if self._console is not None else Console(stderr=True)
         if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), _Words(), console=console
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(), _Words())
+            self._progress = Progress(*columns, console=console)
             self._progress.start()
         return self
 

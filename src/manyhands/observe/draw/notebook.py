@@ -51,16 +51,24 @@ def facts_of(
         facts.append(("time", f"{summary['seconds']:.1f} s"))
     if summary.get("samples_per_s"):
         facts.append(("speed", f"{summary['samples_per_s']:,.0f} samples/s"))
-    facts.append(
-        ("waiting", _waiting([WorkerTotals.from_dict(row) for row in summary.get("per_worker", ())]))
-    )
+    workers = [WorkerTotals.from_dict(row) for row in summary.get("per_worker", ())]
+    facts.append(("waiting", _waiting(workers) if len(workers) > 1 else ""))
     if path is not None:
         facts.append(("directory", str(path)))
     return [(name, value) for name, value in facts if value]
 
 
 def run_line(facts: Iterable[tuple[str, str]]) -> str:
-    return " · ".join(_in_words(name, value) for name, value in facts)
+    words = []
+    for name, value in facts:
+        match name:
+            case "task" | "strategy" | "time" | "speed" | "directory":  # they say themselves what they are
+                words.append(value)
+            case "workers" | "steps":
+                words.append(f"{value} {name.removesuffix('s') if value == '1' else name}")
+            case _:
+                words.append(f"{name} {value}")
+    return " · ".join(words)
 
 
 def table_html(facts: Iterable[tuple[str, str]]) -> str:
@@ -100,24 +108,12 @@ def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
 
 
-def _in_words(name: str, value: str) -> str:
-    match name:
-        case "task" | "strategy" | "time" | "speed" | "directory":  # they say themselves what they are
-            return value
-        case "workers" | "steps":
-            return f"{value} {name.removesuffix('s') if value == '1' else name}"
-    return f"{name} {value}"
-
-
 def _number(value: Any) -> float:
     """Return a number of the history, in which non-finite values may be None."""
     return float("nan") if value is None else float(value)
 
 
 def _waiting(workers: Sequence[WorkerTotals]) -> str:
-    """Return the worker that waited most, its share of waiting, and the peer it waited for."""
-    if len(workers) < 2:
-        return ""
     most = max(workers, key=lambda worker: worker.split().wait)
     if most.split().wait < _LEAST_WAITING:
         return "none"
@@ -130,7 +126,6 @@ _SLOT_COLUMNS = ("slot", "steps", "compute", "exchange", "waiting", "mostly for"
 
 
 def running_line(strategy: str, slots: Sequence[int], steps: int, now: TotalsSnapshot | None) -> str:
-    """Return the progress as one line; `now` is None while the run starts."""
     workers = f"slots {', '.join(map(str, slots))}" if len(slots) > 1 else f"slot {slots[0]}"
     how_far = "starting" if now is None else in_order(headline(now, steps))
     return f"{strategy} · {workers} · {how_far}"
@@ -143,19 +138,14 @@ def running_html(strategy: str, slots: Sequence[int], steps: int, now: TotalsSna
     else:
         panel = Panel(now, steps, strategy)._repr_html_()
         known = {worker.worker: worker for worker in now.workers if worker.steps}
-    table = data_table(
-        _SLOT_COLUMNS, [_slot_row(slot, known.get(slot)) for slot in slots], title=strategy, scrolls=False
-    )
-    return f"<div>{panel}{table}</div>"
+    rows = [[str(slot), "starting", "", "", "", ""] for slot in slots]
+    for row, slot in zip(rows, slots, strict=True):
+        if (worker := known.get(slot)) is not None:
+            peer = worker.waits_mostly_for()
+            shares = [f"{100 * share:.0f} %" for share in worker.split()]
+            row[1:] = [str(worker.steps), *shares, "" if peer is None else str(peer)]
+    return f"<div>{panel}{data_table(_SLOT_COLUMNS, rows, title=strategy, scrolls=False)}</div>"
 
 
 def ended_html(sentence: str) -> str:
     return f"<div><code>{escape(sentence)}</code></div>"
-
-
-def _slot_row(slot: int, worker: WorkerTotals | None) -> list[str]:
-    if worker is None:
-        return [str(slot), "starting", "", "", "", ""]
-    peer = worker.waits_mostly_for()
-    shares = [f"{100 * share:.0f} %" for share in worker.split()]
-    return [str(slot), str(worker.steps), *shares, "" if peer is None else str(peer)]

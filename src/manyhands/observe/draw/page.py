@@ -48,7 +48,6 @@ def title_of(view: RunView) -> str:
 
 
 def report(view: RunView) -> str:
-    """Return the whole page as one self-contained file without connections."""
     return document(f"{title_of(view)} · report", sections(view).values(), style=PAGE_STYLE)
 
 

@@ -87,7 +87,6 @@ def section(key: str, heading: str, body: str, kind: str = "") -> str:
 
 
 def findings_section(sentences: Iterable[str]) -> str:
-    """Return the first section of a report: what the data show."""
     paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return section("shows", "What the data show", f'<div class="findings">{paragraphs}</div>', "wide")
 
@@ -139,7 +138,6 @@ def svg_chart(drawn: Iterable[str], width: float, height: float, said: str, kind
 
 
 def line_mark(attributes: str) -> str:
-    """How a line looks, for a legend."""
     return (
         f'<svg viewBox="0 0 26 10" aria-hidden="true"><line {attributes} x1="1" y1="5" x2="25" y2="5"/></svg>'
     )

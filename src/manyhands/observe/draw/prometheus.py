@@ -38,7 +38,6 @@ _OF_SERVER: Mapping[str, tuple[str, Callable[[ServerView], float]]] = {
 
 
 def metrics_text(view: RunView) -> str:
-    """Return the view in Prometheus' text format; every line ends in a line feed."""
     return "".join(
         line
         for family in (*_of_run(view), *_of_members(view), *_of_traffic(view))
@@ -65,11 +64,8 @@ def _of_run(view: RunView) -> Iterator[Family]:
         if value is not None:
             yield name, about, [({}, value)]
     if view.final:
-        yield (
-            "metric",
-            "Of the newest evaluation.",
-            [({"metric": n}, value) for n, value in view.final.items()],
-        )
+        measured = [({"metric": name}, value) for name, value in view.final.items()]
+        yield "metric", "Of the newest evaluation.", measured
 
 
 def _of_members(view: RunView) -> Iterator[Family]:
@@ -112,7 +108,6 @@ def _escaped(text: str, *, quoted: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number for Go's ParseFloat."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

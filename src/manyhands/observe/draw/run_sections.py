@@ -9,24 +9,16 @@ from html import escape
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.recent import WINDOW_NS
 from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, bar_chart, histogram, line_chart, loss_chart, share_bars
-from manyhands.observe.draw.paper import (
-    PART_COLOURS,
-    PageSection,
-    data_table,
-    matrix,
-    quiet,
-    sentence_list,
-    tile,
-)
 
 _TILE_LETTERS = 14
 _FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
 _MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
 
 
-def now(view: RunView) -> PageSection:
+def now(view: RunView) -> paper.PageSection:
     ended = view.phase is Phase.ENDED
     left = view.seconds_left
     values = {
@@ -39,41 +31,41 @@ def now(view: RunView) -> PageSection:
     if ended:
         del values["time left"]
     of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
-    tiles = [tile(name, text) for name, text in values.items()]
+    tiles = [paper.tile(name, text) for name, text in values.items()]
     # A phone shows two tiles per row; a number that may be too long for one gets a full row.
     kind = "long" if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
-    tiles.insert(1, tile("step", f"{view.step:,}", of_all, kind))
-    best = tile("best metric", "–")  # reserved before there is one
+    tiles.insert(1, paper.tile("step", f"{view.step:,}", of_all, kind))
+    best = paper.tile("best metric", "–")  # reserved before there is one
     if view.best is not None:
         name, value, step = view.best
-        best = tile(f"best {_words(name)}", f"{value:.4g}", f" step {step:,}")
+        best = paper.tile(f"best {_words(name)}", f"{value:.4g}", f" step {step:,}")
     tiles.insert(3, best)
     done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
     bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
     heading = "The whole run" if ended else "Now"
-    said = sentence_list(view.notices) if view.notices else ""
-    return PageSection(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
+    said = paper.sentence_list(view.notices) if view.notices else ""
+    return paper.PageSection(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
 
 
-def wrong(view: RunView) -> PageSection:
+def wrong(view: RunView) -> paper.PageSection:
     if view.warnings:
-        body = sentence_list(view.warnings)
+        body = paper.sentence_list(view.warnings)
     elif view.phase is Phase.STARTING:
-        body = quiet("Nothing so far; waiting for the first step.")
+        body = paper.quiet("Nothing so far; waiting for the first step.")
     else:
         body = '<p class="good">Nothing that the events tell of.</p>'
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
     kind = "wide alarm" if view.warnings else "wide"
-    return PageSection("What is wrong", _fill("What is wrong", spoken), kind)
+    return paper.PageSection("What is wrong", _fill("What is wrong", spoken), kind)
 
 
-def loss(view: RunView) -> PageSection:
+def loss(view: RunView) -> paper.PageSection:
     series = [_by_step(curve) for curve in view.curves if "loss" in curve.name]
     chart = loss_chart(series, title="Training and evaluation", x_label="step", empty=_none_yet(view))
-    return PageSection("Loss", chart)
+    return paper.PageSection("Loss", chart)
 
 
-def metrics(view: RunView) -> PageSection:
+def metrics(view: RunView) -> paper.PageSection:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
     empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
     if view.final:
@@ -85,10 +77,10 @@ def metrics(view: RunView) -> PageSection:
         y_label="metric",
         empty=empty,
     )
-    return PageSection("Metrics", chart)
+    return paper.PageSection("Metrics", chart)
 
 
-def throughput(view: RunView) -> PageSection:
+def throughput(view: RunView) -> paper.PageSection:
     curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
     chart = line_chart(
         [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves],
@@ -98,24 +90,24 @@ def throughput(view: RunView) -> PageSection:
         from_zero=True,
         empty=_none_yet(view),
     )
-    return PageSection("Throughput", chart)
+    return paper.PageSection("Throughput", chart)
 
 
 def _none_yet(view: RunView) -> str:
     return "No step was recorded." if view.phase is Phase.ENDED else "Waiting for the first step."
 
 
-def workers(view: RunView) -> PageSection:
+def workers(view: RunView) -> paper.PageSection:
     heading = "Workers and their time"
     if not view.workers:
-        return PageSection(heading, quiet("No worker has begun yet."), "wide")
+        return paper.PageSection(heading, paper.quiet("No worker has begun yet."), "wide")
     is_over = view.phase is Phase.ENDED
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
         [(worker.name, astuple(worker.recent)) for worker in view.workers],
-        list(PART_COLOURS),
+        list(paper.PART_COLOURS),
         title="Time over the whole run" if is_over else f"Time in {lately}",
-        colours=list(PART_COLOURS.values()),
+        colours=list(paper.PART_COLOURS.values()),
     )
     rows = [
         (
@@ -132,18 +124,18 @@ def workers(view: RunView) -> PageSection:
     ]
     columns = ("worker", "steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
     over = "The whole run" if is_over else f"Since the beginning; steps/s, compute and waits for in {lately}"
-    table = data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
+    table = paper.data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
     both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return PageSection(heading, _fill(heading, both), "wide")
+    return paper.PageSection(heading, _fill(heading, both), "wide")
 
 
-def waits(view: RunView) -> PageSection:
+def waits(view: RunView) -> paper.PageSection:
     heading = "Who waits for whom"
     if len(view.waits) < 2:
-        return PageSection(heading, _fill(heading, quiet("One worker has nobody to wait for.")))
+        return paper.PageSection(heading, _fill(heading, paper.quiet("One worker has nobody to wait for.")))
     names = [worker.name for worker in view.workers][: len(view.waits)]
     names += [f"worker {index}" for index in range(len(names), len(view.waits))]
-    table = matrix(
+    table = paper.matrix(
         view.waits,
         names,
         [f"for {name.removeprefix('worker ')}" for name in names],
@@ -152,13 +144,13 @@ def waits(view: RunView) -> PageSection:
         show=lambda seconds: f"{seconds:.2f}",
         scrolls=False,
     )
-    return PageSection(heading, _fill(heading, table), "broad" if _is_large(view) else "")
+    return paper.PageSection(heading, _fill(heading, table), "broad" if _is_large(view) else "")
 
 
-def servers(view: RunView) -> PageSection:
+def servers(view: RunView) -> paper.PageSection:
     heading = "Servers and their shards"
     if not view.servers:
-        return PageSection(heading, "", "absent")
+        return paper.PageSection(heading, "", "absent")
     even = 1 / len(view.servers)
     lately = "" if view.phase is Phase.ENDED else ", recently"
     bars = bar_chart(
@@ -180,14 +172,14 @@ def servers(view: RunView) -> PageSection:
     ]
     columns = ("server", "primary of", "backup of", "parameters", "updates", "updates/s", "apply, ms")
     over = "The whole run" if view.phase is Phase.ENDED else "Updates since the beginning; rates recently"
-    table = data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
+    table = paper.data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
     both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return PageSection(heading, _fill(heading, both), "wide")
+    return paper.PageSection(heading, _fill(heading, both), "wide")
 
 
-def staleness(view: RunView) -> PageSection:
+def staleness(view: RunView) -> paper.PageSection:
     if not view.servers:
-        return PageSection("Staleness", "", "absent")
+        return paper.PageSection("Staleness", "", "absent")
     stale = view.staleness
     newest = f": mean {stale.mean:.2f}, most {stale.max}" if stale.histogram else ""
     chart = histogram(
@@ -197,30 +189,30 @@ def staleness(view: RunView) -> PageSection:
         y_label="updates",
         empty="No server has applied an update.",
     )
-    return PageSection("Staleness", chart)
+    return paper.PageSection("Staleness", chart)
 
 
-def traffic(view: RunView) -> PageSection:
+def traffic(view: RunView) -> paper.PageSection:
     heading = "Traffic by link and codec"
     kind = "roomy" if view.servers and not _is_large(view) else ""
     if not view.traffic:
-        return PageSection(heading, _fill(heading, quiet("Nothing was sent.")), kind)
+        return paper.PageSection(heading, _fill(heading, paper.quiet("Nothing was sent.")), kind)
     rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
     steps = max(1, view.step)
     each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
     columns = ("link", "codec", "sent", "messages")
-    table = data_table(
+    table = paper.data_table(
         columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
     )
-    return PageSection(heading, _fill(heading, table), kind)
+    return paper.PageSection(heading, _fill(heading, table), kind)
 
 
-def members(view: RunView) -> PageSection:
+def members(view: RunView) -> paper.PageSection:
     heading = "Members, faults and recoveries"
     kind = "broad" if view.servers else "wide" if _is_large(view) else ""
     if not view.happenings:
-        nobody = _fill(heading, quiet("Nobody has come or gone."))
-        return PageSection(heading, nobody, kind)
+        nobody = _fill(heading, paper.quiet("Nobody has come or gone."))
+        return paper.PageSection(heading, nobody, kind)
     has_epochs = any(one.epoch for one in view.happenings)
     rows = [
         (
@@ -234,26 +226,26 @@ def members(view: RunView) -> PageSection:
     epoch = f"; the membership is in epoch {view.epoch}" if view.epoch else ""
     columns = ("at", *(("epoch",) if has_epochs else ()), "who", "what happened")
     words = (len(columns) - 2, len(columns) - 1)
-    table = data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
-    return PageSection(heading, _fill(heading, table), kind)
+    table = paper.data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
+    return paper.PageSection(heading, _fill(heading, table), kind)
 
 
-def notes(view: RunView) -> PageSection:
+def notes(view: RunView) -> paper.PageSection:
     heading = "What is missing here"
-    body = sentence_list(view.notes) if view.notes else quiet("Nothing: every event was read.")
-    return PageSection(heading, body, "wide slim")
+    body = paper.sentence_list(view.notes) if view.notes else paper.quiet("Nothing: every event was read.")
+    return paper.PageSection(heading, body, "wide slim")
 
 
-def made(view: RunView) -> PageSection:
+def made(view: RunView) -> paper.PageSection:
     heading = "How this was made"
     if not view.about:
-        return PageSection(heading, quiet("Nothing is known of that yet."), "wide")
+        return paper.PageSection(heading, paper.quiet("Nothing is known of that yet."), "wide")
     facts = []
     for name, text in view.about:
         kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
         shown = f"<code>{escape(text)}</code>" if name == "command" else escape(text)
         facts.append(f"<div{kind}><dt>{escape(name)}</dt><dd>{shown}</dd></div>")
-    return PageSection(heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
+    return paper.PageSection(heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
 
 
 def _is_large(view: RunView) -> bool:

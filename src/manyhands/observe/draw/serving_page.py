@@ -5,38 +5,31 @@ from __future__ import annotations
 import math
 from html import escape
 
+from manyhands.errors import num_of
 from manyhands.observe.analyse.serving_view import ServingView
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, histogram, line_chart
 from manyhands.observe.draw.page import PAGE_STYLE
-from manyhands.observe.draw.paper import (
-    PageSection,
-    data_table,
-    document,
-    quiet,
-    section,
-    sentence_list,
-    tile,
-)
 from manyhands.observe.draw.prometheus import Family, family_lines
 
 __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
 
 
 def serving_title(view: ServingView) -> str:
-    return f"{view.task} · served by {view.wanted} workers"
+    return f"{view.task} · served by {num_of(view.wanted, 'worker')}"
 
 
 def serving_report(view: ServingView) -> str:
     title = f"{serving_title(view)} · report"
-    return document(title, serving_sections(view).values(), style=PAGE_STYLE)
+    return paper.document(title, serving_sections(view).values(), style=PAGE_STYLE)
 
 
 def serving_sections(view: ServingView) -> dict[str, str]:
     made = (_now, _wrong, _latency, _throughput, _workers, _how, _notes)
-    return {key: section(key, *make(view)) for make in made if (key := make.__name__[1:])}
+    return {key: paper.section(key, *make(view)) for make in made if (key := make.__name__[1:])}
 
 
-def _now(view: ServingView) -> PageSection:
+def _now(view: ServingView) -> paper.PageSection:
     values = {
         "requests/s": f"{view.requests_per_s:,.1f}",
         "inputs/s": f"{view.inputs_per_s:,.1f}",
@@ -47,11 +40,11 @@ def _now(view: ServingView) -> PageSection:
         "inputs in a batch": f"{view.batch_mean:.1f}",
         "waiting": f"{view.waiting:,}",
     }
-    tiles = "".join(tile(name, text) for name, text in values.items())
-    return PageSection("Now", f'<dl class="tiles">{tiles}</dl>', "wide")
+    tiles = "".join(paper.tile(name, text) for name, text in values.items())
+    return paper.PageSection("Now", f'<dl class="tiles">{tiles}</dl>', "wide")
 
 
-def _wrong(view: ServingView) -> PageSection:
+def _wrong(view: ServingView) -> paper.PageSection:
     present = [one for one in view.workers if one.state != "starting"]
     found = []
     if len(present) < view.wanted:
@@ -66,12 +59,12 @@ def _wrong(view: ServingView) -> PageSection:
             found.append(f"{requests} answered with {status}xx in the last minute: {why}")
     body = '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
     if found:
-        body = sentence_list(found)
+        body = paper.sentence_list(found)
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
-    return PageSection("What is wrong", spoken, "wide alarm" if found else "wide")
+    return paper.PageSection("What is wrong", spoken, "wide alarm" if found else "wide")
 
 
-def _latency(view: ServingView) -> PageSection:
+def _latency(view: ServingView) -> paper.PageSection:
     chart = histogram(
         dict(view.latencies_ms),
         title="The newest answers, by milliseconds",
@@ -79,10 +72,10 @@ def _latency(view: ServingView) -> PageSection:
         y_label="answers",
         empty="Nothing was answered yet.",
     )
-    return PageSection("Latency", chart)
+    return paper.PageSection("Latency", chart)
 
 
-def _throughput(view: ServingView) -> PageSection:
+def _throughput(view: ServingView) -> paper.PageSection:
     series = [Series(name="requests/s", xs=[x for x, _ in view.curve], ys=[y for _, y in view.curve])]
     chart = line_chart(
         series if view.curve else [],
@@ -92,23 +85,23 @@ def _throughput(view: ServingView) -> PageSection:
         from_zero=True,
         empty="Nothing was answered yet.",
     )
-    return PageSection("Throughput", chart)
+    return paper.PageSection("Throughput", chart)
 
 
-def _workers(view: ServingView) -> PageSection:
+def _workers(view: ServingView) -> paper.PageSection:
     if not view.workers:
-        return PageSection("Workers", quiet("No worker is there yet."), "beside")
+        return paper.PageSection("Workers", paper.quiet("No worker is there yet."), "beside")
     rows = [
         (f"worker {one.number}", str(one.pid), one.state, f"{one.batches:,}", f"{one.inputs:,}")
         for one in view.workers
     ]
-    table = data_table(
+    table = paper.data_table(
         ("worker", "process", "state", "batches", "inputs"), rows, title="Replicas of one model", words=(0, 2)
     )
-    return PageSection("Workers", table, "beside")
+    return paper.PageSection("Workers", table, "beside")
 
 
-def _how(view: ServingView) -> PageSection:
+def _how(view: ServingView) -> paper.PageSection:
     shown = view.example if len(view.example) <= 160 else view.example[:160] + " …"
     body = (
         f"<p>POST to <code>/predict</code> with the token that the command printed, as "
@@ -116,16 +109,16 @@ def _how(view: ServingView) -> PageSection:
         f"{escape(view.takes)}.</p>"
         f'<p><code>{{"inputs": [{escape(shown)}]}}</code></p>'
     )
-    return PageSection("How to ask", body, "wide")
+    return paper.PageSection("How to ask", body, "wide")
 
 
-def _notes(view: ServingView) -> PageSection:
+def _notes(view: ServingView) -> paper.PageSection:
     counted = ", ".join(f"{count:,} × {status}" for status, count in view.by_status) or "none yet"
     lines = [
         f"Answers by HTTP status: {counted}. Workers that died and were replaced: {view.deaths}.",
         *view.notes,
     ]
-    return PageSection("What happened", sentence_list(lines), "wide")
+    return paper.PageSection("What happened", paper.sentence_list(lines), "wide")
 
 
 def _ms(value: float) -> str:
@@ -133,7 +126,6 @@ def _ms(value: float) -> str:
 
 
 def serving_metrics(view: ServingView) -> str:
-    """Return the view in Prometheus' text format."""
     quantiles = (("0.5", view.p50_ms), ("0.95", view.p95_ms), ("0.99", view.p99_ms))
     workers = sum(one.state != "starting" for one in view.workers)
     families: tuple[Family, ...] = (

@@ -117,11 +117,9 @@ class Showing:
             self._do(self._screen.close)
 
     def _work(self) -> None:
-        wait_s = self._after_s
-        while not self._over.wait(wait_s) and not self._gone:
+        while not self._over.wait(self._every_s if self._shown else self._after_s) and not self._gone:
             self._shown = True
             self._do(lambda: self._screen.show(self._snapshot()))
-            wait_s = self._every_s
 
     def _do(self, draw: Callable[[], None]) -> None:
         try:
@@ -189,14 +187,14 @@ class _Terminal:
     """The picture of `terminal_progress`, whose libraries are loaded at the first `show`."""
 
     def __init__(self, steps: int, strategy: str) -> None:
-        self._steps, self._strategy = steps, strategy
+        self._asked = (steps, strategy)
         self._screen: Screen | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
         if self._screen is None:
             from manyhands.observe.draw.terminal_progress import LivePicture
 
-            self._screen = LivePicture(self._steps, self._strategy)
+            self._screen = LivePicture(*self._asked)
         self._screen.show(snapshot)
 
     def close(self) -> None:

@@ -62,7 +62,6 @@ class TensorboardFiles(Closeable):
         self._is_closed = False
 
     def add_row(self, row: Mapping[str, Any], wall_s: float) -> None:
-        """Add a row of the history at a time of day in seconds since 1970."""
         step = int(row["step"])
         if row.get("loss") is not None:
             self._scalar("loss", row["loss"], step, wall_s)
@@ -176,7 +175,6 @@ def _add_rows(
 
 
 def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) -> None:
-    """Replay the run in as many parts as there are to be views."""
     records, names = read_interleaved(follower.path / "events")
     if not len(records):
         return

@@ -47,11 +47,10 @@ class LivePicture:
         self._live: Live | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        picture = RunPicture(snapshot, self._steps, self._strategy)
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(picture, refresh=True)
+        self._live.update(RunPicture(snapshot, self._steps, self._strategy), refresh=True)
 
     def close(self) -> None:
         if self._live is not None:

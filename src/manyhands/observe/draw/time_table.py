@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,24 +12,18 @@ from rich.text import Text
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.explain import PART_WORDS, Explanation
-from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.remarks import LayerSent, about_workers
 from manyhands.observe.analyse.slowness import Late, Straggler
-from manyhands.observe.analyse.summary_facts import LayerSent
 from manyhands.observe.analyse.totals import WorkerTotals
 
-__all__ = ["end_table", "end_text", "layers_table", "parts_table", "words_table", "workers_table"]
-
-_TEXT_WIDTH = 100
+__all__ = ["end_table", "layers_table", "parts_table", "words_table", "workers_table"]
 
 
 def end_table(summary: Mapping[str, Any]) -> Table:
-    """Return the totals `per_worker` of a run's summary as a table, with warnings below."""
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left", caption_style="", pad_edge=False)
-    table.add_column("worker", justify="right")
-    table.add_column("steps", justify="right")
-    for name in ("compute", "exchange", "waiting"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("worker", "steps", "compute", "exchange", "waiting"):
+        table.add_column(name, justify="right", no_wrap=name not in ("worker", "steps"))
     table.add_column("mostly for")
     for worker in workers:
         seconds = (worker.compute_s, worker.exchange_s, worker.wait_s)
@@ -61,26 +54,12 @@ def words_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     return table
 
 
-def end_text(summary: Mapping[str, Any]) -> str:
-    """Return the same as plain text without colours, for files, pipes and logs."""
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None, highlight=False)
-    with console.capture() as captured:
-        console.print(end_table(summary))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-_COLUMNS = {
-    "compute": "compute_ms",
-    "exchange": "exchange_ms",
-    "waiting": "wait_ms",
-    "applying": "apply_ms",
-    "input": "input_ms",
-    "other": "other_ms",
-}
+_PARTS = ("compute", "exchange", "wait", "apply", "input", "other")
+_COLUMNS = {{"wait": "waiting", "apply": "applying"}.get(part, part): f"{part}_ms" for part in _PARTS}
 _ALWAYS = ("compute", "exchange", "waiting")  # the other parts only where they are not zero
 _GAPS = (2, 1)  # gaps between two columns in characters; the first that fits is used
 _UNBOUNDED = 10_000  # characters in a line
@@ -90,8 +69,8 @@ def parts_table(found: Explanation) -> Table:
     of_whom = "the critical path" if found.synchronous else "the mean worker"
     table = Table(box=None, pad_edge=False)
     table.add_column(f"median step of {of_whom}")
-    table.add_column("ms", justify="right")
-    table.add_column("share", justify="right")
+    for name in ("ms", "share"):
+        table.add_column(name, justify="right")
     whole = found.parts.step_ms
     for field, word in PART_WORDS.items():
         part = getattr(found.parts, field)
@@ -149,13 +128,8 @@ def _workers(found: Explanation, parts: list[str], gap: int) -> Table:
         table.add_column(column, justify="right", overflow="fold", vertical="bottom")
     for path in found.workers:
         times = [path.parts.step_ms, *(getattr(path.parts, _COLUMNS[name]) for name in parts)]
-        table.add_row(
-            *[str(path.worker), str(path.steps), *map(_milliseconds, times)],
-            *((f"{100 * path.last_share:.0f} %",) if last else ()),
-        )
+        # At most seven characters up to a quarter of an hour: seconds need no hundredths of a millisecond.
+        shown = [f"{time:.2f}" if time < 1000 else f"{time:.0f}" for time in times]
+        came_last = [f"{100 * path.last_share:.0f} %"] if last else []
+        table.add_row(str(path.worker), str(path.steps), *shown, *came_last)
     return table
-
-
-def _milliseconds(time: float) -> str:
-    """Format in at most seven characters up to a quarter of an hour: seconds need no hundredths of a millisecond."""
-    return f"{time:.2f}" if time < 1000 else f"{time:.0f}"

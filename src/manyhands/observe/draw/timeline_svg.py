@@ -78,7 +78,6 @@ class _Scale:
 
 
 def timeline_svg(timeline: Timeline, title: str) -> str:
-    """Return the picture, with `title` above it and a list of what was left out below."""
     names = {row.role: row.name for row in timeline.rows}
     height_of_panel = _HEAD + _ROW * len(timeline.rows) + _AXIS
     body: list[str] = []

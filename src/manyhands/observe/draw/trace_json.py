@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manyhands.observe.analyse.picture import Arrow, Gap, Mark, PictureStep, Row, Slice, Timeline
+from manyhands.observe.analyse.picture import Arrow, Row, Slice, Timeline
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_TRACE_SLICES", "trace_json"]
@@ -50,6 +50,8 @@ def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
 
 
 def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    args: dict[str, Any]
+    shared: dict[str, Any]
     for row in timeline.rows:
         yield _event("process_name", "M", row.role, 0, args={"name": row.name})
         yield _event("process_sort_index", "M", row.role, 0, args={"sort_index": row.role})
@@ -57,12 +59,31 @@ def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, 
         for track, name in tracks:
             yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
             yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
-        yield from (_step(row, step) for step in row.steps)
+        for step in row.steps:
+            args = {"step": step.step, "samples": step.samples}
+            args |= {"loss": step.loss} if math.isfinite(step.loss) else {}
+            span = (step.start_ns, step.end_ns)
+            yield _span(f"step {step.step}", row.role, span, "step", args, track=_STEPS)
         yield from (_part(row, part, names) for part in row.slices)
-        yield from (_gap(row, gap) for gap in row.gaps)
-        yield from (_mark(row, mark, names) for mark in row.marks)
+        for gap in row.gaps:
+            args = {"first step": gap.first_step, "last step": gap.last_step}
+            for part in ("compute", "exchange", "wait", "apply"):
+                args[f"{part} ms"] = getattr(gap, f"{part}_ns") / 1e6
+            name = f"steps {gap.first_step} to {gap.last_step}, left out"
+            yield _span(name, row.role, (gap.start_ns, gap.end_ns), "left out", args)
+        for mark in row.marks:
+            kind = mark.kind.name.lower()
+            args = {} if mark.step == NO_STEP else {"step": mark.step}
+            blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
+            name = f"{kind} of {_name(mark.peer, names)}" if blamed else kind
+            yield _event(name, "i", row.role, mark.at_ns, s="p", cat=kind, args=args)
         for number, hold in enumerate(row.holds, start=1):
-            yield from _hold(row, hold, number, names)
+            name = f"hold {_name(hold.peer, names)}"
+            if hold.value >= 0:
+                name += f" for {_name(int(hold.value), names)}"
+            shared = {"cat": "hold", "id": f"{row.role}.{number}", "args": {"shard": hold.count}}
+            yield _event(name, "b", row.role, hold.start_ns, **shared)
+            yield _event(name, "e", row.role, hold.end_ns, **shared)
     for number, arrow in enumerate(timeline.arrows, start=1):
         yield from _flow(number, arrow, names)
 
@@ -70,21 +91,15 @@ def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, 
 def _event(name: str, phase: str, role: int, at_ns: int, **more: Any) -> dict[str, Any]:
     track = more.pop("track", _PARTS)
     # Viewers take process 0 for the system's idle task, so roles count from 1.
-    return {"name": name, "ph": phase, "ts": _us(at_ns), "pid": role + 1, "tid": track, **more}
+    return {"name": name, "ph": phase, "ts": at_ns / 1000, "pid": role + 1, "tid": track, **more}
 
 
-def _us(nanoseconds: int) -> float:
-    return nanoseconds / 1000
-
-
-def _step(row: Row, step: PictureStep) -> dict[str, Any]:
-    args: dict[str, Any] = {"step": step.step, "samples": step.samples}
-    if math.isfinite(step.loss):
-        args["loss"] = step.loss
-    duration = _us(step.end_ns - step.start_ns)
-    return _event(
-        f"step {step.step}", "X", row.role, step.start_ns, track=_STEPS, cat="step", dur=duration, args=args
-    )
+def _span(
+    name: str, role: int, span_ns: tuple[int, int], kind: str, args: dict[str, Any], track: int = _PARTS
+) -> dict[str, Any]:
+    start_ns, end_ns = span_ns
+    took = (end_ns - start_ns) / 1000
+    return _event(name, "X", role, start_ns, track=track, cat=kind, dur=took, args=args)
 
 
 def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
@@ -108,40 +123,7 @@ def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
         args |= {_COUNTS[part.kind]: part.count}
     if part.kind is EventKind.APPLY:
         args |= {"staleness": part.value}
-    duration = _us(part.end_ns - part.start_ns)
-    return _event(name, "X", row.role, part.start_ns, cat=kind, dur=duration, args=args)
-
-
-def _gap(row: Row, gap: Gap) -> dict[str, Any]:
-    args = {
-        "first step": gap.first_step,
-        "last step": gap.last_step,
-        "compute ms": gap.compute_ns / 1e6,
-        "exchange ms": gap.exchange_ns / 1e6,
-        "wait ms": gap.wait_ns / 1e6,
-        "apply ms": gap.apply_ns / 1e6,
-    }
-    name = f"steps {gap.first_step} to {gap.last_step}, left out"
-    return _event(
-        name, "X", row.role, gap.start_ns, cat="left out", dur=_us(gap.end_ns - gap.start_ns), args=args
-    )
-
-
-def _mark(row: Row, mark: Mark, names: Mapping[int, str]) -> dict[str, Any]:
-    kind = mark.kind.name.lower()
-    args: dict[str, Any] = {} if mark.step == NO_STEP else {"step": mark.step}
-    blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
-    name = f"{kind} of {_name(mark.peer, names)}" if blamed else kind
-    return _event(name, "i", row.role, mark.at_ns, s="p", cat=kind, args=args)
-
-
-def _hold(row: Row, hold: Slice, number: int, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    name = f"hold {_name(hold.peer, names)}"
-    if hold.value >= 0:
-        name += f" for {_name(int(hold.value), names)}"
-    shared: dict[str, Any] = {"cat": "hold", "id": f"{row.role}.{number}", "args": {"shard": hold.count}}
-    yield _event(name, "b", row.role, hold.start_ns, **shared)
-    yield _event(name, "e", row.role, hold.end_ns, **shared)
+    return _span(name, row.role, (part.start_ns, part.end_ns), kind, args)
 
 
 def _flow(number: int, arrow: Arrow, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:

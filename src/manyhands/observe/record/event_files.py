@@ -123,18 +123,25 @@ class EventFileWriter:
         """
         if not _is_name(name):
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
-        file, path = _open_new(directory, name)
-        writer = cls(file, path, max_bytes)
-        writer._header["magic"] = _MAGIC
-        writer._header["version"] = _VERSION
-        writer._header["record_bytes"] = RECORD.itemsize
-        writer._header["wall_offset_ns"] = (
-            time.time_ns() - time.monotonic_ns() if wall_offset_ns is None else wall_offset_ns
-        )
-        writer._header["clock"] = clock_id()
-        writer._header["role"] = role
-        writer._header["name"] = name.encode()
-        writer._header["layout"] = _LAYOUTS[_VERSION]
+        for part in itertools.count(1):  # an earlier part of a resumed run left files
+            path = directory / (f"{name}.bin" if part == 1 else f"{name}.{part}.bin")
+            try:
+                writer = cls(FileIO(path, "xb"), path, max_bytes)
+                break
+            except FileExistsError:
+                continue
+        here = time.time_ns() - time.monotonic_ns()
+        for field, value in {
+            "magic": _MAGIC,
+            "version": _VERSION,
+            "record_bytes": RECORD.itemsize,
+            "wall_offset_ns": here if wall_offset_ns is None else wall_offset_ns,
+            "clock": clock_id(),
+            "role": role,
+            "name": name.encode(),
+            "layout": _LAYOUTS[_VERSION],
+        }.items():
+            writer._header[field] = value
         writer._put_header()
         return writer
 
@@ -232,17 +239,6 @@ def read_header(path: Path) -> EventFile:
     )
 
 
-def _as_now(old: Records) -> Records:
-    records: Records = np.zeros(len(old), RECORD)
-    for name in _OLD_RECORD.names or ():
-        if name not in ("wire", "peer"):
-            records[name] = old[name]
-    records["wire"], records["codec"] = old["wire"] & 15, old["wire"] >> 4
-    fits = (old["peer"] >= NOBODY) & (old["peer"] <= MAX_ROLE)
-    records["peer"] = np.where(fits, old["peer"], NOBODY - 1)  # rejected below, with its offset
-    return records
-
-
 def read_events(path: Path, *, skip: int = 0) -> Records:
     """Read every complete record in order; a torn tail is left out, any other damage raises DataError.
 
@@ -258,7 +254,12 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     peers = records["peer"]
     if header.version == _OLD_VERSION:
         peers = records.view(_OLD_RECORD)["peer"]
-        records = _as_now(records.view(_OLD_RECORD))
+        old, records = records.view(_OLD_RECORD), np.zeros(count, RECORD)
+        for name in set(_OLD_RECORD.names or ()) - {"wire", "peer"}:
+            records[name] = old[name]
+        records["wire"], records["codec"] = old["wire"] & 15, old["wire"] >> 4
+        fits = (peers >= NOBODY) & (peers <= MAX_ROLE)
+        records["peer"] = np.where(fits, peers, NOBODY - 1)  # rejected below, with its offset
     # After a power failure, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
@@ -284,17 +285,10 @@ def good_records(records: Records) -> npt.NDArray[np.bool_]:
     good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
     good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)
     good &= records["num_bytes"] < _MOST_NUMBER
-    return good & _has_value(records)
-
-
-def _has_value(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have a valid value for their kind: only a loss may be any number."""
+    # Only a loss may be any number; every comparison with NaN is false.
     kind, value = records["kind"], records["value"]
-    # every comparison with NaN is false
-    is_staleness = (value >= 0) & (value < _MOST_STEP)
-    is_worker = (value >= NOBODY) & (value <= MAX_ROLE)
-    good: npt.NDArray[np.bool_] = (kind != EventKind.APPLY) | is_staleness
-    good &= (kind != EventKind.HOLD) | is_worker
+    good &= (kind != EventKind.APPLY) | ((value >= 0) & (value < _MOST_STEP))
+    good &= (kind != EventKind.HOLD) | ((value >= NOBODY) & (value <= MAX_ROLE))
     return good
 
 
@@ -305,14 +299,3 @@ def _is_name(name: str) -> bool:
 def _refusal(path: Path, field: str, problem: str) -> DataError:
     assert _HEADER.fields is not None
     return DataError(f"{path}: offset {_HEADER.fields[field][1]}: {problem}")
-
-
-def _open_new(directory: Path, name: str) -> tuple[FileIO, Path]:
-    """Open `name.bin`, or `name.2.bin` and so on where an earlier part of a resumed run left files."""
-    for part in itertools.count(1):
-        path = directory / (f"{name}.bin" if part == 1 else f"{name}.{part}.bin")
-        try:
-            return FileIO(path, "xb"), path
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable")

@@ -133,21 +133,9 @@ class Event:
 
     @classmethod
     def from_record(cls, record: Any) -> Event:
-        return cls(
-            kind=EventKind(int(record["kind"])),
-            role=int(record["role"]),
-            id=int(record["id"]),
-            start_ns=int(record["start_ns"]),
-            duration_ns=int(record["duration_ns"]),
-            step=int(record["step"]),
-            peer=int(record["peer"]),
-            num_bytes=int(record["num_bytes"]),
-            count=int(record["count"]),
-            value=float(record["value"]),
-            message=int(record["message"]),
-            wire=Wire(int(record["wire"])),
-            codec=codec_of(int(record["codec"])),
-        )
+        plain = dict(zip(RECORD.names or (), record.item(), strict=True))
+        plain["kind"], plain["wire"] = EventKind(plain["kind"]), Wire(plain["wire"])
+        return cls(**plain | {"codec": codec_of(plain["codec"])})
 
 
 def to_events(records: Records) -> list[Event]:

@@ -18,12 +18,11 @@ different numbers of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic, Times, Traffic
+from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
@@ -31,7 +30,6 @@ from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
-from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
@@ -41,13 +39,11 @@ __all__ = ["BetweenHosts", "HostsCollective"]
 class BetweenHosts:
     """One worker's side of the exchange between hosts: the leaders, the lowest rank of each host, have links.
 
-    `leads` says whether this worker is a leader; only leaders may call `give`, `sum` and `broadcast`. Work is done in
-    the order given, which is the same on all leaders. `close` is idempotent and closes the links.
+    `leads` says whether this worker is a leader. `close` is idempotent and closes the links.
     """
 
     def __init__(self, resources: Resources) -> None:
-        self.rank = resources.rank
-        self.world = resources.world
+        self.rank, self.world = resources.rank, resources.world
         self.hosts = [tuple(host) for host in resources.hosts]
         self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
         """The number of this host."""
@@ -55,17 +51,18 @@ class BetweenHosts:
         """The workers of this host."""
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
-        self._links = resources.links()
-        self._background = Background("manyhands sums between hosts")
-        self._executor: ScheduleExecutor | None = None
-        self._resources = resources
+        self._links, self._resources = resources.links(), resources
+        self.background = Background("manyhands sums between hosts")
+        self.executor: ScheduleExecutor | None = None
+        """Among the leaders, by number of the host; None elsewhere."""
+        self.wire: int = Wire.MEMORY
+        self.overlaps = False
+        """Whether a thread sums while this worker computes; data on a network needs no core of this host."""
         if self.leads:
-            far = {
-                number: self._links[leader]
-                for number, leader in enumerate(self.leaders)
-                if leader != self.rank
-            }
-            self._executor = ScheduleExecutor(
+            far = {host: self._links[one] for host, one in enumerate(self.leaders) if one != self.rank}
+            self.wire = wire_of(next(link.wire for link in far.values()))
+            self.overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in far.values())
+            self.executor = ScheduleExecutor(
                 ALGORITHMS["direct"],
                 self.number,
                 len(self.hosts),
@@ -75,70 +72,23 @@ class BetweenHosts:
                 roles=self.leaders,
             )
 
-    @property
-    def most_workers(self) -> int:
-        return max(map(len, self.hosts))
-
-    @property
-    def wire(self) -> int:
-        if self._executor is None:
-            return Wire.MEMORY
-        return wire_of(next(link.wire for link in self._far()))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a thread sums while this worker computes; data on a network needs no core of this host."""
-        return self.leads and any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._far())
-
-    @property
-    def is_idle(self) -> bool:
-        return self._background.is_idle
-
     def words(self) -> ScheduleCollective:
         """Return a collective for small exact values among all workers, ordered with the sums on the same links."""
         resources = self._resources
         executor = ScheduleExecutor(
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
         )
-        return ScheduleCollective(executor, self._links, background=self._background)
-
-    def give(self, work: Callable[[], None]) -> int:
-        """Queue work after what was given before, on the thread if it `overlaps`; return its number."""
-        if self.overlaps:
-            return self._background.give(work)
-        work()
-        return 0
-
-    def wait(self, number: int) -> None:
-        self._background.wait(number)
-
-    def sum(self, buffer: torch.Tensor) -> None:
-        self._need().all_reduce(buffer)
-
-    def broadcast(self, buffer: torch.Tensor, root: int) -> None:
-        self._need().broadcast(buffer, root)
-
-    def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._executor.mailbox.take_traffic() if self._executor is not None else {}
+        return ScheduleCollective(executor, self._links, background=self.background)
 
     def traffic(self) -> Traffic:
-        if self._executor is None:
-            return Traffic()
-        return self._executor.mailbox.traffic()
+        return self.executor.mailbox.traffic() if self.executor is not None else Traffic()
 
     def close(self) -> None:
-        self._background.close(self._close_links)
+        def close_links() -> None:
+            for link in self._links.values():
+                link.close()
 
-    def _close_links(self) -> None:
-        for link in self._links.values():
-            link.close()
-
-    def _far(self) -> list[Link]:
-        return [self._links[leader] for leader in self.leaders if leader != self.rank]
-
-    def _need(self) -> ScheduleExecutor:
-        assert self._executor is not None, "only leaders exchange with other hosts"
-        return self._executor
+        self.background.close(close_links)
 
 
 class HostsCollective(Collective):
@@ -149,22 +99,15 @@ class HostsCollective(Collective):
     """
 
     def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]], between: BetweenHosts) -> None:
-        self.rank = between.rank
-        self.world = between.world
+        self.rank, self.world, self.wire = between.rank, between.world, between.wire
         self.inside = SharedCollective(group, owned)
         """Among the workers of this host."""
-        self._group = group
-        self._owned = owned
-        self._between = between
+        self._group, self._owned, self._between = group, owned, between
         self._launched: list[int] = []
         self._given = 0  # of those launched
         self._last_given = 0
         self._exchange_ns = 0
         self._waits: dict[int, int] = {}
-
-    @property
-    def wire(self) -> int:  # type: ignore[override]
-        return self._between.wire
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         return self.inside.allocate(parcels)
@@ -189,7 +132,7 @@ class HostsCollective(Collective):
         if self._between.leads:
             while self._given < len(self._launched):
                 self._give()
-            self._between.wait(self._last_given)
+            self._between.background.wait(self._last_given)
         self._hand_out()
         self._launched, self._given = [], 0
 
@@ -199,8 +142,8 @@ class HostsCollective(Collective):
         at = next(number for number, host in enumerate(between.hosts) if root in host)
         if at == between.number:
             self.inside.broadcast(index, between.here.index(root))
-        if between.leads:
-            between.broadcast(self.inside.parts(index)[0], at)
+        if between.executor is not None:
+            between.executor.broadcast(self.inside.parts(index)[0], at)
         if at != between.number:
             self.inside.broadcast(index)
 
@@ -209,10 +152,12 @@ class HostsCollective(Collective):
         self._note_times()
         exchange_ns, self._exchange_ns = self._exchange_ns, 0
         waits, self._waits = self._waits, {}
-        over = not self._launched and self._between.is_idle  # a step's traffic is reported together
-        return Times(
-            exchange_ns=exchange_ns, wait_ns=waits, posts=self._between.take_traffic() if over else {}
-        )
+        executor = self._between.executor
+        over = (
+            not self._launched and self._between.background.is_idle
+        )  # a step's traffic is reported together
+        posts = executor.mailbox.take_traffic() if over and executor is not None else {}
+        return Times(exchange_ns=exchange_ns, wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
         """Return what was read from others on this host, and what a leader sent to other hosts."""
@@ -222,18 +167,24 @@ class HostsCollective(Collective):
         """Nothing to release: `group` and `between` belong to the caller."""
 
     def _give(self) -> None:
-        index = self._launched[self._given]
+        """On a leader: sum the next bucket with the others, in the order of launches, which is the same on all."""
+        index, executor = self._launched[self._given], self._between.executor
+        assert executor is not None, "only leaders exchange with other hosts"
         self._given += 1
-        self._last_given = self._between.give(partial(self._sum_between, index))
 
-    def _sum_between(self, index: int) -> None:
-        """On a leader, maybe in its thread. All workers here have reduced their items, so none reads its part."""
-        whole, *others = self.inside.parts(index)
-        for place, part in enumerate(others, start=1):
-            items = self._of(index, place)
-            if items is not None:
-                whole[items].copy_(part[items])
-        self._between.sum(whole)
+        def sum_between() -> None:
+            # All workers here have reduced their items, so none reads its part.
+            whole, *others = self.inside.parts(index)
+            for place, part in enumerate(others, start=1):
+                items = self._of(index, place)
+                if items is not None:
+                    whole[items].copy_(part[items])
+            executor.all_reduce(whole)
+
+        if self._between.overlaps:
+            self._last_given = self._between.background.give(sum_between)
+        else:
+            sum_between()
 
     def _hand_out(self) -> None:
         """Collective on this host: each worker copies its items from the leader's part."""

@@ -16,7 +16,6 @@ bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from manyhands.strategies.central.across import BetweenHosts, HostsCollective
 from manyhands.strategies.central.shared_parameters import (
     Carrier,
     CentralParameters,
-    Ownership,
     cut,
     gather_state,
     keep_whole,
@@ -42,7 +40,6 @@ from manyhands.strategies.common.collectives.collective import Reducer, SharedCo
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.transport.link.wire import Wire
-from manyhands.wire.flat_layout import BucketLayout
 
 __all__ = ["CentralExchange"]
 
@@ -62,11 +59,11 @@ class CentralExchange(Exchange):
     _slices: SlicedOptimizer
 
     def __init__(self, group: SharedGroup, bucket_bytes: int, between: BetweenHosts | None = None) -> None:
-        self.rank = group.rank if between is None else between.rank
-        self.world = group.world if between is None else between.world
-        self._group = group
-        self._between = between
-        self._bucket_bytes = bucket_bytes
+        self.rank, self.world = (
+            (group.rank, group.world) if between is None else (between.rank, between.world)
+        )
+        self.wire = Wire.MEMORY if between is None else between.wire
+        self._group, self._between, self._bucket_bytes = group, between, bucket_bytes
         self.part = WorkerPart(
             index=self.rank,
             count=self.world,
@@ -78,17 +75,19 @@ class CentralExchange(Exchange):
             ),
         )
 
-    @property
-    def wire(self) -> int:  # type: ignore[override]
-        return Wire.MEMORY if self._between is None else self._between.wire
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: move worker 0's parameters into shared memory and partition their ownership.
 
         A UserError names an optimizer that cannot be partitioned. Each worker keeps its buffers, initialized from
         worker 0's.
         """
-        owned = self._share_out(gradient_layouts(model, self._bucket_bytes), optimizer)
+        layouts, world = gradient_layouts(model, self._bucket_bytes), self._group.world
+        alone = world == 1 and self._between is None
+        if alone or stepping_for(optimizer, Central().facts.stepping, Central.word) is Stepping.IN_PIECES:
+            owned = cut(layouts, world)
+        else:
+            most = None if self._between is None else max(map(len, self._between.hosts))
+            owned = keep_whole(layouts, world, most)
         # The model's own memory goes before that of the gradients comes: the two never need room at the same time.
         values = CentralParameters(self._group, model, owned.layouts)
         collective: SharedCollective | HostsCollective
@@ -116,14 +115,6 @@ class CentralExchange(Exchange):
         self.meter = Meter(take_times=collective.take_times, traffic=collective.traffic)
         collective.take_times()  # setup time is not part of the first step
         keep_freed_memory()  # every step frees what the next one takes
-
-    def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
-        alone = self._group.world == 1 and self._between is None
-        ways = Central().facts.stepping
-        if alone or stepping_for(optimizer, ways, Central.word) is Stepping.IN_PIECES:
-            return cut(layouts, self._group.world)
-        most = None if self._between is None else self._between.most_workers
-        return keep_whole(layouts, self._group.world, most)
 
     def agree(self, local: LocalStep) -> SharedStep:
         return self._reducer.finish(local)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
@@ -22,8 +22,9 @@ from manyhands.data.store.state_tree import Json, flatten, unflatten
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE, Segment
+from manyhands.strategies.common.sharding.layer_units import require_apart
 from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedState, Part, Piece
-from manyhands.wire.flat_layout import BucketLayout, LayoutSlot, bucket_of, least_loaded, padded, side_by_side
+from manyhands.wire.flat_layout import BucketLayout, bucket_of, least_loaded, padded, side_by_side
 
 __all__ = ["Carrier", "CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
 
@@ -75,15 +76,6 @@ class CentralParameters:
             self._segment.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The memory range of a parameter in this process."""
-
-    begin: int
-    end: int
-    name: str
-
-
 def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
     begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
     by_slot = {
@@ -100,20 +92,7 @@ def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named:
         if parameter.device.type not in ("cpu", "cuda"):
             raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")
-    extents = sorted(
-        (
-            _Extent(parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
-            for name, parameter in named
-            if parameter.numel()
-        ),
-        key=lambda extent: extent.begin,
-    )
-    for one, next_one in pairwise(extents):
-        if next_one.begin < one.end:
-            raise UserError(
-                f"parameters {one.name!r} and {next_one.name!r} are different parameters in the same memory, which "
-                "would come apart; tie them by assigning one Parameter to both"
-            )
+    require_apart(named)
 
 
 # Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.
@@ -156,34 +135,25 @@ def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = N
     The slots are in the order of `most` owners (None: `world`, which is at most that); each worker stands for one or
     several neighbouring owners.
     """
-    places = _owners(layouts, most or world)
-    sorted_layouts = tuple(_sorted(layout, places) for layout in layouts)
-    owners = {number: place * world // (most or world) for number, place in places.items()}
-    ranges = tuple(_ranges(layout, owners, world) for layout in sorted_layouts)
-    return Ownership(layouts=sorted_layouts, ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world))
-
-
-def _owners(layouts: Sequence[BucketLayout], world: int) -> dict[int, int]:
     slots = [(slot, layout.dtype.itemsize) for layout in layouts for slot in layout.slots]
     numbers = [slot.parameter for slot, _ in slots]
-    owners = least_loaded([slot.count * item for slot, item in slots], world, numbers)
-    return dict(zip(numbers, owners, strict=True))
-
-
-def _sorted(layout: BucketLayout, owners: dict[int, int]) -> BucketLayout:
-    slots = sorted(layout.slots, key=lambda slot: owners[slot.parameter])
-    return bucket_of(layout.dtype, ((slot.parameter, slot.count) for slot in slots))
-
-
-def _ranges(layout: BucketLayout, owners: dict[int, int], world: int) -> tuple[range, ...]:
-    ends = [0] * world
-    for slot in layout.slots:
-        ends[owners[slot.parameter]] = slot.offset + padded(slot.count, layout.dtype)
-    begin, ranges = 0, []
-    for end in ends:
-        ranges.append(range(begin, max(begin, end)))
-        begin = ranges[-1].stop
-    return tuple(ranges)
+    loads = least_loaded([slot.count * item for slot, item in slots], most or world, numbers)
+    places = dict(zip(numbers, loads, strict=True))
+    sorted_layouts, all_ranges = [], []
+    for one in layouts:
+        in_order = sorted(one.slots, key=lambda slot: places[slot.parameter])
+        layout = bucket_of(one.dtype, ((slot.parameter, slot.count) for slot in in_order))
+        ends = [0] * world
+        for slot in layout.slots:
+            owner = places[slot.parameter] * world // (most or world)
+            ends[owner] = slot.offset + padded(slot.count, layout.dtype)
+        borders = [0, *accumulate(ends, max)]
+        sorted_layouts.append(layout)
+        all_ranges.append(tuple(range(begin, end) for begin, end in pairwise(borders)))
+    ranges = tuple(all_ranges)
+    return Ownership(
+        layouts=tuple(sorted_layouts), ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world)
+    )
 
 
 def _pieces(
@@ -193,16 +163,11 @@ def _pieces(
     for layout, by_rank in zip(layouts, ranges, strict=True):
         for slot in layout.slots:
             for rank, mine in enumerate(by_rank):
-                piece = _overlap(slot, mine)
-                if piece.begin < piece.end or (slot.count == 0 and rank == 0):
-                    owned[rank].append(piece)
+                begin = min(max(mine.start - slot.offset, 0), slot.count)
+                end = min(max(mine.stop - slot.offset, 0), slot.count)
+                if begin < end or (slot.count == 0 and rank == 0):
+                    owned[rank].append(Piece(slot.parameter, begin, end))
     return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
-
-
-def _overlap(slot: LayoutSlot, mine: range) -> Piece:
-    begin = min(max(mine.start - slot.offset, 0), slot.count)
-    end = min(max(mine.stop - slot.offset, 0), slot.count)
-    return Piece(slot.parameter, begin, end)
 
 
 _NUMBER_BYTES: Final = 8
@@ -239,10 +204,12 @@ class Carrier:
         room = self.parts[0].numel()
         mine, theirs = rounds(given, room), [rounds(tensors, room) for tensors in wanted]
         for _ in range(-(-max(sizes) // room)):
-            _move(next(mine, []), self.parts[self.rank], out=False)
+            for offset, piece in next(mine, []):
+                self.parts[self.rank][offset : offset + piece.numel()].copy_(piece)
             self.barrier()
             for one, part in zip(theirs, self.parts, strict=False):
-                _move(next(one, []), part, out=True)
+                for offset, piece in next(one, []):
+                    piece.copy_(part[offset : offset + piece.numel()])
             self.barrier()
 
 
@@ -272,7 +239,7 @@ def gather_state(
     `owned` is what this worker keeps, `shapes` are those of the optimizer's parameters.
     """
     tensors, description = _describe(owned)
-    text = _as_bytes(json.dumps(description).encode())
+    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
     text_sizes = carrier.sizes(text.numel())
     is_root = carrier.rank == 0
     texts = [[torch.empty(size, dtype=torch.uint8)] for size in text_sizes] if is_root else []
@@ -343,16 +310,3 @@ def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _as_bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _move(pieces: Sequence[tuple[int, Tensor]], part: Tensor, *, out: bool) -> None:
-    for offset, piece in pieces:
-        window = part[offset : offset + piece.numel()]
-        if out:
-            piece.copy_(window)
-        else:
-            window.copy_(piece)

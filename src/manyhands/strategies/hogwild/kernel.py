@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.compiled_worker import Control, kernel_task
-from manyhands.engine.kernel_processes import KernelProcesses
+from manyhands.engine.compiled_worker import Control, KernelProcesses, kernel_task
 from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.engine.kernel_threads import KernelThreads
 from manyhands.engine.request import Request

@@ -7,9 +7,8 @@ the state begins as the optimizer itself initializes it, and no worker waits aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from manyhands.native.counters import Counter
 from manyhands.native.group.gate import Gate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
+from manyhands.strategies.common.sharding.layer_units import require_apart
 from manyhands.strategies.common.sharding.optimizers import KeptState, kept_by, stepping_for
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
 from manyhands.strategies.hogwild.strategy import Hogwild
@@ -53,9 +53,20 @@ class SharedModel:
         self, group: SharedGroup, model: nn.Module, optimizer: Optimizer, control_bytes: int
     ) -> None:
         stepping_for(optimizer, Hogwild().facts.stepping, Hogwild.word)
-        tensors = _tensors(model)
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "cpu":
+                raise UserError(f"parameter {name!r} is on {parameter.device}; hogwild trains on the cpu")
+        require_apart(model.named_parameters())
+        buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
+        tensors = [*model.parameters(), *buffers]
         kept = kept_by(optimizer)
-        _require_known(kept, model)
+        known = set(model.parameters())
+        for parameter in kept:
+            if parameter not in known:
+                raise UserError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the "
+                    "model's, so each worker would have one of its own; make it a parameter of the model"
+                )
         end = round_up(control_bytes, CACHE_LINE)
         places = []
         for tensor in tensors:
@@ -66,15 +77,12 @@ class SharedModel:
         self.segment = group.share(num_bytes, "the model and the optimizer's state")
         self._optimizer = optimizer
         self._move(group, tensors, places)
-        self._slots = self._lay_out(kept, flags, end)
+        self.slots = self._lay_out(kept, flags, end)
         if group.rank == 0:
-            for slot in self._slots.values():
+            for slot in self.slots.values():
                 if optimizer.state.get(slot.parameter, {}).keys() >= slot.views.keys():
                     self.publish(slot, optimizer.state[slot.parameter])
         group.barrier()
-
-    def slot(self, parameter: nn.Parameter) -> SharedStateSlot:
-        return self._slots[parameter]
 
     def adopt(self, slot: SharedStateSlot) -> bool:
         """Use the shared state from now on, if it was published; return whether this worker does."""
@@ -83,11 +91,6 @@ class SharedModel:
                 self._optimizer.state[slot.parameter] = dict(slot.views)
             slot.adopted = True
         return slot.adopted
-
-    def adopt_all(self) -> None:
-        """Use all published state; the optimizer's `state_dict()` is then complete."""
-        for slot in self._slots.values():
-            self.adopt(slot)
 
     def publish(self, slot: SharedStateSlot, state: Mapping[str, Any]) -> None:
         """Publish the state of a parameter to all workers; called once, by one worker."""
@@ -98,15 +101,13 @@ class SharedModel:
     def keep(self, slot: SharedStateSlot) -> None:
         """After a step: copy state that the optimizer replaced instead of updating in place to shared memory."""
         state = self._optimizer.state.get(slot.parameter, {})
-        if all(state.get(name) is view for name, view in slot.views.items()) and len(state) == len(
-            slot.views
-        ):
-            return
-        self._copy(slot, state)
-        self._optimizer.state[slot.parameter] = dict(slot.views)
+        replaced = any(state.get(name) is not view for name, view in slot.views.items())
+        if replaced or len(state) != len(slot.views):
+            self._copy(slot, state)
+            self._optimizer.state[slot.parameter] = dict(slot.views)
 
     def close(self) -> None:
-        self._slots = {}
+        self.slots = {}
         self.segment.close()
 
     def _copy(self, slot: SharedStateSlot, state: Mapping[str, Any]) -> None:
@@ -149,35 +150,6 @@ class SharedModel:
         return slots
 
 
-def _require_known(parameters: Iterable[nn.Parameter], model: nn.Module) -> None:
-    known = set(model.parameters())
-    for parameter in parameters:
-        if parameter not in known:
-            raise UserError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's, so "
-                "each worker would have one of its own; make it a parameter of the model"
-            )
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers to share; a UserError names parameters that one copy cannot represent."""
-    named = list(model.named_parameters())
-    extents = []
-    for name, parameter in named:
-        if parameter.device.type != "cpu":
-            raise UserError(f"parameter {name!r} is on {parameter.device}; hogwild trains on the cpu")
-        if parameter.numel():
-            extents.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name))
-    for (_, end, one), (begin, _, other) in pairwise(sorted(extents)):
-        if begin < end:
-            raise UserError(
-                f"parameters {one!r} and {other!r} are different parameters in the same memory, which would come "
-                "apart; tie them by assigning one Parameter to both"
-            )
-    buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
-    return [*(parameter for _, parameter in named), *buffers]
-
-
 # The user's optimizer on shared parameters and state: steps in place, without locks.
 # Dense parameters are stepped by the optimizer itself. The tables of `Task.sparse` are stepped by its lazy form for
 # rows (`strategies/common/tables/row_tables.py`), which touches only the rows that the batch names. If two workers
@@ -185,7 +157,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 class SharedStepper:
     """One worker's steps on the shared memory; constructed on every worker (collective).
 
-    The first `control_bytes` of `home.segment` belong to the caller. `close` is idempotent.
+    The first `control_bytes` of `shared.segment` belong to the caller. `close` is idempotent.
     """
 
     def __init__(
@@ -197,8 +169,8 @@ class SharedStepper:
         control_bytes: int,
     ) -> None:
         layout = FlatLayout.of(model, optimizer, 1, sparse) if sparse else None
-        self.home = SharedModel(group, model, optimizer, control_bytes + Gate.NUM_BYTES)
-        self._first = Gate(self.home.segment, control_bytes, group, "make the state of a parameter")
+        self.shared = SharedModel(group, model, optimizer, control_bytes + Gate.NUM_BYTES)
+        self._first = Gate(self.shared.segment, control_bytes, group, "make the state of a parameter")
         self._optimizer = optimizer
         self._parameters = [
             parameter
@@ -212,8 +184,16 @@ class SharedStepper:
             table.name: _Table(table, named[table.name], optimizer)
             for table in (layout.tables if layout is not None else ())
         }
-        if self._rows:
-            _look_up_by_row(model, [table.parameter for table in self._rows.values()])
+        tables = [table.parameter for table in self._rows.values()]
+        for module in model.modules():  # gradients of the rows that were looked up, not of the whole table
+            if (
+                not isinstance(module, nn.Embedding)
+                or module.max_norm is not None
+                or module.scale_grad_by_freq
+            ):
+                continue
+            if any(module.weight is table for table in tables):
+                module.sparse = True
 
     def read(self, batch: Any) -> None:
         if self._tables is not None:
@@ -221,17 +201,21 @@ class SharedStepper:
             self._tables.choose(batch)
 
     def step(self) -> None:
-        rows = self._row_gradients()
-        slots = [self.home.slot(p) for p in self._parameters if p.grad is not None]
-        slots += [self.home.slot(self._rows[name].parameter) for name in rows]
-        if all(self.home.adopt(slot) for slot in slots):
+        rows = {}
+        if self._tables is not None:
+            self._tables.collect(1.0)
+            rows = self._tables.gradients(0)
+        slots = [self.shared.slots[p] for p in self._parameters if p.grad is not None]
+        slots += [self.shared.slots[self._rows[name].parameter] for name in rows]
+        if all(self.shared.adopt(slot) for slot in slots):
             self._step(rows, slots)
         else:
             self._make_state(rows, slots)
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any]:
-        self.home.adopt_all()
+        for slot in self.shared.slots.values():
+            self.shared.adopt(slot)  # all that is published; the optimizer's `state_dict()` is then complete
         return self._optimizer.state_dict()
 
     def take_waits(self) -> dict[int, int]:
@@ -239,36 +223,30 @@ class SharedStepper:
 
     def close(self) -> None:
         self._rows = {}
-        self.home.close()
-
-    def _row_gradients(self) -> dict[str, RowGradient]:
-        if self._tables is None:
-            return {}
-        self._tables.collect(1.0)
-        return self._tables.gradients(0)
+        self.shared.close()
 
     def _make_state(self, rows: Mapping[str, RowGradient], slots: list[SharedStateSlot]) -> None:
         """Take a step that reaches new parameters; one worker at a time, which publishes the missing state."""
         number = self._first.draw()
         self._first.enter(number)
         try:
-            missing = [slot for slot in slots if not self.home.adopt(slot)]
+            missing = [slot for slot in slots if not self.shared.adopt(slot)]
             self._step(rows, [slot for slot in slots if slot.adopted])
             made = {table.parameter: table.rows.state for table in self._rows.values()}
             for slot in missing:
                 state = made.get(slot.parameter) or self._optimizer.state[slot.parameter]
-                self.home.publish(slot, state)
+                self.shared.publish(slot, state)
         finally:
             self._first.leave(number)
 
     def _step(self, rows: Mapping[str, RowGradient], shared: list[SharedStateSlot]) -> None:
         for name, gradient in rows.items():
             table = self._rows[name]
-            table.share(self.home.slot(table.parameter))
+            table.share(self.shared.slots[table.parameter])
             table.rows.apply(gradient, table.settings)
         self._optimizer.step()
         for slot in shared:
-            self.home.keep(slot)
+            self.shared.keep(slot)
 
 
 class _Table:
@@ -292,12 +270,3 @@ class _Table:
             if isinstance(view, Tensor)
         }
         self._is_shared = True
-
-
-def _look_up_by_row(model: nn.Module, tables: list[nn.Parameter]) -> None:
-    """Make embeddings of these tables return gradients of the rows they looked up, not of the whole table."""
-    for module in model.modules():
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
-            continue
-        if any(module.weight is table for table in tables):
-            module.sparse = True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
@@ -62,19 +62,15 @@ class HogwildTrainer:
         self.rank, self.world = group.rank, group.world
         self.overlap: collections.Counter[int] = collections.Counter()
         """By number of other workers' steps between its read and its write: how many steps of this worker."""
-        self._plan = plan
-        self._kind = ORDERS[order]
-        self._group = group
+        self._plan, self._kind, self._group = plan, ORDERS[order], group
         self._worker_context = worker_context
         self._computer = Computer(plan, group.rank)
         evaluate = partial(self._computer.evaluate, part=self.rank, parts=self.world, total=self.total)
         self._reporter = Reporter(plan, self, worker_context, checkpoints, evaluate)
-        self._samples = 0
-        self._samples_since_alike = 0
+        self._samples = self._samples_since_alike = 0
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
-        self._broken = ""
-        self._cause = ""
+        self._broken = self._cause = ""
         self._course = Course()
 
     def run(self, start: Loaded | None = None) -> Trained:
@@ -105,7 +101,14 @@ class HogwildTrainer:
         while step < self._plan.steps and not stopped:
             step, stopped = self._until_met(loop, step)
             if loop.bad.get():
-                self._refuse(loop.bad.get() - 1)
+                self._reporter.send(now=True)
+                if (
+                    loop.bad.get() - 1 == self.rank
+                ):  # raised on the worker whose flag is set, the last one if several
+                    raise NonFinite(
+                        f"{self._broken}; this batch changed no parameter, and the other workers stopped after the "
+                        f"batch that they had begun; {self._cause}"
+                    )
                 return self._trained(model, step, stopped=True)
             stopped = stopped and step < self._plan.steps
             last = stopped or step == self._plan.steps
@@ -149,7 +152,7 @@ class HogwildTrainer:
         count = max(_SMALLEST_TOTALS, 2 + len(task.metrics))
         group.allocate(count * torch.float64.itemsize, "what is measured")
         self._totals = group.bucket(0, count, torch.float64)
-        segment = stepper.home.segment
+        segment = stepper.shared.segment
         called = cast(nn.Module, torch.compile(built.model)) if self._plan.compile else built.model
         keep_freed_memory()  # every step frees what the next one takes
         return _Loop(
@@ -173,14 +176,11 @@ class HogwildTrainer:
         self._reporter.send(now=True)
         self._worker_context.mark(end, State.WAITING)
         self._meet(end)
-        return loop.order.done(), self._agree()
-
-    def _agree(self) -> bool:
-        mine = (*self._since_met, float(self._worker_context.stop_requested()))
+        report = (*self._since_met, float(self._worker_context.stop_requested()))
         self._since_met = (0.0, 0)
-        loss, samples, stops = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        loss, samples, stops = self.total(torch.tensor(report, dtype=torch.float64)).tolist()
         self._reporter.loss = loss / samples if samples else math.nan
-        return bool(stops)
+        return loop.order.done(), bool(stops)
 
     def _meet(self, step: int) -> None:
         book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
@@ -198,7 +198,10 @@ class HogwildTrainer:
             loop.stepper.read(batch)
             order.enter(step)
 
-        mine = self._computer.compute(loop.called, step, 0, 1, _backward, prepare)
+        def backward(loss: Tensor, _share: float) -> None:
+            loss.backward()  # type: ignore[no-untyped-call]  # unweighted: the whole batch is this worker's
+
+        mine = self._computer.compute(loop.called, step, 0, 1, backward, prepare)
         if math.isfinite(mine.loss):
             if self._computer.task.clips:
                 clip_own(self._computer.task, loop.called)
@@ -237,15 +240,6 @@ class HogwildTrainer:
         self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
         loop.bad.set(self.rank + 1)
 
-    def _refuse(self, rank: int) -> None:
-        """After all have stopped: raise on the worker whose flag is set, the last one if several broke."""
-        self._reporter.send(now=True)
-        if rank == self.rank:
-            raise NonFinite(
-                f"{self._broken}; this batch changed no parameter, and the other workers stopped after the batch that "
-                f"they had begun; {self._cause}"
-            )
-
     def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
         return Trained(
             model=model,
@@ -275,8 +269,3 @@ class _Loop:
             for _ in range(self.scheduled, step):
                 self.built.scheduler.step()
         self.scheduled = step
-
-
-def _backward(loss: Tensor, _share: float) -> None:
-    """Backward of the unweighted loss: the whole batch is this worker's."""
-    loss.backward()  # type: ignore[no-untyped-call]

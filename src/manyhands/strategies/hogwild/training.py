@@ -8,8 +8,8 @@ from typing import Any
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import overlap_summary
 from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.run import overlap_summary
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
 from manyhands.engine.worker_resources import Resources

@@ -75,16 +75,14 @@ class Replica:
     def __init__(
         self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
     ) -> None:
-        self._collective = collective
-        self._outer = outer or Mean()
-        self._model = model
-        self._optimizer = optimizer
-        self._parameters = list(trainable(model))
-        self._reached = [False] * len(self._parameters)
+        self._collective, self._outer = collective, outer or Mean()
+        self._model, self._optimizer = model, optimizer
+        self.parameters = list(trainable(model))
+        self._reached = [False] * len(self.parameters)
         held = self._held()
         layouts = _lay_out(held, state_as_is=not rounds_hops(collective.codec))
         parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
-        count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
+        count = max(_SMALLEST_STATUS, 2 * len(self.parameters))
         status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
         rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
         self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
@@ -101,20 +99,16 @@ class Replica:
         ]
         self.on_next_gradient: Callable[[], None] | None = None
         """Called once, at the next gradient."""
-        self._tap = GradientTap(self._parameters, self._note)
+        self._tap = GradientTap(self.parameters, self._note)
 
     def broadcast(self) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        return self._parameters
-
     @torch.no_grad()
     def begin(self) -> None:
         """Before the first step since the last average: save the common values, if changes are sent."""
-        self._outer.begin(self._parameters)
+        self._outer.begin(self.parameters)
         for place in self._places:
             tensor = self._tensor(place.held)
             if place.before is not None and tensor is not None:
@@ -127,7 +121,10 @@ class Replica:
         With `plainly`, every replica becomes the mean, whatever the outer step.
         """
         take = self._outer.plainly if plainly else self._outer.take
-        reached, kept = self._agree_on_parts()
+        has_state = [bool(self._optimizer.state.get(parameter)) for parameter in self.parameters]
+        # Which parameters any worker has reached, and which have state on any worker.
+        flags = self.total(torch.tensor([*self._reached, *has_state], dtype=torch.float64)).bool().tolist()
+        reached, kept = flags[: len(has_state)], flags[len(has_state) :]
         for place in self._places:
             tensor = self._tensor(place.held)
             if tensor is None:
@@ -143,12 +140,18 @@ class Replica:
         for number, before in self._before.items():
             self._buckets[number].add_(before)
         for place in self._places:
-            held = place.held
-            if held.state is None and reached[held.number]:
-                take(held.number, self._parameters[held.number], place.room.view(held.shape))
-            elif held.state is not None and reached[held.number] and kept[held.number]:
-                self._keep(held, place.room.view(held.shape))
-        self._reached = [False] * len(self._parameters)
+            held, mean = place.held, place.room.view(place.held.shape)
+            parameter, tensor = self.parameters[held.number], self._tensor(held)
+            if not reached[held.number]:
+                continue
+            if held.state is None:
+                take(held.number, parameter, mean)
+            elif kept[held.number] and tensor is not None:
+                tensor.copy_(mean)
+            elif kept[held.number]:  # this worker has no such state yet
+                device = parameter.device if held.shape else torch.device("cpu")
+                self._optimizer.state[parameter][held.state] = mean.to(device, held.dtype, copy=True)
+        self._reached = [False] * len(self.parameters)
 
     def total(self, values: Tensor) -> Tensor:
         if len(values) > len(self._status):
@@ -169,10 +172,10 @@ class Replica:
 
     def _held(self) -> list[_Held]:
         """Return everything that is averaged; UserError for state that cannot be."""
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
         held = [
             _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
-            for number, parameter in enumerate(self._parameters)
+            for number, parameter in enumerate(self.parameters)
         ]
         kept = {} if self._outer.keeps_apart else kept_by(self._optimizer)
         for parameter, states in kept.items():
@@ -196,27 +199,12 @@ class Replica:
             listener, self.on_next_gradient = self.on_next_gradient, None
             listener()
 
-    def _agree_on_parts(self) -> tuple[list[bool], list[bool]]:
-        kept = [bool(self._optimizer.state.get(parameter)) for parameter in self._parameters]
-        said = self.total(torch.tensor([*self._reached, *kept], dtype=torch.float64)).bool().tolist()
-        return said[: len(kept)], said[len(kept) :]
-
     def _tensor(self, held: _Held) -> Tensor | None:
-        parameter = self._parameters[held.number]
+        parameter = self.parameters[held.number]
         if held.state is None:
             return parameter
         value = self._optimizer.state.get(parameter, {}).get(held.state)
         return value if isinstance(value, Tensor) else None
-
-    def _keep(self, held: _Held, mean: Tensor) -> None:
-        tensor = self._tensor(held)
-        if tensor is not None:
-            tensor.copy_(mean)
-            return
-        parameter = self._parameters[held.number]
-        assert held.state is not None, "parameters are always there"
-        device = parameter.device if held.shape else torch.device("cpu")
-        self._optimizer.state[parameter][held.state] = mean.to(device, held.dtype, copy=True)
 
 
 def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLayout, bool]]:

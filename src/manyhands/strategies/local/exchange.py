@@ -27,7 +27,6 @@ from manyhands.engine.exchange import (
     PeerTraffic,
     SharedStep,
     Times,
-    Traffic,
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
@@ -67,21 +66,15 @@ class LocalExchange(Exchange):
         self.part = WorkerPart(index=self.rank, count=self.world, copies=copies)
         self.meter = Meter(take_times=collective.take_times, traffic=collective.traffic)
         if gossip is not None:
-            sent = gossip.traffic
+            sent = gossip.group.traffic
             self.meter = Meter(take_times=self._take_times, traffic=lambda: collective.traffic() + sent())
         self.kept = ExchangeState(gather=self._memory, load=self._load)
         self.average = self._average
-        self._collective = collective
-        self._steps = steps
-        self._first = first
-        self._outer = outer or Mean()
-        self._gossip = gossip
-        self._meets = False
-        self._step = 0
-        self._weight = 0.0
+        self._collective, self._gossip, self._outer = collective, gossip, outer or Mean()
+        self._steps, self._first = steps, first
+        self._step, self._weight = 0, 0.0
         self._losses: list[float] = []
-        self._broken = False
-        self._due = False
+        self._meets = self._broken = self._due = False
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -112,7 +105,14 @@ class LocalExchange(Exchange):
         self._due = local.last or self._step <= self._first or self._step % self._steps == 0
         if not self._due:
             return SharedStep(loss=math.nan, settled=False)
-        return self._agree_on_all(local.stop)
+        mine = torch.zeros(_FLAGS + self.world + len(self._losses), dtype=torch.float64)
+        mine[_STOP] = float(local.stop)
+        mine[_FLAGS + self.rank] = float(self._broken)
+        mine[_FLAGS + self.world :] = torch.tensor(self._losses, dtype=torch.float64)
+        sums = self.total(mine).tolist()
+        bad = tuple(rank for rank in range(self.world) if sums[_FLAGS + rank])
+        *earlier, loss = sums[_FLAGS + self.world :]
+        return SharedStep(loss=loss, bad_workers=bad, stop=bool(sums[_STOP]), earlier=tuple(earlier))
 
     def apply(self) -> None:
         if not self._broken:
@@ -167,9 +167,9 @@ class LocalExchange(Exchange):
         assert self._gossip is not None, "or the collective's alone are taken"
         times = self._collective.take_times()
         waits = dict(times.wait_ns)
-        for worker, waited_ns in self._gossip.take_waits().items():
+        for worker, waited_ns in self._gossip.group.take_waits().items():
             waits[worker] = waits.get(worker, 0) + waited_ns
-        posts = {**self._gossip.take_traffic()}
+        posts = {**self._gossip.group.take_traffic()}
         for worker, post in times.posts.items():
             posts.setdefault(worker, PeerTraffic()).add(post)
         return replace(times, wait_ns=waits, posts=posts)
@@ -189,16 +189,6 @@ class LocalExchange(Exchange):
         assert self.hooks is not None, "attach comes first"
         return self.hooks
 
-    def _agree_on_all(self, stop: bool) -> SharedStep:
-        mine = torch.zeros(_FLAGS + self.world + len(self._losses), dtype=torch.float64)
-        mine[_STOP] = float(stop)
-        mine[_FLAGS + self.rank] = float(self._broken)
-        mine[_FLAGS + self.world :] = torch.tensor(self._losses, dtype=torch.float64)
-        said = self.total(mine).tolist()
-        bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
-        *earlier, loss = said[_FLAGS + self.world :]
-        return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))
-
 
 _KIND = 61  # of messages; the averages over the same links have other ones
 
@@ -211,13 +201,8 @@ def partner(rank: int, world: int, rendezvous: int) -> int | None:
     places = world + world % 2
     if places < 2:
         return None
-    last, turn = places - 1, rendezvous % (places - 1)
-    if rank == last:
-        other = turn
-    elif rank == turn:
-        other = last
-    else:
-        other = (2 * turn - rank) % (places - 1)
+    last, at = places - 1, rendezvous % (places - 1)
+    other = {last: at, at: last}.get(rank, (2 * at - rank) % last)
     return other if other < world else None
 
 
@@ -225,9 +210,8 @@ class Gossip:
     """One worker's end, over links to all others; `close` closes them and is idempotent."""
 
     def __init__(self, rank: int, world: int, links: Mapping[int, Link], timeout_s: float) -> None:
-        self._rank, self._world = rank, world
-        self._links = links
-        self._group = LinkGroup(rank, range(world), links, timeout_s, kind=_KIND, name="gossip")
+        self._rank, self._world, self._links = rank, world, links
+        self.group = LinkGroup(rank, range(world), links, timeout_s, kind=_KIND, name="gossip")
 
     @torch.no_grad()
     def meet(self, step: int, parameters: Sequence[Tensor]) -> None:
@@ -238,24 +222,15 @@ class Gossip:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         for tensors in by_type.values():
             if other is None:
-                self._group.exchange({}, {})
+                self.group.exchange({}, {})
                 continue
             mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
             theirs = torch.empty_like(mine)
-            self._group.exchange({other: mine}, {other: theirs})
+            self.group.exchange({other: mine}, {other: theirs})
             theirs.add_(mine).mul_(0.5)  # a sum of two has one order: both have the same bits
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, mean in zip(tensors, torch.split(theirs, sizes), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
-
-    def traffic(self) -> Traffic:
-        return self._group.traffic()
-
-    def take_waits(self) -> Mapping[int, int]:
-        return self._group.take_waits()
-
-    def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._group.take_traffic()
 
     def close(self) -> None:
         for link in self._links.values():

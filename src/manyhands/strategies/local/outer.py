@@ -7,7 +7,6 @@ elastic    replicas stay apart, drawn to a centre that is drawn to them         
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from manyhands.errors import UserError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Nesterov", "OuterStep", "check_outer", "outer_step"]
+__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Nesterov", "OuterStep", "outer_step"]
 
 MEAN: Final = "mean"
 
@@ -144,17 +143,8 @@ OUTER: Final[dict[str, tuple[tuple[tuple[str, float], ...], Maker]]] = {
 """By name: its numbers with their defaults, and the factory for one of so many workers."""
 
 
-def check_outer(text: str) -> None:
-    """Raise a UserError unless `text` is a valid value of `outer`."""
-    _read(text)
-
-
 def outer_step(text: str, world: int) -> OuterStep:
-    word, numbers = _read(text)
-    return OUTER[word][1](numbers, world)
-
-
-def _read(text: str) -> tuple[str, list[float]]:
+    """Return the outer step that `text`, a value of `outer=`, names; UserError says what is wrong with it."""
     word, *given = str(text).split(":")
     if word not in OUTER:
         raise UserError(f"unknown outer step {word!r}; {nearest(word, OUTER)}")
@@ -171,17 +161,14 @@ def _read(text: str) -> tuple[str, list[float]]:
             raise UserError(
                 f"outer={text}: {name} {one!r} is not a number; {usual} is the usual one"
             ) from None
-        low = numbers[index] >= 0.0 if name == "momentum" else numbers[index] > 0.0
-        high = (
-            numbers[index] < 1.0
-            if name == "momentum"
-            else numbers[index] <= (1.0 if name == "pull" else 10.0)
-        )
-        if not (math.isfinite(numbers[index]) and low and high):
-            allowed = {
-                "rate": "above 0, up to 10",
-                "momentum": "from 0 to below 1",
-                "pull": "above 0, up to 1",
-            }
-            raise UserError(f"outer={text}: {name}={one} must lie {allowed[name]}; {usual} is the usual one")
-    return word, numbers
+        allowed, fits = _ALLOWED[name]
+        if not fits(numbers[index]):
+            raise UserError(f"outer={text}: {name}={one} must lie {allowed}; {usual} is the usual one")
+    return OUTER[word][1](numbers, world)
+
+
+_ALLOWED: Final[dict[str, tuple[str, Callable[[float], bool]]]] = {
+    "rate": ("above 0, up to 10", lambda rate: 0 < rate <= 10),
+    "momentum": ("from 0 to below 1", lambda momentum: 0 <= momentum < 1),
+    "pull": ("above 0, up to 1", lambda pull: 0 < pull <= 1),
+}

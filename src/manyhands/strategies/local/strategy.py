@@ -18,7 +18,7 @@ from manyhands.facts import (
     Truth,
     WorkerMemory,
 )
-from manyhands.strategies.local.outer import MEAN, check_outer
+from manyhands.strategies.local.outer import MEAN, outer_step
 from manyhands.strategy import Strategy, check_link, integer, link_setting, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
@@ -72,7 +72,7 @@ class Local(Strategy):
             chooses=True,
             refused={"powersgd": more},
         )
-        check_outer(self.outer)
+        outer_step(self.outer, 1)  # refuses what it cannot read
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be an integer, 0 or more")
         if self._keeps_apart and self.codec != RAW:

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import Microbatch, Share
+from manyhands.data.batches import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError

@@ -226,7 +226,7 @@ class PipelineExchange(Exchange):
         posts, self._posts = self._posts, {}
         waits, items = waits_of(self._groups()), self._borders.take_times()
         passed_ns = sum(item.exchange_ns for item in items)
-        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=items)
+        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, microbatches=items)
 
     def summary(self) -> Mapping[str, Any]:
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.errors import format_bytes
-from manyhands.observe.draw.aligned import aligned
+from manyhands.observe.draw.axes import aligned
 from manyhands.strategies.common.collectives.collective_drawing import write_figures
 from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.engine.chain import OverTime, State
 from manyhands.errors import UserError
 from manyhands.strategies.pipeline.borders import Ends, StageBorders

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.data.batch_plan import BatchPlan, split
+from manyhands.data.batches import BatchPlan, split
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError, printable
 from manyhands.observe.record.checked_values import whole

@@ -13,7 +13,7 @@ from functools import cache
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
-from manyhands.data.batch_plan import MAX_SEED
+from manyhands.data.batches import MAX_SEED
 from manyhands.errors import DataError
 
 __all__ = [

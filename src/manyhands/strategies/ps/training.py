@@ -19,8 +19,7 @@ from manyhands.engine.exchange import SentFor, Traffic
 from manyhands.engine.request import Request
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
-from manyhands.places.external.process_group import GroupMember
-from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.specification import listening_at
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.ps.external_roles import ps_ranks
@@ -43,7 +42,7 @@ from manyhands.strategies.ps.shard_state import merge
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
 
-__all__ = ["PsTraining", "most_workers"]
+__all__ = ["PsTraining"]
 
 
 class PsTraining(Training):
@@ -129,8 +128,20 @@ class PsTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Train to the end, evaluate, and leave a checkpoint."""
+        later = MORE_WORKERS if self._request.options.commands is not None else 0
+        return self._run(stage, self._request.workers + later)
+
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        """`run` with members that were started externally; those that come later have a rank already."""
+        place = process_group.place
+        remote = RemoteMembers(
+            process_group=process_group, ranks=ps_ranks(self._strategy, place), say=stage.say
+        )
+        return self._run(stage, self._request.workers + place.later, remote)
+
+    def _run(self, stage: Stage, most_workers: int, remote: RemoteMembers | None = None) -> Result:
         request, options = self._request, self._request.options
-        training = ServerTraining(self._asked(stage))
+        training = ServerTraining(self._asked(stage, most_workers, remote))
         with training, ExitStack() as stack:
             rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
             rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
@@ -201,17 +212,13 @@ class PsTraining(Training):
         except WriteFailed as error:
             stage.say(str(error))
 
-    def _asked(self, stage: Stage) -> TrainingRequest:
+    def _asked(self, stage: Stage, most_workers: int, remote: RemoteMembers | None) -> TrainingRequest:
         request, options = self._request, self._request.options
         return TrainingRequest(
             plan=request.plan,
             strategy=self._strategy,
             workers=request.workers,
-            most_workers=most_workers(
-                request.workers,
-                stage.process_group.place if stage.process_group is not None else None,
-                can_ask=options.commands is not None,
-            ),
+            most_workers=most_workers,
             timeout_s=options.timeout_s,
             watchdog_s=options.watchdog_s,
             run_path=stage.run_path,
@@ -221,28 +228,11 @@ class PsTraining(Training):
             begun=self._point.begun if self._point is not None else 0,
             buffers=self._buffers,
             fingerprint=self._fingerprint(),
-            remote=self._remote(stage),
+            remote=remote,
         )
 
     def _fingerprint(self) -> str:
         return fingerprint(self._request.config(self._model)).digest
-
-    def _remote(self, stage: Stage) -> RemoteMembers | None:
-        process_group = stage.process_group
-        if process_group is None:
-            return None
-        return RemoteMembers(
-            process_group=process_group, ranks=ps_ranks(self._strategy, process_group.place), say=stage.say
-        )
-
-
-def most_workers(workers: int, place: ProcessPlace | None, *, can_ask: bool) -> int:
-    """The maximum number of slots of a run: by the place that starts processes, else by whether commands can add
-    any.
-    """
-    if place is not None:
-        return workers + place.later
-    return workers + (MORE_WORKERS if can_ask else 0)
 
 
 def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> SentFor:

@@ -62,8 +62,7 @@ class ShardedExchange(Exchange):
     builds_on_host = True
 
     def __init__(self, resources: Resources) -> None:
-        self.rank = resources.rank
-        self.world = resources.world
+        self.rank, self.world = resources.rank, resources.world
         self._links = resources.links()
         self.wire = next((link.wire for link in self._links.values()), Wire.NONE)
         self._group = LinkGroup(
@@ -72,9 +71,7 @@ class ShardedExchange(Exchange):
         self.part = WorkerPart(index=self.rank, count=self.world, total_in_step=self._sum)
         self.parts = GradientParts(held=self._reached_sums, counted=self._reached_sums, total=self.total)
         self.meter = Meter(take_times=self._take_times, traffic=self._group.traffic)
-        self._unit_rounds = UnitRounds(
-            self._group, lambda grant: self._pieces[grant.stop_request.unit].act(grant)
-        )
+        self._unit_rounds = UnitRounds(self._group, lambda grant: self._pieces[grant.request.unit].act(grant))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands sharded")
         self._device = resources.device
         self._optimizer: Optimizer | None = None
@@ -170,13 +167,13 @@ class ShardedExchange(Exchange):
             pieces.forget_gradients()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        whole = self._need_whole()
-        return self._run(lambda: whole.optimizer_state(self._group))
+        assert self._whole is not None, "attach comes first"
+        return self._run(partial(self._whole.optimizer_state, self._group))
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """Collective: assemble the model in host memory on worker 0, which must have the capacity for all of it."""
-        whole = self._need_whole()
-        return self._run(lambda: whole.model_state(self._group, model))
+        assert self._whole is not None, "attach comes first"
+        return self._run(partial(self._whole.model_state, self._group, model))
 
     def total(self, values: Tensor) -> Tensor:
         self._carry_out(self._flow.end())
@@ -229,8 +226,8 @@ class ShardedExchange(Exchange):
         if pieces.add_gradient(number, gradient):
             self._carry_out(self._flow.complete(pieces.unit.number))
 
-    def _ask(self, stop_request: UnitRequest) -> Future[None]:
-        return self._thread.submit(self._unit_rounds.take, stop_request)
+    def _ask(self, request: UnitRequest) -> Future[None]:
+        return self._thread.submit(self._unit_rounds.take, request)
 
     def _wait_for(self, future: Future[Result]) -> Result:
         begin = time.monotonic_ns()
@@ -253,13 +250,9 @@ class ShardedExchange(Exchange):
 
     def _summed(self) -> list[Tensor | None]:
         """By piece, in the order of `held`: the sum if any worker reached the parameter, else None."""
-        reached = {
-            (id(pieces), number)
-            for (pieces, number), flag in zip(self._places, self._reached, strict=True)
-            if flag
-        }
+        reached = dict(zip(self._places, self._reached, strict=True))
         return [
-            gradient if (id(pieces), number) in reached else None
+            gradient if reached.get((pieces, number)) else None
             for pieces in self._pieces
             for number, gradient in pieces.gradients()
         ]
@@ -273,10 +266,6 @@ class ShardedExchange(Exchange):
         for pieces in self._pieces:
             for parameter in pieces.unit.parameters:
                 parameter.data = of_whole.get(parameter, parameter.new_empty(0))
-
-    def _need_whole(self) -> HeldModel:
-        assert self._whole is not None, "attach comes first"
-        return self._whole
 
     def _need_visits(self) -> UnitVisits:
         assert self._visits is not None, "attach comes first"

@@ -24,9 +24,8 @@ class KeptPieces:
     """
 
     def __init__(self, memory: UnitMemory, group: LinkGroup, *, whole: bool) -> None:
-        self.memory = memory
+        self.memory, self._group = memory, group
         self.unit: Unit = memory.unit
-        self._group = group
         self._ranges = [piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts]
         self.values = [
             flat.new_empty(len(ranges[group.index]))
@@ -60,12 +59,12 @@ class KeptPieces:
             for piece, begin in pieces_in(layout, ranges[self._group.index]):
                 parameter = self.unit.parameters[piece.parameter]
                 count = piece.end - piece.begin
-                part, cut = values[begin : begin + count], Cut(dim=None, begin=piece.begin, end=piece.end)
-                is_whole = count == parameter.numel()
-                local = nn.Parameter(
-                    part.view(parameter.shape) if is_whole else part, requires_grad=parameter.requires_grad
-                )
-                yield Held(whole=parameter, local=local, shape=parameter.shape, cut=None if is_whole else cut)
+                part = values[begin : begin + count]
+                cut: Cut | None = Cut(dim=None, begin=piece.begin, end=piece.end)
+                if count == parameter.numel():
+                    part, cut = part.view(parameter.shape), None
+                local = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                yield Held(whole=parameter, local=local, shape=parameter.shape, cut=cut)
 
     def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield, by piece in the order of `held`, the parameter's number and the summed gradient or None."""
@@ -76,7 +75,10 @@ class KeptPieces:
 
     def add_gradient(self, number: int, gradient: Tensor) -> bool:
         if not self._gradients:
-            self._gradients = [torch.zeros_like(flat_like) for flat_like in self._rows()]
+            self._gradients = [
+                torch.zeros(layout.count, dtype=layout.dtype, device=values.device)
+                for layout, values in zip(self.unit.layouts, self.values, strict=True)
+            ]
             for layout, flat in zip(self.unit.layouts, self._gradients, strict=True):
                 self._views.update(layout.views(flat))
         self._views[number].add_(gradient.reshape(-1))
@@ -95,7 +97,7 @@ class KeptPieces:
         self._missing = set(self.unit.trained)
 
     def act(self, granted: Grant) -> None:
-        if granted.stop_request.want is Want.VALUES:
+        if granted.request.want is Want.VALUES:
             self._give_values(granted.members)
         else:
             self._add_sums(granted.members)
@@ -104,27 +106,19 @@ class KeptPieces:
         self._sums = []
         self.reached.clear()
 
-    def _rows(self) -> list[Tensor]:
-        return [
-            torch.empty(layout.count, dtype=layout.dtype, device=values.device)
-            for layout, values in zip(self.unit.layouts, self.values, strict=True)
-        ]
-
     def _give_values(self, members: Sequence[int]) -> None:
         """All members send their pieces to the members that requested the unit."""
         me = self._group.index
+        wanted = me in members
         for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
             on_host = mine.cpu()
-            wanted = me in members
             sends = {index: on_host for index in members if index != me and on_host.numel()}
-            rooms: dict[int, Tensor] = {}
-            if wanted:
-                for index, part in enumerate(ranges):
-                    if index != me and len(part):
-                        room = flat[part.start : part.stop]
-                        rooms[index] = (
-                            room if flat.device.type == "cpu" else torch.empty_like(room, device="cpu")
-                        )
+            rooms = {
+                index: room if flat.device.type == "cpu" else torch.empty_like(room, device="cpu")
+                for index, part in enumerate(ranges if wanted else ())
+                if index != me and len(part)
+                for room in (flat[part.start : part.stop],)
+            }
             self._group.exchange(sends, rooms)
             if not wanted:
                 continue
@@ -136,47 +130,22 @@ class KeptPieces:
     def _add_sums(self, members: Sequence[int]) -> None:
         """Sum the members' gradients in their order, each piece on its owner."""
         me = self._group.index
-        gives = me in members
         if not self._sums:
             self._sums = [torch.zeros_like(values) for values in self.values]
-        for row, ranges in enumerate(self._ranges):
-            mine = self.values[row]
-            own = self._outgoing[row] if gives else None
-            sends: dict[int, Tensor] = {}
-            if own is not None:
-                on_host = own.cpu()
-                sends = {
-                    index: on_host[part.start : part.stop]
-                    for index, part in enumerate(ranges)
-                    if index != me and len(part)
-                }
-            rooms = {
-                index: torch.empty(mine.shape, dtype=mine.dtype)
-                for index in members
-                if index != me and mine.numel()
-            }
+        for row, (ranges, total) in enumerate(zip(self._ranges, self._sums, strict=True)):
+            own = [self._outgoing[row][part.start : part.stop] for part in ranges] if me in members else []
+            sends = {index: part.cpu() for index, part in enumerate(own) if index != me and len(part)}
+            others = [index for index in members if index != me and total.numel()]
+            rooms = {index: torch.empty(total.shape, dtype=total.dtype) for index in others}
             self._group.exchange(sends, rooms)
-            if mine.numel():
-                part = ranges[me]
-                addends = [
-                    rooms[index].to(mine.device) if index != me else own[part.start : part.stop]  # type: ignore[index]
-                    for index in members
-                ]
-                _add_up(self._sums[row], addends)
-        if gives:
+            if total.numel():  # 16-bit gradients are added in float32, and rounded once
+                wide = total.to(torch.float32) if total.dtype in HALVES else total
+                for index in members:
+                    wide += rooms[index].to(total.device) if index != me else own[me]
+                if wide is not total:
+                    total.copy_(wide)
+        if me in members:
             self._outgoing = []
-
-
-def _add_up(into: Tensor, addends: Sequence[Tensor]) -> None:
-    """Add tensors in their order; 16-bit ones in float32, rounded once."""
-    if into.dtype not in HALVES:
-        for addend in addends:
-            into += addend
-        return
-    total = into.to(torch.float32)
-    for addend in addends:
-        total += addend
-    into.copy_(total)
 
 
 # Rounds in which workers agree on the next exchange, so that they need not visit a model's units in the same order.
@@ -189,12 +158,9 @@ def _add_up(into: Tensor, addends: Sequence[Tensor]) -> None:
 class Want(IntEnum):
     """What a worker waits for."""
 
-    RENDEZVOUS = 0
-    """All workers have arrived."""
-    VALUES = 1
-    """The values of a unit."""
-    SUM = 2
-    """The sum of a unit's gradient, with this worker's added."""
+    RENDEZVOUS = 0  # of all workers
+    VALUES = 1  # of a unit
+    SUM = 2  # of a unit's gradient, with this worker's added
 
 
 class UnitRequest(NamedTuple):
@@ -205,44 +171,37 @@ class UnitRequest(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The exchange of this round, and the members it is for."""
+    """The exchange of this round, and the members that requested it, by their index in the group."""
 
-    stop_request: UnitRequest
+    request: UnitRequest
     members: tuple[int, ...]
-    """The members that requested it, by their index in the group."""
 
 
-def grant(stop_requests: Sequence[UnitRequest]) -> Grant:
+def grant(requests: Sequence[UnitRequest]) -> Grant:
     """Grant the first request that is not a rendezvous; a rendezvous only if no worker requests anything else."""
-    chosen = next(
-        (stop_request for stop_request in stop_requests if stop_request.want is not Want.RENDEZVOUS),
-        stop_requests[0],
-    )
-    return Grant(
-        chosen, tuple(index for index, stop_request in enumerate(stop_requests) if stop_request == chosen)
-    )
+    chosen = next((one for one in requests if one.want is not Want.RENDEZVOUS), requests[0])
+    return Grant(chosen, tuple(index for index, one in enumerate(requests) if one == chosen))
 
 
 class UnitRounds:
     """One worker's side; `act` carries out a grant and is called on every member, in the same order."""
 
     def __init__(self, group: LinkGroup, act: Callable[[Grant], None]) -> None:
-        self._group = group
-        self._act = act
+        self._group, self._act = group, act
         self.waits: dict[int, int] = {}
         """Nanoseconds in which this worker was idle waiting for others, by the worker waited for."""
 
-    def take(self, stop_request: UnitRequest) -> None:
+    def take(self, request: UnitRequest) -> None:
         while True:
             self._group.take_waits()
-            requests = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))
-            if stop_request.want is Want.RENDEZVOUS:
+            requests = self._group.all_gather(torch.tensor([request.want, request.unit]))
+            if request.want is Want.RENDEZVOUS:
                 for worker, waited in self._group.take_waits().items():
                     self.waits[worker] = self.waits.get(worker, 0) + waited
             granted = grant(
                 [UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in requests)]
             )
-            if granted.stop_request.want is not Want.RENDEZVOUS:
+            if granted.request.want is not Want.RENDEZVOUS:
                 self._act(granted)
             if self._group.index in granted.members:
                 return

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ _SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
 class OffloadExchange(Exchange):
-    """One process that swaps layers; uses at most `limit` bytes of `device`, and the host or a file below `home`."""
+    """One process that swaps layers; uses at most `limit` bytes of `device`, and `place`: the host, or a folder."""
 
     rank = 0
     world = 1
@@ -58,11 +58,9 @@ class OffloadExchange(Exchange):
     steps_itself = True
     builds_on_host = True
 
-    def __init__(self, limit: int, device: torch.device, home: str = HOST) -> None:
+    def __init__(self, limit: int, device: torch.device, place: str = HOST) -> None:
         self.parts = GradientParts(held=self._waiting, counted=self._waiting, total=self.total)
-        self._limit = limit
-        self._device = device
-        self._home = home
+        self._limit, self._device, self._place = limit, device, place
         self._mover: Mover = mover_for(device)
         self._optimizer: Optimizer | None = None
         self._layers: list[_Layer] = []
@@ -71,9 +69,7 @@ class OffloadExchange(Exchange):
         self._visits: UnitVisits | None = None
         self._tap: GradientTap | None = None
         self._saved = OffloadedTensors(self._mover, 0)
-        self._defers = False
-        self._steps = True
-        self._backward = False
+        self._defers, self._steps, self._backward = False, True, False
         self._left: deque[_Layer] = deque()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -81,17 +77,25 @@ class OffloadExchange(Exchange):
         strategy = Single(device_memory=self._limit)
         stepping_for(optimizer, strategy.facts.stepping, str(strategy))
         self._optimizer = optimizer
-        state = _state_sizes(optimizer)
+        try:
+            state = {one: sum(kept.nbytes for kept in row) for one, row in kept_by(optimizer).items()}
+        except UserError:  # not item by item: at most two numbers for each, as far as is known
+            state = {one: 2 * one.nbytes for group in optimizer.param_groups for one in group["params"]}
         units = units_of(model)
-        budget = plan_budget(
-            self._limit,
-            [_bytes_of(unit, state) for unit in units],
-            sum(buffer.nbytes for buffer in model.buffers()),
-        )
-        for unit in units:
-            layer = _Layer(UnitMemory(unit, self._device), self._mover, self._home)
-            layer.settle(optimizer)
-            self._layers.append(layer)
+        sizes = [
+            UnitBytes(
+                name=unit.name,
+                values=unit.num_bytes,
+                gradients=sum(one.nbytes for one in unit.parameters if one.requires_grad),
+                state=sum(state.get(one, 0) for one in unit.parameters),
+                lasts=unit.module is None,
+            )
+            for unit in units
+        ]
+        budget = plan_budget(self._limit, sizes, sum(buffer.nbytes for buffer in model.buffers()))
+        self._layers = [
+            _Layer(UnitMemory(unit, self._device), self._mover, self._place, optimizer) for unit in units
+        ]
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
         self._flow = UnitFlow(len(units), lasting, ahead=budget.ahead)
@@ -128,7 +132,7 @@ class OffloadExchange(Exchange):
         finally:
             self._backward = False
         for layer in self._layers:
-            if layer.is_pending:  # some of its parameters were not reached
+            if layer.has_gradient:  # some of its parameters were not reached
                 self._carry_out(self._flow.complete(layer.unit.number))
         self._carry_out(self._flow.end())
         self._saved.end_step()
@@ -136,7 +140,7 @@ class OffloadExchange(Exchange):
 
     def agree(self, local: LocalStep) -> SharedStep:
         if not local.is_finite:
-            self._show_home()
+            self._show_host_values()
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def _waiting(self) -> list[Tensor]:
@@ -146,7 +150,10 @@ class OffloadExchange(Exchange):
     def apply(self) -> None:
         for layer in self._layers:
             if layer.waiting:
-                layer.take_back_gradients()
+                for number, gradient in layer.waiting.items():
+                    parameter = layer.unit.parameters[number]
+                    parameter.grad = gradient.to(parameter.device)
+                layer.waiting.clear()
                 self._step(layer)
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -155,13 +162,13 @@ class OffloadExchange(Exchange):
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         self._mover.finish()
-        homes = {
-            id(parameter): home
+        on_host = {
+            id(parameter): value
             for layer in self._layers
-            for parameter, home in zip(layer.unit.parameters, layer.homes(), strict=True)
+            for parameter, value in zip(layer.unit.parameters, layer.host_values(), strict=True)
         }
         return {
-            key: homes.get(id(value), value.detach())
+            key: on_host.get(id(value), value.detach())
             for key, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
@@ -173,7 +180,7 @@ class OffloadExchange(Exchange):
         if self._visits is not None and self._tap is not None:
             self._visits.close()
             self._tap.close()
-            self._show_home()
+            self._show_host_values()
         self._visits = self._tap = None
         self._mover.close()
 
@@ -213,7 +220,9 @@ class OffloadExchange(Exchange):
 
     def _on_gradient(self, index: int, _parameter: Tensor) -> None:
         layer, number = self._places[index]
-        if layer.add_gradient(number):
+        layer.has_gradient = True
+        layer.missing.discard(number)
+        if not layer.missing:
             self._carry_out(self._flow.complete(layer.unit.number))
 
     @contextmanager
@@ -222,11 +231,11 @@ class OffloadExchange(Exchange):
         with self._visits.watching(self._saved):
             yield
 
-    def _show_home(self) -> None:
+    def _show_host_values(self) -> None:
         self._mover.finish()
         for layer in self._layers:
-            for parameter, home in zip(layer.unit.parameters, layer.homes(), strict=True):
-                parameter.data = home
+            for parameter, value in zip(layer.unit.parameters, layer.host_values(), strict=True):
+                parameter.data = value
 
     def _need_optimizer(self) -> Optimizer:
         assert self._optimizer is not None, "attach comes first"
@@ -234,35 +243,31 @@ class OffloadExchange(Exchange):
 
 
 class _Layer:
-    """One unit: its host copy, what of it is on the device, and its step."""
+    """One unit: its copy on the host, with the optimizer's state, what of it is on the device, and its step."""
 
-    def __init__(self, memory: UnitMemory, mover: Mover, home: str) -> None:
-        self.memory = memory
+    def __init__(self, memory: UnitMemory, mover: Mover, place: str, optimizer: Optimizer) -> None:
+        self.memory, self._mover, self._place = memory, mover, place
         self.unit: Unit = memory.unit
-        self._mover = mover
-        self._home = home
-        self._rows = [_room(flat, mover, home) for flat in memory.flats]
+        self._rows = [_room(flat, mover, place) for flat in memory.flats]
         self._away: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._here: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._coming: list[Move] = []
         self.leaving: Move | None = None
         """The last copy to the host."""
-        self._missing = set(self.unit.trained)
-        self._has_gradient = False
+        self.missing = set(self.unit.trained)
+        """The parameters without a gradient in this step."""
+        self.has_gradient = False
+        """Whether gradients have come that were not used."""
         self.waiting: dict[int, Tensor] = {}
         """Gradients kept in host memory, by parameter number."""
-
-    def settle(self, optimizer: Optimizer) -> None:
-        """Copy the values and the optimizer's state for them to host memory or file."""
-        for layout, row in zip(self.unit.layouts, self._rows, strict=True):
-            for number, items in layout.views(row):
-                items.copy_(self.unit.parameters[number].detach().reshape(-1))
-        self.memory.adopt()
-        self.memory.let_go()
+        for value, parameter in zip(self.host_values(), self.unit.parameters, strict=True):
+            value.copy_(parameter.detach())
+        memory.adopt()
+        memory.let_go()
         for parameter in self.unit.parameters:
             self._offload(parameter, optimizer.state.get(parameter, {}), copy_now=True)
 
-    def homes(self) -> list[Tensor]:
+    def host_values(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for layout, row in zip(self.unit.layouts, self._rows, strict=True):
             for number, items in layout.views(row):
@@ -291,15 +296,6 @@ class _Layer:
         self.memory.let_go()
         self._here.clear()
 
-    @property
-    def is_pending(self) -> bool:
-        return self._has_gradient
-
-    def add_gradient(self, number: int) -> bool:
-        self._has_gradient = True
-        self._missing.discard(number)
-        return not self._missing
-
     def keep_gradients(self) -> None:
         """Move the gradients to the host, and add them to those already there."""
         for number in self.unit.trained:
@@ -313,12 +309,6 @@ class _Layer:
             else:
                 self.waiting[number] = on_host.clone() if on_host is gradient else on_host
         self._begin_gradient()
-
-    def take_back_gradients(self) -> None:
-        for number, gradient in self.waiting.items():
-            parameter = self.unit.parameters[number]
-            parameter.grad = gradient.to(parameter.device)
-        self.waiting.clear()
 
     def step(self, optimizer: Optimizer) -> None:
         """Step this layer alone with the optimizer, on the device, and begin to copy everything back."""
@@ -353,7 +343,7 @@ class _Layer:
                 continue  # a count of steps
             key = (parameter, name)
             if key not in self._away:
-                self._away[key] = _room(value, self._mover, self._home)
+                self._away[key] = _room(value, self._mover, self._place)
             if copy_now:
                 self._away[key].copy_(value)
             else:
@@ -367,8 +357,7 @@ class _Layer:
         return [(self._away[key], here) for key, here in self._here.items()]
 
     def _begin_gradient(self) -> None:
-        self._missing = set(self.unit.trained)
-        self._has_gradient = False
+        self.missing, self.has_gradient = set(self.unit.trained), False
 
 
 class OffloadedTensors:
@@ -379,13 +368,9 @@ class OffloadedTensors:
     """
 
     def __init__(self, mover: Mover, room: int) -> None:
-        self._mover = mover
-        self._room = room
-        self._too_many = 0
-        self._bytes = 0
-        self._kept = 0
-        self.moved = 0
-        """Bytes moved to the host in this step."""
+        self._mover, self._room = mover, room
+        self._too_many = self._bytes = self._kept = self.moved = 0
+        """`moved` bytes went to the host in this step."""
 
     def pack(self, tensor: Tensor) -> Any:
         size = tensor.nbytes
@@ -404,30 +389,30 @@ class OffloadedTensors:
         return _Offloaded(host, move, tensor.device)
 
     def unpack(self, packed: Any) -> Any:
-        return packed.back() if isinstance(packed, _Offloaded) else packed
+        if not isinstance(packed, _Offloaded):
+            return packed
+        packed.move.before_next()
+        return packed.host.to(packed.device, non_blocking=True)
 
     def end_step(self) -> None:
         self._too_many = max(0, self._bytes - self._room)
         self._bytes = self._kept = self.moved = 0
 
 
-class _Offloaded:
+class _Offloaded(NamedTuple):
     """A saved tensor that was moved to host memory."""
 
-    def __init__(self, host: Tensor, move: Move, device: torch.device) -> None:
-        self._host, self._move, self._device = host, move, device
-
-    def back(self) -> Tensor:
-        self._move.before_next()
-        return self._host.to(self._device, non_blocking=True)
+    host: Tensor
+    move: Move
+    device: torch.device
 
 
-def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
-    if home == HOST:
+def _room(like: Tensor, mover: Mover, place: str) -> Tensor:
+    if place == HOST:
         return mover.room(like)
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
-    descriptor, path = tempfile.mkstemp(prefix="manyhands-", dir=home)
+    descriptor, path = tempfile.mkstemp(prefix="manyhands-", dir=place)
     try:
         os.ftruncate(descriptor, like.nbytes)
         flat = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
@@ -436,20 +421,3 @@ def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
         with suppress(OSError):
             Path(path).unlink()  # the mapping keeps the memory
     return flat.view(like.shape)
-
-
-def _state_sizes(optimizer: Optimizer) -> Mapping[nn.Parameter, int]:
-    try:
-        return {one: sum(kept.nbytes for kept in all_kept) for one, all_kept in kept_by(optimizer).items()}
-    except UserError:  # not item by item: at most two numbers for each, as far as is known
-        return {one: 2 * one.nbytes for group in optimizer.param_groups for one in group["params"]}
-
-
-def _bytes_of(unit: Unit, state: Mapping[nn.Parameter, int]) -> UnitBytes:
-    return UnitBytes(
-        name=unit.name,
-        values=unit.num_bytes,
-        gradients=sum(one.nbytes for one in unit.parameters if one.requires_grad),
-        state=sum(state.get(one, 0) for one in unit.parameters),
-        lasts=unit.module is None,
-    )

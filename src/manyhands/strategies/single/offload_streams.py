@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -16,16 +17,15 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """Source and target of a copy."""
 
 
-class Move(ABC):
+@dataclass(frozen=True, slots=True)
+class Move:
     """Copies that were begun."""
 
-    @abstractmethod
-    def before_next(self) -> None:
-        """Order whatever is computed from now on after these copies."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until the copies are done: the host may then read and write the tensors."""
+    before_next: Callable[[], object]
+    """Order whatever is computed from now on after these copies."""
+    finish: Callable[[], object]
+    """Wait until the copies are done: the host may then read and write the tensors."""
+    event: torch.cuda.Event | None = None
 
 
 class Mover(ABC):
@@ -55,19 +55,6 @@ class Mover(ABC):
         """Wait for all copies, and release resources."""
 
 
-class _Submitted(Move):
-    """A copy in a thread; the computing thread waits for it."""
-
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
-
-    def before_next(self) -> None:
-        self._done.result()
-
-    def finish(self) -> None:
-        self._done.result()
-
-
 class ThreadMover(Mover):
     """Copies in a thread, if the device is the host itself."""
 
@@ -82,7 +69,8 @@ class ThreadMover(Mover):
         return self.take(pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:
-        self._last = _Submitted(self._thread.submit(_copy, pairs))
+        done = self._thread.submit(_copy, pairs).result  # the computing thread waits for it
+        self._last = Move(done, done)
         return self._last
 
     def room(self, like: Tensor) -> Tensor:
@@ -94,20 +82,6 @@ class ThreadMover(Mover):
 
     def close(self) -> None:
         self._thread.shutdown()
-
-
-class _Queued(Move):
-    """A copy on a GPU stream; the computing stream waits for it, not the host."""
-
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
-        self.done = done
-        self._device = device
-
-    def before_next(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.done)
-
-    def finish(self) -> None:
-        self.done.synchronize()
 
 
 class StreamMover(Mover):
@@ -122,8 +96,8 @@ class StreamMover(Mover):
 
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        if isinstance(after, _Queued):
-            self._in.wait_event(after.done)
+        if after is not None and after.event is not None:
+            self._in.wait_event(after.event)
         return self._begin(self._in, pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:
@@ -146,7 +120,9 @@ class StreamMover(Mover):
     def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
         with torch.cuda.stream(stream):
             _copy(pairs)
-            return _Queued(stream.record_event(), self._device)
+            done = stream.record_event()
+        # The computing stream waits for it, not the host.
+        return Move(lambda: torch.cuda.current_stream(self._device).wait_event(done), done.synchronize, done)
 
 
 def mover_for(device: torch.device) -> Mover:

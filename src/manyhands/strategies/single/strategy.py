@@ -150,8 +150,7 @@ def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Bud
             f"{format_bytes(largest.to_step)} with its gradient and its optimizer state, and what stays "
             f"through a step {format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
         )
-    coming = max((unit.values + unit.state for unit in units), default=0)
-    leaving = max((unit.values + unit.state for unit in units), default=0)
-    roomy = tight + coming + leaving
+    moving = max((unit.values + unit.state for unit in units), default=0)
+    roomy = tight + 2 * moving  # one comes, and one leaves
     ahead = roomy <= usable
     return Budget(ahead=ahead, activations=usable - (roomy if ahead else tight))

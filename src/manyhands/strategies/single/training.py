@@ -24,7 +24,12 @@ class SingleTraining(Training):
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
                 worker_context = _Here(ring, stage)
-                with closing(self._exchange()) as exchange:
+                strategy = cast(Single, self._request.strategy)
+                exchange: Exchange = SingleExchange()
+                if strategy.device_memory:
+                    device = device_of(self._request.plan.device, 0)
+                    exchange = OffloadExchange(strategy.device_memory, device, strategy.offload)
+                with closing(exchange):
                     trainer = Trainer(self._request.plan, exchange, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
             collector.flush()
@@ -36,13 +41,6 @@ class SingleTraining(Training):
                 stopped_early=trained.stopped_early,
                 observed=collector.summary(),
             )
-
-    def _exchange(self) -> Exchange:
-        strategy = cast(Single, self._request.strategy)
-        if not strategy.device_memory:
-            return SingleExchange()
-        device = device_of(self._request.plan.device, 0)
-        return OffloadExchange(strategy.device_memory, device, strategy.offload)
 
 
 class _Here:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.engine.compiled_worker import Control
-from manyhands.engine.kernel_processes import KernelProcesses
+from manyhands.engine.compiled_worker import Control, KernelProcesses
 from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy

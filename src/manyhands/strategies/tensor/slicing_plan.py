@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, unique
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import UserError, nearest
 
 __all__ = ["Plan", "SliceKind", "Slicing", "parts_of"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.errors import num_of
 from manyhands.workloads.compiled_workload import (
     ComparedTask,
     CompiledWorkload,
@@ -20,7 +21,7 @@ from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.gbdt.row_sources import RowSource
     from manyhands.workloads.gbdt.training import TableChoice
@@ -157,7 +158,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
 def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
     held_out = f" + {summary['valid_rows']:,} held out" if summary["valid_rows"] else ""
     lines: list[str | TableRows] = [
-        f"gbdt · {summary['objective']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"gbdt · {summary['objective']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
         f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {summary['trees']} trees in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
     ]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.native.group.gate import Turn
@@ -111,7 +111,7 @@ class GbdtTask(KernelTask):
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
         """Trees are no memory that workers could share without order."""
-        raise self._refusal(segment, offset)  # type: ignore[arg-type]
+        raise self._refusal(segment, offset)
 
     @property
     def num_bytes(self) -> int:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.engine.fitting import await_workers, fit_or_kept
-from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.options import EarlyStopping, Options, StoppingCount
+from manyhands.engine.training import Keeping, Kept
 from manyhands.errors import DataError, UserError
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view

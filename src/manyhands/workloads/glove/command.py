@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.errors import num_of
 from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TableRows, TrainEnd
 from manyhands.workloads.glove.options import CountingOptions, GloveOptions, usual_batch
 from manyhands.workloads.task_options import narrowed, option
@@ -17,7 +18,7 @@ from manyhands.workloads.task_options import narrowed, option
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.glove.learning import Learning
 
@@ -142,7 +143,7 @@ def _lines(summary: Mapping[str, Any]) -> list[str]:
     seconds, costs = summary["seconds"], summary["costs"]
     phases = ("vocabulary", "counting", "shuffling", "training")
     lines = [
-        f"glove · {summary['strategy']} · {summary['workers']} workers · {summary['tokens']:,} tokens · "
+        f"glove · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · {summary['tokens']:,} tokens · "
         f"{summary['vocabulary']:,} words · {summary['records']:,} records in {seconds['total']:.1f} s",
         "  ".join(f"{name} {seconds[name]:.1f} s" for name in phases),
     ]

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.engine.kernel_task import KernelStep, Portion, Taken
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up

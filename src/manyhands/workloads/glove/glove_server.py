@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from manyhands.data.batch_plan import permutation, split
+from manyhands.data.batches import permutation, split
 from manyhands.task import Passes, Task
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 from manyhands.workloads.glove.glove_steps import GloveWork, RecordReader

@@ -26,11 +26,10 @@ from torch import nn
 from manyhands.data.store.atomic import reason
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, require_free
 from manyhands.engine.fitting import fit_or_kept
-from manyhands.engine.history_rows import PASS_LOSS
-from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.run import Run
+from manyhands.engine.run import PASS_LOSS, Run
+from manyhands.engine.training import Keeping, Kept
 from manyhands.errors import UserError
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, num_of
 from manyhands.strategy import Strategy, parse_size
 from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TrainEnd, WorkerOptions
 from manyhands.workloads.logreg.options import LogregOptions
@@ -17,7 +17,7 @@ from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["LOGREG"]
@@ -162,7 +162,7 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
 
 def _shown(summary: dict[str, Any]) -> list[str]:
     lines = [
-        f"logreg · {summary['learner']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"logreg · {summary['learner']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
         f"{summary['examples']:,} examples · {summary['features_used']:,} of {summary['features']:,} features · "
         f"{summary['passes']} passes in {summary['seconds']:.1f} s · {summary['examples_per_s']:,.0f} examples/s",
         f"progressive log loss  {'  '.join(f'{loss:.4f}' for loss in summary['progressive_loss'])}",

@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from manyhands.data.matrix import Rows
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.exported import narrow, widen
-from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.data.store.tensorfile import encode_tensors, narrow, widen
 from manyhands.errors import UserError
 from manyhands.workloads.logreg import logreg_kernels
 from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
@@ -74,7 +73,7 @@ class LogregModel:
         return measure(margins, targets, weights)
 
     def save(self, path: Path, precision: str = "fp32") -> None:
-        """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.exported`."""
+        """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
         header = {
             "format": _FORMAT,
             "labels": str(self.labels),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from manyhands.data.matrix import Rows
 from manyhands.data.row_files import FORMATS, Reading, RowText
-from manyhands.data.store.exported import check_precision
+from manyhands.data.store.tensorfile import check_precision
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.logreg.model import LogregModel

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.fitting import fit_or_kept
-from manyhands.engine.history_rows import PASS_LOSS
-from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
+from manyhands.engine.run import PASS_LOSS
+from manyhands.engine.training import Keeping, Kept
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.errors import num_of
 from manyhands.workloads.compiled_workload import (
     ComparedTask,
     CompiledWorkload,
@@ -19,7 +20,7 @@ from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
 __all__ = ["SVD"]
@@ -107,7 +108,7 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
                 "--out",
                 "coordinates.txt",
             ),
-            "the page of the run": ("watch", keep.out),
+            "the page of the run": ("show", keep.out),
         },
     )
 
@@ -123,7 +124,7 @@ def _shown(summary: dict[str, Any], passes: str) -> list[str | TableRows]:
     more = f"and {summary['rank'] - _SHOWN} more, which together have {total:.2%}"
     return [
         f"{'PCA' if summary['center'] else 'SVD'} · rank {summary['rank']} · {summary['strategy']} · "
-        f"{summary['workers']} workers · {summary['rows']:,} × {summary['columns']:,} {kind} · {passes} in "
+        f"{num_of(summary['workers'], 'worker')} · {summary['rows']:,} × {summary['columns']:,} {kind} · {passes} in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting) · "
         f"error {summary['error']:.1e}",
         TableRows(head=("", "singular value", f"part of all {part}", "so far"), rows=rows[:_SHOWN]),

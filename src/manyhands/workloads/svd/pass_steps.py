@@ -11,7 +11,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.data.stored_matrix import OpenedMatrix
 from manyhands.engine.kernel_task import KernelStep, Portion, Taken
 from manyhands.native.group.shared_group import SharedGroup

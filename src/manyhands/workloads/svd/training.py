@@ -15,8 +15,8 @@ import torch
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
 from manyhands.engine.fitting import await_workers, fit_or_kept
-from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.options import Options
+from manyhands.engine.training import Keeping, Kept
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import check_capacity, of_processes

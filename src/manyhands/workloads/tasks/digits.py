@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import permutation
+from manyhands.data.batches import permutation
 from manyhands.data.file_reader import bundled_file
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError

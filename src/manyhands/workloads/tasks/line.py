@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable

@@ -34,7 +34,7 @@ from manyhands.strategies.allreduce.elastic.member_process import (
     TakeSlot,
     work,
 )
-from manyhands.strategies.common.members import ChildMembers, ExternalMembers, MemberProcesses
+from manyhands.strategies.common.run_launcher import ChildMembers, ExternalMembers, MemberProcesses
 
 __all__ = [
     "AssembleElastic",

@@ -16,14 +16,14 @@ from torch import nn
 
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
+from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import PeerTimeout, WorkerFailed
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.external.process_group import GroupMember
+from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
@@ -291,11 +291,44 @@ class ElasticTraining(Training):
         self._strategy = request.strategy
 
     def run(self, stage: Stage) -> Result:
-        request, options, process_group = self._request, self._request.options, stage.process_group
-        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
+        request, options = self._request, self._request.options
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
-        if process_group is not None:
-            most = process_group.place.world  # a later worker already has a rank
+        job = self._job(stage.run_path)
+
+        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
+            return lambda watched: LocalElasticMembers(job, rings, weights, request.workers, watched)
+
+        return self._run(stage, [None] * most, assemble, options.watchdog_s)
+
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        """`run` with workers that were started externally, and one child of this process."""
+        server = process_group.control_server
+        here = 1 + sum(server.host_of(rank) == host_identity() for rank in server.members)
+        job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
+
+        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
+            keeper = ElasticKeeper(weights, stage.checkpoints(), stage.say)
+
+            def members(watched: Watched) -> AbstractContextManager[ElasticMembers]:
+                child = LocalElasticMembers(job, rings, weights, 1, watched)
+                return ExternalElasticMembers(process_group, child, keeper, self._start, stage.say)
+
+            return members
+
+        # A later worker already has a rank. A child that waits for externally started workers would look hung.
+        rings = [server.rings[slot] if slot else None for slot in range(process_group.place.world)]
+        return self._run(stage, rings, assemble, watchdog_s=0.0)
+
+    def _run(
+        self,
+        stage: Stage,
+        given: Sequence[EventRing | None],
+        assemble: Callable[[Sequence[EventRing], int], AssembleElastic],
+        watchdog_s: float,
+    ) -> Result:
+        """`given` has the event ring of each slot, None where it is made here."""
+        request, options = self._request, self._request.options
+        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         begun = self._start.step if self._start is not None else 0
         order, first = RowsInOrder(begun), FirstRows(begun)
 
@@ -305,10 +338,7 @@ class ElasticTraining(Training):
 
         with ExitStack() as stack:
             rings = [
-                process_group.control_server.rings[slot]
-                if process_group is not None and slot
-                else stack.enter_context(EventRing.create(role=slot))
-                for slot in range(most)
+                ring or stack.enter_context(EventRing.create(role=slot)) for slot, ring in enumerate(given)
             ]
             weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, weights)
@@ -317,14 +347,13 @@ class ElasticTraining(Training):
             launcher = ElasticLauncher(
                 ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
                 rings,
-                self._assemble(stage, rings, weights),
+                assemble(rings, weights),
                 timeout_s=options.timeout_s,
                 on_note=hear,
                 on_event=stage.take_event,
                 stop_wanted=stage.stop_wanted,
                 commands=options.commands,
-                # A child that waits for externally started workers would otherwise look hung.
-                watchdog_s=options.watchdog_s if process_group is None else 0.0,
+                watchdog_s=watchdog_s,
             )
             try:
                 with stage.view(collector):
@@ -347,24 +376,6 @@ class ElasticTraining(Training):
             if line.over is None:
                 line.fail(error)
             raise
-
-    def _assemble(self, stage: Stage, rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-        process_group, workers = stage.process_group, self._request.workers
-        if process_group is None:
-            job = self._job(stage.run_path)
-            return lambda watched: LocalElasticMembers(job, rings, weights, workers, watched)
-        here = 1 + sum(
-            process_group.control_server.host_of(rank) == host_identity()
-            for rank in process_group.control_server.members
-        )
-        job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
-        keeper = ElasticKeeper(weights, stage.checkpoints(), stage.say)
-
-        def assemble(watched: Watched) -> AbstractContextManager[ElasticMembers]:
-            child = LocalElasticMembers(job, rings, weights, 1, watched)
-            return ExternalElasticMembers(process_group, child, keeper, self._start, stage.say)
-
-        return assemble
 
     def _result(self, outcome: ElasticOutcome, observed: dict[str, Any]) -> Result:
         done = outcome.done

@@ -176,7 +176,7 @@ def _end(
     while not line.departs and not part.context.stopping:
         exchange.follow()
         if exchange.rank == 0 and not left:
-            trainer.leave_owed(trained.steps_done, trained.model)
+            trainer.reporter.save_missing(trained.steps_done, trained.model)
             part.leave_weights(trained.weights if trained.weights is not None else trained.model.state_dict())
             line.tell(
                 Done(

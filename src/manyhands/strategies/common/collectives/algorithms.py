@@ -6,6 +6,7 @@ Nothing else knows the algorithms by name. `docs/allreduce.md` shows each at wor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from math import isqrt
 
@@ -56,9 +57,9 @@ def tree(rank: int, world: int) -> Table:
     for level in range((world - 1).bit_length()):
         distance = 1 << level
         if rank % (2 * distance) == distance:
-            climb.append(Step(sends=(Send(to=rank - distance, chunks=_WHOLE),)))
+            climb.append(_step([(rank - distance, _WHOLE)], [], How.ADD))
         elif rank % (2 * distance) == 0 and rank + distance < world:
-            climb.append(Step(receives=(Receive(source=rank + distance, chunks=_WHOLE, how=How.ADD),)))
+            climb.append(_step([], [(rank + distance, _WHOLE)], How.ADD))
         else:
             climb.append(Step())
     return (*climb, *broadcast(rank, world))
@@ -71,18 +72,31 @@ def broadcast(rank: int, world: int, root: int = 0) -> Table:
     for level in reversed(range((world - 1).bit_length())):
         distance = 1 << level
         if place % (2 * distance) == distance:
-            parent = (place - distance + root) % world
-            steps.append(Step(receives=(Receive(source=parent, chunks=_WHOLE, how=How.COPY),)))
+            steps.append(_step([], [((place - distance + root) % world, _WHOLE)], How.COPY))
         elif place % (2 * distance) == 0 and place + distance < world:
-            steps.append(Step(sends=(Send(to=(place + distance + root) % world, chunks=_WHOLE),)))
+            steps.append(_step([((place + distance + root) % world, _WHOLE)], [], How.COPY))
         else:
             steps.append(Step())
     return tuple(steps)
 
 
 def butterfly(rank: int, world: int) -> Table:
-    """Halving, then doubling: partners swap and add ever smaller halves, then swap ever larger results."""
-    return _with_guests(rank, world, _halving_doubling, range(_lower_power(world)))
+    """Halving, then doubling: partners swap and add ever smaller halves, then swap ever larger results.
+
+    At distance d each partner is left with the aligned block of d chunks around its own number.
+    """
+
+    def block(owner: int, length: int) -> range:
+        begin = owner - owner % length
+        return range(begin, begin + length)
+
+    def exchanges(rank: int, power: int) -> Table:
+        peers = [(rank ^ 1 << level, 1 << level) for level in range(power.bit_length() - 1)]
+        halve = (_swap(peer, block(peer, d), peer, block(rank, d), How.ADD) for peer, d in reversed(peers))
+        double = (_swap(peer, block(rank, d), peer, block(peer, d), How.COPY) for peer, d in peers)
+        return (*halve, *double)
+
+    return _with_guests(rank, world, exchanges, range(_lower_power(world)))
 
 
 def doubling(rank: int, world: int) -> Table:
@@ -98,50 +112,28 @@ def doubling(rank: int, world: int) -> Table:
 def all_to_all(rank: int, world: int) -> Table:
     if world == 1:
         return ()
-    return (
-        Step(
-            sends=tuple(Send(to=peer, chunks=_WHOLE) for peer in _ahead(rank, world)),
-            receives=tuple(
-                Receive(source=peer, chunks=_WHOLE, how=How.KEEP) for peer in _behind(rank, world)
-            ),
-            folds=(_WHOLE,),
-        ),
-    )
+    sends = [(peer, _WHOLE) for peer in _ahead(rank, world)]
+    receives = [(peer, _WHOLE) for peer in _behind(rank, world)]
+    return (_step(sends, receives, How.KEEP, (_WHOLE,)),)
 
 
 def master_worker(rank: int, world: int) -> Table:
     if world == 1:
         return ()
     if rank == 0:
-        workers = range(1, world)
-        return (
-            Step(receives=tuple(Receive(source=w, chunks=_WHOLE, how=How.ADD) for w in workers)),
-            Step(sends=tuple(Send(to=w, chunks=_WHOLE) for w in workers)),
-        )
-    return (
-        Step(sends=(Send(to=0, chunks=_WHOLE),)),
-        Step(receives=(Receive(source=0, chunks=_WHOLE, how=How.COPY),)),
-    )
+        workers = [(worker, _WHOLE) for worker in range(1, world)]
+        return (_step([], workers, How.ADD), _step(workers, [], How.COPY))
+    return (_step([(0, _WHOLE)], [], How.ADD), _step([], [(0, _WHOLE)], How.COPY))
 
 
 def direct(rank: int, world: int) -> Table:
     """Chunk j of every vector goes straight to rank j, is summed there in rank order, and goes to all."""
     if world == 1:
         return ()
-    mine = _one(rank)
-    return (
-        Step(
-            sends=tuple(Send(to=peer, chunks=_one(peer)) for peer in _ahead(rank, world)),
-            receives=tuple(Receive(source=peer, chunks=mine, how=How.KEEP) for peer in _behind(rank, world)),
-            folds=(mine,),
-        ),
-        Step(
-            sends=tuple(Send(to=peer, chunks=mine) for peer in _ahead(rank, world)),
-            receives=tuple(
-                Receive(source=peer, chunks=_one(peer), how=How.COPY) for peer in _behind(rank, world)
-            ),
-        ),
-    )
+    mine, ahead, behind = _one(rank), _ahead(rank, world), _behind(rank, world)
+    scatter = _step([(p, _one(p)) for p in ahead], [(p, mine) for p in behind], How.KEEP, (mine,))
+    gather = _step([(p, mine) for p in ahead], [(p, _one(p)) for p in behind], How.COPY)
+    return (scatter, gather)
 
 
 def round_robin(rank: int, world: int) -> Table:
@@ -169,39 +161,25 @@ def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
         return ()
     layout = _Groups(world, group_size)
     group = rank // layout.size
-    mates = layout.members(group)
-    own = layout.led_by(rank)
-    gather = Step(
-        sends=tuple(Send(to=m, chunks=layout.chunks_of(m)) for m in _after(rank, mates)),
-        receives=tuple(
-            Receive(source=m, chunks=layout.chunks_of(rank), how=How.KEEP) for m in _before(rank, mates)
-        ),
-        folds=(layout.chunks_of(rank),),
+    mates, own, mine = layout.members(group), layout.led_by(rank), layout.chunks_of(rank)
+    ahead = [mates[k] for k in _ahead(rank - mates.start, len(mates))]
+    behind = [mates[k] for k in _behind(rank - mates.start, len(mates))]
+    gather = _step([(m, layout.chunks_of(m)) for m in ahead], [(m, mine) for m in behind], How.KEEP, (mine,))
+    spread = _step([(m, mine) for m in ahead], [(m, layout.chunks_of(m)) for m in behind], How.COPY)
+    # Among the leaders of each part: who leads it in the groups ahead and behind, its chunk there, and its chunk here.
+    after, before = (
+        [
+            (layout.leader(g, part), layout.chunk(part, g), layout.chunk(part, group))
+            for g in others
+            for part in own
+        ]
+        for others in (_ahead(group, layout.count), _behind(group, layout.count))
     )
-    spread = Step(
-        sends=tuple(Send(to=m, chunks=layout.chunks_of(rank)) for m in _after(rank, mates)),
-        receives=tuple(
-            Receive(source=m, chunks=layout.chunks_of(m), how=How.COPY) for m in _before(rank, mates)
-        ),
+    folds = tuple(layout.chunk(part, group) for part in own)
+    collect = _step(
+        [(to, theirs) for to, theirs, _ in after], [(to, ours) for to, _, ours in before], How.KEEP, folds
     )
-    others = range(layout.count)
-    after = [(g, part) for g in _after(group, others) for part in own]
-    before = [(g, part) for g in _before(group, others) for part in own]
-    collect = Step(
-        sends=tuple(Send(to=layout.leader(g, part), chunks=layout.chunk(part, g)) for g, part in after),
-        receives=tuple(
-            Receive(source=layout.leader(g, part), chunks=layout.chunk(part, group), how=How.KEEP)
-            for g, part in before
-        ),
-        folds=tuple(layout.chunk(part, group) for part in own),
-    )
-    share = Step(
-        sends=tuple(Send(to=layout.leader(g, part), chunks=layout.chunk(part, group)) for g, part in after),
-        receives=tuple(
-            Receive(source=layout.leader(g, part), chunks=layout.chunk(part, g), how=How.COPY)
-            for g, part in before
-        ),
-    )
+    share = _step([(to, ours) for to, _, ours in after], [(to, theirs) for to, theirs, _ in before], How.COPY)
     return (gather, collect, share, spread)
 
 
@@ -218,8 +196,22 @@ def _one(chunk: int) -> range:
     return range(chunk, chunk + 1)
 
 
+def _step(
+    sends: Sequence[tuple[int, range]],
+    receives: Sequence[tuple[int, range]],
+    how: How,
+    folds: tuple[range, ...] = (),
+) -> Step:
+    """A step of these messages, each a peer and chunks; what arrives is dealt with as `how` says."""
+    return Step(
+        sends=tuple(Send(to=peer, chunks=chunks) for peer, chunks in sends),
+        receives=tuple(Receive(source=peer, chunks=chunks, how=how) for peer, chunks in receives),
+        folds=folds,
+    )
+
+
 def _swap(to: int, given: range, source: int, taken: range, how: How) -> Step:
-    return Step(sends=(Send(to=to, chunks=given),), receives=(Receive(source=source, chunks=taken, how=how),))
+    return _step([(to, given)], [(source, taken)], how)
 
 
 def _ahead(rank: int, world: int) -> list[int]:
@@ -230,14 +222,6 @@ def _ahead(rank: int, world: int) -> list[int]:
 def _behind(rank: int, world: int) -> list[int]:
     """The order in which the messages of `_ahead` arrive: rank - 1, rank - 2, ..."""
     return [(rank - k) % world for k in range(1, world)]
-
-
-def _after(item: int, ring_of: range) -> list[int]:
-    return [ring_of[k] for k in _ahead(item - ring_of.start, len(ring_of))]
-
-
-def _before(item: int, ring_of: range) -> list[int]:
-    return [ring_of[k] for k in _behind(item - ring_of.start, len(ring_of))]
 
 
 def _lower_power(world: int) -> int:
@@ -255,31 +239,12 @@ def _with_guests(rank: int, world: int, core: Schedule, whole: range) -> Table:
         return core(rank, world)
     middle = core(rank % power, power)
     if rank >= power:
-        host = rank - power
-        arrive = Step(sends=(Send(to=host, chunks=whole),))
-        leave = Step(receives=(Receive(source=host, chunks=whole, how=How.COPY),))
-        return (arrive, *(Step() for _ in middle), leave)
+        host = [(rank - power, whole)]
+        return (_step(host, [], How.ADD), *(Step() for _ in middle), _step([], host, How.COPY))
     if rank < guests:
-        guest = rank + power
-        welcome = Step(receives=(Receive(source=guest, chunks=whole, how=How.ADD),))
-        farewell = Step(sends=(Send(to=guest, chunks=whole),))
-        return (welcome, *middle, farewell)
+        guest = [(rank + power, whole)]
+        return (_step([], guest, How.ADD), *middle, _step(guest, [], How.COPY))
     return (Step(), *middle, Step())
-
-
-def _halving_doubling(rank: int, power: int) -> Table:
-    """At distance d each partner is left with the aligned block of d chunks around its own number."""
-
-    def block(owner: int, length: int) -> range:
-        begin = owner - owner % length
-        return range(begin, begin + length)
-
-    distances = [1 << level for level in range(power.bit_length() - 1)]
-    halve = (
-        _swap(rank ^ d, block(rank ^ d, d), rank ^ d, block(rank, d), How.ADD) for d in reversed(distances)
-    )
-    double = (_swap(rank ^ d, block(rank, d), rank ^ d, block(rank ^ d, d), How.COPY) for d in distances)
-    return (*halve, *double)
 
 
 class _Groups:
@@ -310,27 +275,26 @@ class _Groups:
         return range(parts.start * self.count, parts.stop * self.count)
 
 
-def _single(world: int) -> int:  # noqa: ARG001 - the signature of Algorithm.chunks
+def _hierarchical_of(group_size: int | None) -> Algorithm:
+    def chunks(world: int) -> int:
+        layout = _Groups(world, group_size)
+        return layout.size * layout.count
+
+    return Algorithm(
+        name="hierarchical",
+        schedule=partial(hierarchical, group_size=group_size),
+        chunks=chunks,
+        description="direct inside groups, direct among the leaders of each part, and back",
+        source="2-D torus all-reduce: Mikami et al. 2018 (arXiv:1811.05233), with direct in both dimensions",
+    )
+
+
+def _single(_world: int) -> int:
     return 1
 
 
 def _one_each(world: int) -> int:
     return world
-
-
-def _grid(world: int, group_size: int | None = None) -> int:
-    layout = _Groups(world, group_size)
-    return layout.size * layout.count
-
-
-def _hierarchical_of(group_size: int | None) -> Algorithm:
-    return Algorithm(
-        name="hierarchical",
-        schedule=partial(hierarchical, group_size=group_size),
-        chunks=partial(_grid, group_size=group_size),
-        description="direct inside groups, direct among the leaders of each part, and back",
-        source="2-D torus all-reduce: Mikami et al. 2018 (arXiv:1811.05233), with direct in both dimensions",
-    )
 
 
 ALGORITHMS: dict[str, Algorithm] = {

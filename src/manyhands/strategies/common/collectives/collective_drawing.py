@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.observe.draw.aligned import aligned
+from manyhands.observe.draw.axes import aligned
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.schedule import Algorithm, chunk_bounds, span_bounds
 from manyhands.strategies.common.collectives.schedule_proof import cost, replay
@@ -109,7 +109,9 @@ def as_text(picture: Picture) -> str:
     names = (f"worker {rank}".ljust(len(letters)) for rank in range(picture.world))
     lines = [_line("", names), _line("", [letters] * picture.world)]
     for number, (row, arrows) in enumerate(zip(picture.rows, picture.arrows, strict=True)):
-        lines += _arrow_lines(arrows)
+        words = [f"{a.source}→{a.to}:{''.join(map(_letter, range(a.begin, a.end)))}" for a in arrows]
+        if words:
+            lines += ["", *(f"{'':<9}{'  '.join(words[at : at + 8])}" for at in range(0, len(words), 8))]
         cells = (" ".join(_marked(item, picture.world, width) for item in rank) for rank in row)
         lines.append(_line(f"round {number}" if number else "start", cells))
     return "\n".join(lines) + "\n"
@@ -163,14 +165,6 @@ def _line(label: str, cells: Iterable[str]) -> str:
     return f"{label:<9}{'  |  '.join(cells)}".rstrip()
 
 
-def _arrow_lines(arrows: Sequence[MessageArrow], per_line: int = 8) -> list[str]:
-    words = [
-        f"{a.source}→{a.to}:{''.join(_letter(index) for index in range(a.begin, a.end))}" for a in arrows
-    ]
-    lines = [words[at : at + per_line] for at in range(0, len(words), per_line)]
-    return ["", *(f"{'':<9}{'  '.join(line)}" for line in lines)] if words else []
-
-
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
 _BOX_W, _BOX_H, _GAP, _PITCH, _LEFT, _TOP = 38, 30, 34, 92, 72, 40
 _STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("collective.css").read_text()
@@ -196,7 +190,15 @@ def as_svg(picture: Picture) -> str:
         y = _TOP + number * _PITCH
         label = f"round {number}" if number else "start"
         parts.append(f'<text class="label" x="8" y="{y + 20}">{label}</text>')
-        parts += _drawn_arrows(picture, number)
+        leaving, reaching = (
+            _fan(picture.arrows[number], key) for key in (lambda a: a.source, lambda a: a.to)
+        )
+        parts += [
+            f'<line x1="{_x(picture, arrow.source, leaving[arrow]):g}" y1="{y - _PITCH + _BOX_H + 2}" '
+            f'x2="{_x(picture, arrow.to, reaching[arrow]):g}" y2="{y - 3}" stroke="{_colour(arrow.source)}" '
+            f'marker-end="url(#head{arrow.source})"/>'
+            for arrow in picture.arrows[number]
+        ]
         parts += [
             _box(item, picture.world, _x(picture, rank, index), y)
             for rank, items in enumerate(row)
@@ -226,18 +228,6 @@ def _box(item: Item, world: int, x: float, y: float) -> str:
         f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>{bars}'
         f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
     )
-
-
-def _drawn_arrows(picture: Picture, number: int) -> list[str]:
-    arrows = picture.arrows[number]
-    y = _TOP + number * _PITCH
-    leaving, reaching = (_fan(arrows, key) for key in (lambda a: a.source, lambda a: a.to))
-    return [
-        f'<line x1="{_x(picture, arrow.source, leaving[arrow]):g}" y1="{y - _PITCH + _BOX_H + 2}" '
-        f'x2="{_x(picture, arrow.to, reaching[arrow]):g}" y2="{y - 3}" stroke="{_colour(arrow.source)}" '
-        f'marker-end="url(#head{arrow.source})"/>'
-        for arrow in arrows
-    ]
 
 
 def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int]) -> dict[MessageArrow, float]:

@@ -45,8 +45,7 @@ class Compressor:
         assert given is not None, "raw needs none"
         assert sums is not None, "raw needs none"
         self.rank, self.world = rank, world
-        self._given = given
-        self._sums = sums
+        self._given, self._sums = given, sums
         self._rooms: dict[str, Tensor] = {}
 
     def at(self, step: int) -> None:
@@ -57,9 +56,9 @@ class Compressor:
         return encodes(self._given, parcel)
 
     def memory(self) -> dict[str, Tensor]:
-        given, sums = self._given.memory(), self._sums.memory()
-        return {f"given:{name}": kept for name, kept in given.items()} | {
-            f"sums:{name}": kept for name, kept in sums.items()
+        codecs = {"given": self._given, "sums": self._sums}
+        return {
+            f"{key}:{name}": kept for key, codec in codecs.items() for name, kept in codec.memory().items()
         }
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:

@@ -53,15 +53,8 @@ _OPERATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 }
 
 
-class _Kind(IntEnum):
-    """Which collective a message belongs to."""
-
-    ALL_REDUCE = 1
-    BROADCAST = 2
-    BARRIER = 3
-    COMPRESSED = 4
-    ROWS = 5
-    WORDS = 6
+_Kind = IntEnum("_Kind", ["ALL_REDUCE", "BROADCAST", "BARRIER", "COMPRESSED", "ROWS", "WORDS"])
+"""Which collective a message belongs to."""
 
 
 class ScheduleExecutor:
@@ -129,13 +122,8 @@ class ScheduleExecutor:
             raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
         if self._compressor is not None and parcel is not None and op == "sum" and self.encodes(parcel):
-            self._compressor.all_reduce(
-                vector,
-                parcel,
-                self.mailbox,
-                self._call("compressed all-reduce", _Kind.COMPRESSED),
-                self.all_reduce,
-            )
+            enter = self._call("compressed all-reduce", _Kind.COMPRESSED)
+            self._compressor.all_reduce(vector, parcel, self.mailbox, enter, self.all_reduce)
             return
         way = algorithm or self.algorithm
         plan = _all_reduce_plan(way, self.rank, self.world, vector.numel())

@@ -215,11 +215,6 @@ def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = 
     layout = _Layout(rank, chunks, count, gives=gives)
     rounds = tuple(layout.round(step) for step in table)
     longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)
-    own = tuple(span_bounds(count, chunks, range(chunk, chunk + 1)) for chunk in _own_results(table))
-    return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest, own_results=own)
-
-
-def _own_results(table: Table) -> list[int]:
     own: set[int] = set()
     for step in table:
         for send in step.sends:
@@ -231,7 +226,8 @@ def _own_results(table: Table) -> list[int]:
                 own.difference_update(receive.chunks)
         for span in step.folds:
             own.update(span)
-    return sorted(own)
+    results = tuple(chunk_bounds(count, chunks, chunk) for chunk in sorted(own))
+    return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest, own_results=results)
 
 
 class _Layout:
@@ -256,11 +252,20 @@ class _Layout:
             landings.append(landing)
             if landing.deferred:
                 busy.append(receive.chunks)  # what comes later for these chunks must not overtake it
-        folds = tuple(self._fold(span) for span in step.folds)
+        folds = []
+        for span in step.folds:
+            places: dict[int, int | None] = {
+                source: self._kept.pop((kept, source)) for kept, source in list(self._kept) if kept == span
+            }
+            if self._gives:
+                places[self._rank] = None
+            begin, end = self._bounds(span)
+            addends = tuple(places[source] for source in sorted(places))
+            folds.append(Fold(begin=begin, end=end, addends=addends))
         if not self._kept:
             self._top = 0
         peers = tuple(dict.fromkeys(departure.to for departure in departures))
-        return Round(departures=departures, landings=tuple(landings), folds=folds, peers=peers)
+        return Round(departures=departures, landings=tuple(landings), folds=tuple(folds), peers=peers)
 
     def _land(self, receive: Receive, busy: list[range]) -> Landing:
         begin, end = self._bounds(receive.chunks)
@@ -278,15 +283,6 @@ class _Layout:
         return Landing(
             source=receive.source, begin=begin, end=end, how=receive.how, scratch=scratch, deferred=deferred
         )
-
-    def _fold(self, span: range) -> Fold:
-        places: dict[int, int | None] = {
-            source: self._kept.pop((kept, source)) for kept, source in list(self._kept) if kept == span
-        }
-        if self._gives:
-            places[self._rank] = None
-        begin, end = self._bounds(span)
-        return Fold(begin=begin, end=end, addends=tuple(places[source] for source in sorted(places)))
 
     def _bounds(self, span: range) -> tuple[int, int]:
         return span_bounds(self._count, self._chunks, span)

@@ -131,7 +131,17 @@ class _Rank(Generic[_V]):
 
 
 def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> None:
-    wires = _post(ranks, steps, where)
+    wires: dict[tuple[int, int], list[tuple[range, list[_V]]]] = defaultdict(list)
+    for rank, step in zip(ranks, steps, strict=True):
+        for send in step.sends:
+            if send.to == rank.rank or not 0 <= send.to < len(ranks):
+                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is no peer")
+            if send.chunks.stop > len(rank.held):
+                raise ScheduleError(
+                    f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
+                )
+            values = rank.held[send.chunks.start : send.chunks.stop]
+            wires[rank.rank, send.to].append((send.chunks, values))
     for rank, step in zip(ranks, steps, strict=True):
         for receive in step.receives:
             wire = wires.get((receive.source, rank.rank))
@@ -154,24 +164,6 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
             raise ScheduleError(
                 f"{where}: rank {source} sends chunks {_text(wire[0][0])} to rank {to}, who receives none"
             )
-
-
-_Wires = dict[tuple[int, int], list[tuple[range, list[_V]]]]
-
-
-def _post(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> _Wires[_V]:
-    wires: _Wires[_V] = defaultdict(list)
-    for rank, step in zip(ranks, steps, strict=True):
-        for send in step.sends:
-            if send.to == rank.rank or not 0 <= send.to < len(ranks):
-                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is no peer")
-            if send.chunks.stop > len(rank.held):
-                raise ScheduleError(
-                    f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
-                )
-            values = rank.held[send.chunks.start : send.chunks.stop]
-            wires[rank.rank, send.to].append((send.chunks, values))
-    return wires
 
 
 def _text(chunks: range) -> str:
@@ -244,13 +236,27 @@ class Cost:
     messages: tuple[int, ...]
     bytes_sent: tuple[int, ...]
     _tables: tuple[Table, ...] = field(repr=False)
-    _sizes: _Sizes = field(repr=False)
+    _size: Callable[[range], int] = field(repr=False)  # the bytes of a run of chunks
 
     def time(self, alpha: float, beta: float, gamma: float) -> float:
         """Time until the last rank is done; alpha per message, beta per byte sent, gamma per byte reduced."""
-        clocks = [0.0] * len(self._tables)
+        clocks, size = [0.0] * len(self._tables), self._size
         for steps in zip(*self._tables, strict=True):
-            clocks = _play(steps, clocks, self._sizes, (alpha, beta, gamma))
+            left: dict[tuple[int, int], deque[float]] = {}
+            finished = list(clocks)
+            for rank, step in enumerate(steps):
+                for send in step.sends:
+                    finished[rank] += alpha + size(send.chunks) * beta
+                    left.setdefault((rank, send.to), deque()).append(finished[rank])
+            for rank, step in enumerate(steps):
+                port = clocks[rank]
+                for receive in step.receives:
+                    carried = port + alpha + size(receive.chunks) * beta
+                    port = max(carried, left[receive.source, rank].popleft())
+                # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
+                added = sum(size(receive.chunks) for receive in step.receives if receive.how is not How.COPY)
+                finished[rank] = max(finished[rank], port) + gamma * added
+            clocks = finished
         return max(clocks)
 
 
@@ -259,51 +265,19 @@ def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) 
         raise UserError(
             f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"
         )
-    tables = algorithm.tables(world)
-    sizes = _Sizes(count=num_bytes // item_bytes, item_bytes=item_bytes, chunks=algorithm.chunks(world))
+    tables, chunks = algorithm.tables(world), algorithm.chunks(world)
+
+    def size(span: range) -> int:
+        begin, end = span_bounds(num_bytes // item_bytes, chunks, span)
+        return (end - begin) * item_bytes
+
     return Cost(
         steps=sum(
             max(max(len(step.sends), len(step.receives)) for step in steps)
             for steps in zip(*tables, strict=True)
         ),
         messages=tuple(sum(len(step.sends) for step in table) for table in tables),
-        bytes_sent=tuple(sum(sizes.of(s.chunks) for step in table for s in step.sends) for table in tables),
+        bytes_sent=tuple(sum(size(s.chunks) for step in table for s in step.sends) for table in tables),
         _tables=tables,
-        _sizes=sizes,
+        _size=size,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """How many bytes a run of chunks has."""
-
-    count: int
-    item_bytes: int
-    chunks: int
-
-    def of(self, span: range) -> int:
-        begin, end = span_bounds(self.count, self.chunks, span)
-        return (end - begin) * self.item_bytes
-
-
-def _play(
-    steps: tuple[Step, ...], clocks: list[float], sizes: _Sizes, rates: tuple[float, float, float]
-) -> list[float]:
-    alpha, beta, gamma = rates
-    left: dict[tuple[int, int], deque[float]] = {}
-    finished = []
-    for rank, step in enumerate(steps):
-        out = clocks[rank]
-        for send in step.sends:
-            out += alpha + sizes.of(send.chunks) * beta
-            left.setdefault((rank, send.to), deque()).append(out)
-        finished.append(out)
-    for rank, step in enumerate(steps):
-        port = clocks[rank]
-        for receive in step.receives:
-            carried = port + alpha + sizes.of(receive.chunks) * beta
-            port = max(carried, left[receive.source, rank].popleft())
-        # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
-        added = sum(sizes.of(receive.chunks) for receive in step.receives if receive.how is not How.COPY)
-        finished[rank] = max(finished[rank], port) + gamma * added
-    return finished

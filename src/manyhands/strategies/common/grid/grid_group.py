@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep, Traffic
 from manyhands.errors import UserError
 from manyhands.native.dtypes import HALVES

@@ -7,20 +7,20 @@ the end of a step: parameters of the model itself, and those that layers of seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from manyhands.data.batch_plan import split
+from manyhands.data.batches import split
 from manyhands.errors import UserError
 from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = ["Unit", "UnitMemory", "move_buffers", "piece_ranges", "pieces_in", "units_of"]
+__all__ = ["Unit", "UnitMemory", "move_buffers", "piece_ranges", "pieces_in", "require_apart", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
@@ -142,6 +142,19 @@ def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]
         if begin < end:
             piece = Piece(parameter=slot.parameter, begin=begin - slot.offset, end=end - slot.offset)
             yield piece, begin - owned.start
+
+
+def require_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """UserError names two parameters in the same memory, which one shared copy cannot represent."""
+    extents = sorted(
+        (one.data_ptr(), one.data_ptr() + one.nbytes, name) for name, one in named if one.numel()
+    )
+    for (_, end, one), (begin, _, other) in pairwise(extents):
+        if begin < end:
+            raise UserError(
+                f"parameters {one!r} and {other!r} are different parameters in the same memory, which would come "
+                "apart; tie them by assigning one Parameter to both"
+            )
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

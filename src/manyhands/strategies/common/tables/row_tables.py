@@ -231,18 +231,14 @@ def _adagrad(values: Tensor, state: State, rows: Any, gradients: Any, settings: 
         state["sum"] = torch.full_like(values, settings["initial_accumulator_value"])
     state["step"] += 1
     rate = settings["lr"] / (1 + (state["step"].item() - 1) * settings["lr_decay"])
-    numbers, maximize = (
-        _numbers(values, rate, settings["weight_decay"], settings["eps"]),
-        bool(settings["maximize"]),
-    )
-    adagrad_rows(values.numpy(), state["sum"].numpy(), rows, gradients, numbers, maximize)
+    numbers = _numbers(values, rate, settings["weight_decay"], settings["eps"])
+    adagrad_rows(values.numpy(), state["sum"].numpy(), rows, gradients, numbers, bool(settings["maximize"]))
 
 
 def _adam(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
     if not state:
         state["step"] = _zero()
-        state["exp_avg"] = torch.zeros_like(values)
-        state["exp_avg_sq"] = torch.zeros_like(values)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
     state["step"] += 1
     step = state["step"].item()
     beta1, beta2 = (float(beta) for beta in settings["betas"])

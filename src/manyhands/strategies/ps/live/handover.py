@@ -14,8 +14,8 @@ import json
 from dataclasses import replace
 
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.optimizer_state import restore_optimizer
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.errors import UserError
 from manyhands.strategies.ps.live.live_training import resume_point

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from manyhands.engine.computing import worker_environment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.watchdog import Watched
-from manyhands.strategies.common.members import ChildMembers, MemberProcesses
+from manyhands.strategies.common.run_launcher import ChildMembers, MemberProcesses
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.server_process import serve
 from manyhands.strategies.ps.live.worker_process import work

@@ -18,7 +18,7 @@ from manyhands.errors import UserError
 from manyhands.native.segment import Segment
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.local.supervisor import Ended, Event, Hung
-from manyhands.strategies.common.members import ExternalMembers
+from manyhands.strategies.common.run_launcher import ExternalMembers
 from manyhands.strategies.ps.external_roles import PsRanks
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_members import LocalMembers, RunFiles

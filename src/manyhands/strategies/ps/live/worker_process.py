@@ -323,9 +323,9 @@ class _SlotSession:
             computed = time.monotonic_ns()
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
-        book.go_on_at(ready)
+        book.at_ns = ready
         book.input(done.input_ns, done.samples)
-        book.go_on_at(begun)
+        book.at_ns = begun
         book.compute(computed)
         book.end(computed, done.samples, done.loss)
         self._report(
