@@ -31,7 +31,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.lab.compare.compare_report import machine, report
 from manyhands.lab.compare.comparison import Target, trials
 from manyhands.lab.compare.figures import Figures, figures
-from manyhands.lab.compare.findings import Conditions, paragraph
+from manyhands.lab.compare.findings import paragraph
 from manyhands.lab.compare.run_comparison import CompareSettings, compare, measure
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.partition import Partition, labels_of
@@ -126,7 +126,7 @@ def run_seed(
     if found.failed or found.interrupted:
         raise SystemExit(f"seed {settings.seed}: a run failed or was ended: {found.figures.to_dict()}")
     page = (title, "benchmarks/federated_noniid.py", machine(), found.notes)
-    text = report(found.figures, paragraph(found.figures, Conditions()), *page)
+    text = report(found.figures, paragraph(found.figures), *page)
     (out / "report.html").write_text(text)
     return found.figures
 

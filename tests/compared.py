@@ -5,7 +5,7 @@ from typing import Any
 
 from manyhands.lab.compare.comparison import Target, parse_strategies
 from manyhands.lab.compare.figures import FailedTrial, Figures, Measured, Point, figures
-from manyhands.lab.compare.findings import Conditions, paragraph
+from manyhands.lab.compare.findings import paragraph
 from manyhands.strategy import Strategy
 
 TWO = parse_strategies("allreduce; ps consistency=async")
@@ -45,4 +45,4 @@ def found(
 
 def reported(one: Figures, **conditions: Any) -> str:
     """What is said of them."""
-    return " ".join(paragraph(one, Conditions(**conditions)))
+    return " ".join(paragraph(one, **conditions))

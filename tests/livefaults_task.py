@@ -24,6 +24,7 @@ import torch
 
 import equality
 import manyhands as mh
+from manyhands.strategies.ps.live import server_process
 from manyhands.strategies.ps.live.server_process import _Server
 from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_replica import ShardReplica
@@ -116,11 +117,11 @@ def _look_before_fencing() -> None:
     def greedy(self: ServerCore, message: Any) -> bool:
         return True
 
-    def fail(self: Any, message: Any, push: Any) -> None:
+    def fail(message: Any, push: Any) -> None:
         raise RuntimeError("the gradient did not come")
 
     ServerCore.keeps = greedy  # type: ignore[method-assign]
-    _Server._miss = fail  # type: ignore[method-assign]
+    server_process._miss = fail
 
 
 def _leave_a_process() -> None:

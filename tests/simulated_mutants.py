@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,11 +16,13 @@ from manyhands.foresight.simulate.driver import new_server
 from manyhands.strategies.common.consistency import Bounded
 from manyhands.strategies.ps.actions import Action, Outcome, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
-from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Hello, Push, Read, ReadRows
+from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Forwarded, Hello, Push, Read, ReadRows
 from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.shard_primary import ShardPrimary
 from manyhands.strategies.ps.shard_replica import ShardReplica
 from manyhands.strategies.ps.unconfirmed import Unconfirmed
+from manyhands.strategies.ps.work_plan import WorkPlan
 from simulated import PROMISES, Draw, MakeServer, complaints, severed, stormy
 
 
@@ -30,64 +32,68 @@ class _Forgetful(ShardCore):
         return None
 
 
-class _Impatient(ShardCore):
-    @property
-    def concluded(self) -> bool:
-        return True
+class _Silent(ShardPrimary):
+    def _greet(self, hello: Hello) -> None:
+        nothing = self._hellos[hello.slot] = replace(hello, settled=0)
+        super()._greet(nothing)
 
 
-class _Silent(ShardReplica):
-    def _greet(self, hello: Hello) -> list[Action]:
-        self._hellos[hello.slot] = Hello(shard=hello.shard, slot=hello.slot, member=hello.member, settled=0)
-        return self._welcome(hello.slot)
+class _Hasty(ShardPrimary):
+    def _commit_safe(self) -> None:
+        self._forwarded = self.sequence
+        super()._commit_safe()
 
 
-class _Hasty(ShardReplica):
-    def _safe_sequence(self) -> int:
-        return self.sequence
+class _Unfenced(ShardPrimary):
+    def serve(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
+        self._known.holders[message.slot] = message.member
+        return super().serve(message, sender)
 
 
-class _Unfenced(ShardReplica):
-    def _serve_worker(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
-        self._holders[message.slot] = message.member
-        return super()._serve_worker(message, sender)
+def _is_choice(action: Action) -> bool:
+    return (
+        isinstance(action, SendMessage)
+        and isinstance(action.message, Chosen)
+        and bool(action.message.updates)
+    )
 
 
-class _Unreported(ShardReplica):
-    def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
-        return [
-            action
-            for action in super()._tell_others(before)
-            if not (
-                isinstance(action, SendMessage)
-                and isinstance(action.message, Chosen)
-                and action.message.updates
-            )
-        ]
+class _Unreported(ShardPrimary):
+    def _greet_shards(self, before: dict[int, tuple[int, int]]) -> None:
+        said = len(self._actions)
+        super()._greet_shards(before)
+        self._actions[said:] = [action for action in self._actions[said:] if not _is_choice(action)]
 
-    def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
-        return [
-            action
-            for action in super()._take_kept(kept, sender)
-            if not (
-                isinstance(action, SendMessage)
-                and isinstance(action.message, Chosen)
-                and action.message.updates
-            )
-        ]
+    def hear_shard(self, message: Chosen | ChosenKept | Forwarded, sender: int) -> list[Action]:
+        actions = super().hear_shard(message, sender)
+        if isinstance(message, ChosenKept):
+            actions = [action for action in actions if not _is_choice(action)]
+        return actions
 
 
-class _Trusting(ShardReplica):
-    def __init__(self, config: ShardConfig, member: int) -> None:
-        super().__init__(config, member)
+class _Trusting(ShardPrimary):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._unconfirmed = Unconfirmed(needed=False)
 
 
-class _Forsaking(ShardReplica):
-    def _know(self, slot: int, member: int) -> None:
-        if member > self._holders.get(slot, 0):
-            self._unconfirmed.resolve(slot)
-        super()._know(slot, member)
+class _Forsaking(ShardPrimary):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._before = dict(self._known.holders)
+
+    def follow(self, *args: Any, **options: Any) -> list[Action]:
+        for slot, member in self._known.holders.items():
+            if member > self._before.get(slot, 0):
+                self._unconfirmed.resolve(slot)
+        self._before = dict(self._known.holders)
+        return super().follow(*args, **options)
+
+    def serve(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
+        if message.member > self._before.get(message.slot, 0):
+            self._unconfirmed.resolve(message.slot)
+            self._before[message.slot] = message.member
+        return super().serve(message, sender)
 
 
 class _LaxBounded(Bounded):
@@ -96,35 +102,17 @@ class _LaxBounded(Bounded):
         return self.bound + 1
 
 
-class _BrokenServer(ServerCore):
-    def __init__(
-        self,
-        config: ShardConfig,
-        member: int,
-        make_replica: Callable[[ShardConfig, int], ShardReplica],
-    ) -> None:
-        super().__init__(config, member)
-        self._make = make_replica
-
-    def _make_replica(self, config: ShardConfig) -> ShardReplica:
-        return self._make(config, self.member)
-
-
 def config_of(spec: SimulationSpec) -> ShardConfig:
     slots = tuple(range(spec.workers))
     return ShardConfig(shard=0, num_shards=spec.shards, policy=spec.policy, steps=spec.steps, slots=slots)
 
 
-def _with_replica(broken: type[ShardReplica]) -> MakeServer:
-    return lambda member, spec: _BrokenServer(config_of(spec), member, broken)
-
-
-def _with_core(broken: type[ShardCore]) -> MakeServer:
+def _with(primary: type[ShardPrimary] = ShardPrimary, core: type[ShardCore] = ShardCore) -> MakeServer:
     class Replica(ShardReplica):
-        def _make_core(self, state: dict[str, Any] | None) -> ShardCore:
-            return broken(self.config) if state is None else broken.from_state(self.config, state)
+        make_primary = primary
+        make_core = core
 
-    return _with_replica(Replica)
+    return lambda member, spec: ServerCore(config_of(spec), member, Replica)
 
 
 def _lax(member: int, spec: SimulationSpec) -> ServerCore:
@@ -160,7 +148,7 @@ class Mutant:
 def patched(owner: type, method: str, old: str, new: str) -> Iterator[None]:
     """The class with one part of a method's source replaced; a part that is not there once is an error."""
     real = vars(owner)[method]
-    source = textwrap.dedent(inspect.getsource(real))
+    source = textwrap.dedent(inspect.getsource(real.fget if isinstance(real, property) else real))
     assert source.count(old) == 1, f"{owner.__name__}.{method} has no single {old!r} any more"
     made: dict[str, Any] = {}
     exec(compile(source.replace(old, new), method, "exec"), vars(sys.modules[owner.__module__]), made)
@@ -172,56 +160,64 @@ def patched(owner: type, method: str, old: str, new: str) -> Iterator[None]:
 
 
 MUTANTS = {
-    "hasty": Mutant("acknowledges before the backup has an update", _with_replica(_Hasty)),
-    "forgetful": Mutant("does not know an update again by its slot and clock", _with_core(_Forgetful)),
-    "unfenced": Mutant("obeys a worker whose slot has passed to another", _with_replica(_Unfenced)),
+    "hasty": Mutant("acknowledges before the backup has an update", _with(_Hasty)),
+    "forgetful": Mutant("does not know an update again by its slot and clock", _with(core=_Forgetful)),
+    "unfenced": Mutant("obeys a worker whose slot has passed to another", _with(_Unfenced)),
     "lax": Mutant("lets a read miss one clock more than the bound", _lax),
-    "impatient": Mutant("lets workers go before all shards keep the last choice", _with_core(_Impatient)),
-    "silent": Mutant("does not log what a restored shard has lost", _with_replica(_Silent)),
-    "untold": Mutant("tells a new primary nothing of what was chosen before it", _with_replica(_Unreported)),
-    "trusting": Mutant("counts a push that other shards may lack", _with_replica(_Trusting), severed),
+    "impatient": Mutant(
+        "lets workers go before all shards keep the last choice",
+        patch=(WorkPlan, "concluded", "not self._config.chosen or", "True or"),
+    ),
+    "silent": Mutant("does not log what a restored shard has lost", _with(_Silent)),
+    "untold": Mutant("tells a new primary nothing of what was chosen before it", _with(_Unreported)),
+    "trusting": Mutant("counts a push that other shards may lack", _with(_Trusting), severed),
     "forsaking": Mutant(
-        "drops what is unconfirmed once its worker has lost the slot", _with_replica(_Forsaking), severed
+        "drops what is unconfirmed once its worker has lost the slot", _with(_Forsaking), severed
     ),
 }
 
 GUARDS = {
     "uncopied": Mutant(
         "commits at once although there is a backup",
-        patch=(ShardReplica, "_append", "not self._backup and not self._in_flight", "not self._in_flight"),
+        patch=(ShardPrimary, "_append", "not self._backup and not self._in_flight", "not self._in_flight"),
     ),
     "unfenced pulls": Mutant(
         "takes the push and the read of a fenced member",
-        patch=(ShardReplica, "_serve_worker", "if member < holder:", "if False:"),
+        patch=(ShardPrimary, "serve", "if member < holder:", "if False:"),
     ),
     "counting twice": Mutant(
         "takes a push that is in flight once more",
-        patch=(ShardReplica, "_take_push", "push.clock < self._taken.get(push.slot, 0)", "False"),
+        patch=(ShardPrimary, "serve", "message.clock < self._taken.get(slot, 0)", "False"),
     ),
     "confirming": Mutant(
         "counts a push before a Read confirms it",
-        patch=(ShardReplica, "_take_push", "self.config.confirms and", "False and"),
+        patch=(ShardPrimary, "serve", "elif confirms and", "elif False and"),
         draw=severed,
     ),
     "gullible": Mutant(
         "lets any Read confirm the push that is held",
-        patch=(ShardReplica, "_take_read", "push.clock < clock and self._is_open(push)", "True"),
+        patch=(ShardPrimary, "_take_read", "push.clock < clock and self._is_open(push)", "True"),
         draw=severed,
     ),
     "unread": Mutant(
         "answers a pull before the push of the same message counts",
-        patch=(ShardCore, "answer", "if own < clock:", "if False:"),
+        patch=(WorkPlan, "answer", "if own < clock:", "if False:"),
     ),
     "alone": Mutant(
         "answers a read without the updates of others that it must include",
-        patch=(ShardCore, "_lead_answer", "if self._lacks_others(clock):", "if False:"),
+        patch=(
+            WorkPlan,
+            "_lead_answer",
+            "config.lag is not None and self.mark < clock - config.lag",
+            "False",
+        ),
     ),
     "sleepy": Mutant(
         "does not look again at the reads that waited for other slots",
         patch=(
-            ShardReplica,
-            "_after",
-            "(mark := core.mark) != self._mark",
+            ShardPrimary,
+            "_commit",
+            "(mark := core.work.mark) != self._mark",
             "(mark := self._mark) != self._mark",
         ),
     ),
@@ -235,7 +231,7 @@ GUARDS = {
 UNSEEN = {
     "overtaking": Mutant(
         "commits at once although entries before it are in flight",
-        patch=(ShardReplica, "_append", "not self._backup and not self._in_flight", "not self._backup"),
+        patch=(ShardPrimary, "_append", "not self._backup and not self._in_flight", "not self._backup"),
         unit_test=(
             "test_server_replica.py",
             "test_what_was_in_flight_when_the_backup_died_is_committed_in_its_order",
@@ -245,9 +241,9 @@ UNSEEN = {
         "serves before it has heard what other shards know",
         patch=(
             ShardReplica,
-            "_serve_worker",
-            "is not ReplicaRole.PRIMARY or self.core.awaiting",
-            "is not ReplicaRole.PRIMARY",
+            "handle",
+            "serving is not None and not self.core.awaiting",
+            "serving is not None",
         ),
         unit_test=(
             "test_server_replica.py",
@@ -259,7 +255,7 @@ UNSEEN = {
         patch=(
             ShardCore,
             "_push",
-            "self.config.by_clock and self._place(slot, clock).kind is not _TRAIN",
+            "self.config.by_clock and self.work.place(slot, clock).kind is not _TRAIN",
             "False",
         ),
         unit_test=(
@@ -270,21 +266,21 @@ UNSEEN = {
     "unsure": Mutant(
         "gives work for a clock whose slots another shard may not know",
         patch=(
-            ShardCore,
+            WorkPlan,
             "_lead_answer",
-            "Hold.SHARDS if clock >= self.decisions.unsure_from else work",
+            "Hold.SHARDS if clock >= self._decisions.unsure_from else work",
             "work",
         ),
         unit_test=("test_server_core.py", "test_slots_change_at_a_clock_that_nobody_has_begun"),
     ),
     "replaced lead": Mutant(
         "follows a lead that was replaced",
-        patch=(ShardReplica, "_take_chosen", "(chosen.epoch, sender) < self._lead", "False"),
+        patch=(ShardPrimary, "hear_shard", "and (message.epoch, sender) >= known.lead", ""),
         unit_test=("test_server_replica.py", "test_a_choice_is_confirmed_to_the_lead_that_serves_now"),
     ),
     "old backup": Mutant(
         "commits by what the backup of an earlier epoch has",
-        patch=(ShardReplica, "handle", "or message.epoch != self.epoch", ""),
+        patch=(ShardPrimary, "hear_shard", "if message.epoch == known.epoch:", "if True:"),
         unit_test=("test_server_replica.py", "test_a_new_backup_is_given_a_copy_and_waited_for"),
     ),
     "old primary": Mutant(
@@ -294,7 +290,7 @@ UNSEEN = {
     ),
     "repeating": Mutant(
         "gives a batch to an update that has one",
-        patch=(ShardCore, "_assign", "clock in record.recent or ", ""),
+        patch=(WorkPlan, "assign", "clock in record.recent or ", ""),
         unit_test=(
             "test_server_core.py",
             "test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again",

@@ -211,7 +211,7 @@ class ThreadedRun:
             parent_pid=os.getpid(),
             lifeline=-1,
             status_table=-1,
-            line=member,
+            row=member,
             descriptors={"job": self._packed, **files},
             path=(),
             python_path=None,

@@ -193,6 +193,9 @@ def test_densities_are_compared_on_examples_made_for_it(
     assert all(0 < row["loss"] < 0.7 for row in found["rows"])
     assert (out / "report.html").exists()
     assert "manyhands train logreg --strategy hogwild --no-bias --train" in printed.out
-    for words, part in ((["--density", "x"], "'x' is no number"), (["--density", "2"], "density=2 must be")):
+    for words, part in (
+        (["--density", "x"], "'x' is not a number"),
+        (["--density", "2"], "density=2 must be"),
+    ):
         assert run_command(monkeypatch, "compare", "sparse", *words, "--out", tmp_path / "none") == 2
         assert part in capfd.readouterr().err

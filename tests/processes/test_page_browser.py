@@ -366,7 +366,7 @@ def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
     from manyhands.lab.compare.compare_report import report
     from manyhands.lab.compare.comparison import parse_strategies
     from manyhands.lab.compare.figures import figures
-    from manyhands.lab.compare.findings import Conditions, paragraph
+    from manyhands.lab.compare.findings import paragraph
 
     strategies = parse_strategies(
         "mirrored; allreduce algorithm=hierarchical; ps servers=2 consistency=bounded:16"
@@ -375,7 +375,7 @@ def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
     found = figures([(strategy, 2) for strategy in strategies], runs, None, 5)
     made = ("digits under 3 strategies", "manyhands compare digits", {"cores": "2"})
     path = tmp_path / "report.html"
-    path.write_text(report(found, paragraph(found, Conditions()), *made))
+    path.write_text(report(found, paragraph(found), *made))
     sized(browser, 390, 844)
     browser.get(path.as_uri())
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from manyhands.lab.scaling.scaling_report import fit_amdahl
+from manyhands.lab.scaling.scaling_curve import fit_amdahl
 
 
 @pytest.mark.timeout(180)

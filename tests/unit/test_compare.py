@@ -29,7 +29,7 @@ from manyhands.lab.compare.comparison import (
     workers_of,
 )
 from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Prices, Spread, figures
-from manyhands.lab.compare.findings import Conditions, paragraph
+from manyhands.lab.compare.findings import paragraph
 from manyhands.lab.compare.run_comparison import Stops
 from manyhands.observe.draw.paper import PART_COLOURS
 from manyhands.strategies.allreduce.strategy import AllReduce
@@ -144,9 +144,9 @@ def test_prices_are_of_processes_for_an_hour() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("worker", "'' is no price of a worker"),
-        ("worker=-1", "'-1' is no price"),
-        ("worker=nan", "'nan' is no price"),
+        ("worker", "'' is not a price of a worker"),
+        ("worker=-1", "'-1' is not a price"),
+        ("worker=nan", "'nan' is not a price"),
         ("worker=1,worker=2", "two prices"),
         ("wroker=1", "did you mean 'worker'"),
         ("", "write it as worker=10,helper=1"),
@@ -276,7 +276,7 @@ def test_the_report_is_well_formed_and_has_every_strategy() -> None:
         strategies=strategies,
     )
     made = ("a < b", "manyhands compare 'a' & b", {"cores": "2"}, ("a note",))
-    page = report(one, paragraph(one, Conditions()), *made)
+    page = report(one, paragraph(one), *made)
     root = ElementTree.fromstring(page.split("\n", 1)[1])
     text = "".join(root.itertext())
     for expected in (*map(str, strategies), "<no> & never", "manyhands compare 'a' & b", "cores 2", "a note"):

@@ -236,7 +236,7 @@ def test_role_must_fit_its_field(role: int) -> None:
 def test_other_memory_is_no_ring(num_bytes: int) -> None:
     with (
         Segment.create(num_bytes, "something else") as other,
-        pytest.raises(UserError, match="is no event ring"),
+        pytest.raises(UserError, match="is not an event ring"),
     ):
         EventRing.attach(os.dup(other.descriptor))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from compared import measured
 from manyhands.lab.compare.comparison import parse_strategies
 from manyhands.lab.compare.figures import figures
 from manyhands.lab.compare.update_density import density_rows, density_sentences
-from manyhands.lab.scaling.scaling_report import scaling_curve, scaling_sentences
+from manyhands.lab.scaling.scaling_curve import scaling_curve, scaling_sentences
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"cores": "2 usable of 2", "system": "Linux x"}
@@ -53,7 +54,7 @@ def test_density_is_a_row_and_each_strategy_a_column(tables: Any, tmp_path: Path
     both, one = (figures(strategies, runs[:count], None, 5) for count in (2, 1))
     rows = density_rows({0.001: (0.001, both), 1.0: (1.0, one)})
     result = {"features": 1000, "workers": 2, "repeats": 3, "machine": MACHINE, "command": "manyhands c"}
-    result |= {"rows": [row.to_dict() for row in rows], "told": density_sentences(rows)}
+    result |= {"rows": [asdict(row) for row in rows], "told": density_sentences(rows)}
     (tmp_path / "density.json").write_text(json.dumps(result))
     text = tables.density_speed()
     assert "loss above its loss, by `manyhands c`\n" in text

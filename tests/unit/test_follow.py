@@ -46,7 +46,7 @@ def rows(steps: Sequence[int]) -> list[dict[str, float]]:
 
 
 def test_what_is_no_run_is_said_and_an_empty_directory_is_a_run_to_come(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         RunFollower(tmp_path / "none").poll()
     follower = RunFollower(tmp_path / "run")
     (tmp_path / "run").mkdir()

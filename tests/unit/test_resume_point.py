@@ -104,7 +104,7 @@ def test_what_will_be_computed_is_known_beforehand(consistency: str, seed: int) 
 def test_a_shard_goes_on_where_another_strategy_stopped(consistency: str) -> None:
     policy = parse_consistency(consistency)
     config = ShardConfig(shard=0, num_shards=1, policy=policy, steps=STEPS, slots=SLOTS)
-    state = {"shard": 0, "core": json.loads(json.dumps(ShardCore.after(config, 13).state()))}
+    state = {"shard": 0, "core": json.loads(json.dumps(ShardCore(config, 13).state()))}
     assert batches_to_come(policy, [state["core"]]) == ToCome(start=13)
     shard = Shard(consistency, state)
     shard.finish()

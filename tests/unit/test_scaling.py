@@ -12,16 +12,14 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate import NetworkModel
-from manyhands.lab.scaling.run_scaling import (
+from manyhands.lab.scaling.scaling_curve import (
     ScalingSettings,
-    forecast_speedups,
-    measure_scaling,
-    require_counts,
-)
-from manyhands.lab.scaling.scaling_report import (
     amdahl_speedup,
     find_knee,
     fit_amdahl,
+    forecast_speedups,
+    measure_scaling,
+    require_counts,
     scaling_cells,
     scaling_curve,
     scaling_page,
@@ -182,7 +180,7 @@ def test_a_run_that_fails_ends_it_with_what_it_said(tmp_path: Path) -> None:
     [
         (["--workers", "1,x"], "--workers 'x' is not an integer"),
         (["--steps", "0"], "steps=0 must be an integer of at least 1"),
-        (["--latency", "5"], "--latency '5' is no time"),
+        (["--latency", "5"], "--latency '5' is not a time"),
     ],
 )
 def test_what_makes_no_sense_gets_a_sentence(words: list[str], sentence: str) -> None:

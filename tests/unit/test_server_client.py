@@ -123,10 +123,8 @@ def test_a_push_and_the_read_behind_it_are_one_message() -> None:
         pulls=True,
     )
     assert messages == [(1, push), (2, push._replace(shard=1, read_version=21))]
-    assert core.holds(0)
+    assert core.waiting_for == (0, 1)
     assert core.handle(parameters(0, 5, 12, train(5)), 1) == []
-    assert not core.holds(0)
-    assert core.holds(1)
     assert core.waiting_for == (1,)
     assert core.handle(parameters(1, 5, 22), 2) == [Compute(work=train(5), versions=(12, 22))]
 

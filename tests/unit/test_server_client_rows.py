@@ -79,11 +79,11 @@ def pushes(actions: list[ClientAction]) -> list[Push]:
 def test_reads_from_the_shards_that_have_rows_and_pushes_the_versions_it_read() -> None:
     core = computing()
     assert sent(core.read_rows([1])) == [(2, asked(1))]
-    assert core.awaits_rows
+    assert core.waiting_for
     assert core.waiting_for == (1,)
     assert core.awaits(values(1, 23), 2)
     assert core.handle(values(1, 23), 2) == []
-    assert not core.awaits_rows
+    assert not core.waiting_for
     assert [push.rows_version for push in pushes(core.computed(weight=1.0))] == [-1, 23]
 
 
@@ -105,7 +105,7 @@ def test_answers_that_nobody_waits_for_count_for_nothing() -> None:
     assert not core.awaits(values(0, 5), 2), "it is not that shard's primary"
     for message, source in ((values(0, 5, clock=CLOCK - 1), 1), (values(1, 5), 2), (unknown(1), 2)):
         assert core.handle(message, source) == []
-    assert core.awaits_rows
+    assert core.waiting_for
 
 
 def test_a_new_primary_is_greeted_and_then_asked_again() -> None:
@@ -115,7 +115,7 @@ def test_a_new_primary_is_greeted_and_then_asked_again() -> None:
     hello = Hello(shard=0, slot=SLOT, member=MEMBER, settled=CLOCK)
     assert sent(core.view(view(2, 3, 2))) == [(3, hello)]
     assert core.handle(values(0, 99), 1) == [], "the former primary is too late"
-    assert core.awaits_rows
+    assert core.waiting_for
     assert sent(core.handle(welcome(0), 3)) == [(3, asked(0))]
     core.handle(values(0, 14), 3)
     assert [push.rows_version for push in pushes(core.computed(weight=1.0))] == [14, 23]
@@ -144,7 +144,7 @@ def test_a_worker_that_is_fenced_while_it_reads_waits_no_longer() -> None:
     core.read_rows([0])
     [left] = core.handle(Fenced(shard=0, slot=SLOT, holder=MEMBER + 1), 1)
     assert isinstance(left, Leave)
-    assert not core.awaits_rows
+    assert not core.waiting_for
     assert core.read_rows([0]) == []
 
 

@@ -13,7 +13,7 @@ from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, Row, SkippedRow, StepRow
-from manyhands.strategies.ps.pending_steps import Change
+from manyhands.strategies.ps.pending_steps import Change, ShardConfig
 from manyhands.strategies.ps.ps_messages import (
     Assigned,
     Chosen,
@@ -28,7 +28,8 @@ from manyhands.strategies.ps.ps_messages import (
     Work,
     WorkKind,
 )
-from manyhands.strategies.ps.shard_core import Hold, ShardConfig, ShardCore
+from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.work_plan import Hold
 
 
 def core(consistency: str, *, shard: int = 0, shards: int = 1, slots: int = 3, steps: int = 100) -> ShardCore:
@@ -86,40 +87,40 @@ def test_sync_sums_in_slot_order_once_all_are_there() -> None:
     for slot in (2, 0):
         change = shard.commit(push(slot, 0, parts=3))
         assert (steps_of(change), change.outcome) == ([], Outcome.ACCEPTED)
-        assert shard.answer(slot, 1) is Hold.OWN
-    assert shard.answer(1, 0) == train(0, 0, part=1, parts=3)
+        assert shard.work.answer(slot, 1) is Hold.OWN
+    assert shard.work.answer(1, 0) == train(0, 0, part=1, parts=3)
     change = shard.commit(push(1, 0, parts=3))
     assert steps_of(change) == [[(0, 0), (1, 0), (2, 0)]]
     assert (change.outcome, shard.version) == (Outcome.APPLIED, 1)
-    assert shard.answer(1, 1) == train(1, 1, part=1, parts=3)
-    assert shard.answer(1, 2) is Hold.OWN
+    assert shard.work.answer(1, 1) == train(1, 1, part=1, parts=3)
+    assert shard.work.answer(1, 2) is Hold.OWN
 
 
 def test_bounded_reads_wait_for_the_slowest() -> None:
     shard = core("bounded:2")
     for clock in range(3):
-        assert shard.answer(0, clock) == train(clock, clock * 3)
+        assert shard.work.answer(0, clock) == train(clock, clock * 3)
         assert steps_of(shard.commit(push(0, clock))) == [[(0, clock)]]
-    assert shard.answer(0, 3) is Hold.OTHERS
+    assert shard.work.answer(0, 3) is Hold.OTHERS
     shard.commit(push(1, 0))
-    assert shard.answer(0, 3) is Hold.OTHERS
+    assert shard.work.answer(0, 3) is Hold.OTHERS
     shard.commit(push(2, 0))
-    assert shard.answer(0, 3) == train(3, 9)
+    assert shard.work.answer(0, 3) == train(3, 9)
     assert shard.version == 5
 
 
 def test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again() -> None:
     shard = core("async", steps=3)
     for slot, batch in ((2, 0), (0, 1)):
-        assert shard.answer(slot, 0) is Hold.BATCH
+        assert shard.work.answer(slot, 0) is Hold.BATCH
         shard.commit(Assigned(slot=slot, clock=0))
-        assert shard.answer(slot, 0) == train(0, batch)
+        assert shard.work.answer(slot, 0) == train(0, batch)
     shard.commit(Assigned(slot=2, clock=0))
     shard.commit(push(2, 0))
-    assert shard.answer(2, 0) == train(0, 0), "a successor repeats what another shard may lack"
+    assert shard.work.answer(2, 0) == train(0, 0), "a successor repeats what another shard may lack"
     shard.commit(Assigned(slot=2, clock=1))
-    assert shard.answer(2, 1) == train(1, 2)
-    assert shard.answer(1, 0) == Work(kind=WorkKind.FINISHED)
+    assert shard.work.answer(2, 1) == train(1, 2)
+    assert shard.work.answer(1, 0) == Work(kind=WorkKind.FINISHED)
 
 
 def test_softsync_takes_the_first_to_arrive_and_at_the_end_the_rest() -> None:
@@ -127,7 +128,7 @@ def test_softsync_takes_the_first_to_arrive_and_at_the_end_the_rest() -> None:
     for slot, clock in ((1, 0), (0, 0), (1, 1)):
         shard.commit(Assigned(slot=slot, clock=clock))
     assert steps_of(shard.commit(push(1, 0))) == []
-    assert shard.answer(1, 1) == train(1, 2), "a reader does not wait for its group"
+    assert shard.work.answer(1, 1) == train(1, 2), "a reader does not wait for its group"
     change = shard.commit(push(0, 0))
     assert steps_of(change) == [[(1, 0), (0, 0)]]
     factors = [
@@ -150,7 +151,7 @@ def test_backup_workers_are_late_and_sent_ahead() -> None:
     ]
     assert shard.outcome_of(1, 0) is Outcome.LATE
     assert shard.outcome_of(0, 0) is Outcome.DUPLICATE
-    assert shard.answer(1, 0) == train(1, 1, part=1, parts=3)
+    assert shard.work.answer(1, 0) == train(1, 1, part=1, parts=3)
     late = shard.commit(push(1, 0, parts=3))
     assert (late.outcome, late.actions) == (Outcome.LATE, [Drop(shard=0, slot=1, clock=0)])
 
@@ -163,7 +164,7 @@ def test_a_follower_takes_groups_in_the_order_chosen_and_waits_for_their_updates
     assert steps_of(shard.commit(chosen(2, (2, 0), (0, 1)))) == []
     assert steps_of(shard.commit(chosen(3, (1, 0)))) == []
     assert steps_of(shard.commit(chosen(3, (1, 0)))) == []
-    assert shard.kept_answer().number == 3
+    assert shard.kept_answer(0).number == 3
     assert steps_of(shard.commit(push(0, 1, shard=1))) == [[(2, 0), (0, 1)], [(1, 0)]]
 
 
@@ -190,7 +191,7 @@ def test_a_lead_frees_what_it_can_not_choose_any_more() -> None:
     shard.commit(push(1, 1))
     kept = ChosenKept(shard=1, term=0, number=2, generations=(), top_clock=0, top_batch=0, asks=False)
     shard.commit(kept)
-    [greeting] = shard.greetings_to(1)
+    [greeting] = shard.greetings_to(1, 0)
     assert (greeting.number, greeting.kept, greeting.freely) == (2, 2, True)
     assert greeting.updates == (Update(slot=0, clock=4), Update(slot=1, clock=0), Update(slot=2, clock=0))
 
@@ -201,7 +202,7 @@ def test_a_greeting_leaves_to_its_group_what_is_chosen_and_not_yet_kept() -> Non
         for slot in (0, 1, 2):
             shard.commit(push(slot, clock))
     shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
-    greeting, second = shard.greetings_to(1)
+    greeting, second = shard.greetings_to(1, 0)
     assert greeting.updates == tuple(Update(slot=slot, clock=0) for slot in (0, 1, 2))
     assert (second.number, second.freely) == (2, False)
 
@@ -212,10 +213,10 @@ def test_a_follower_that_lost_choices_goes_on_by_a_greeting_alone_and_is_given_t
         shard.commit(push(slot, 0, shard=1))
     report = chosen(3, (0, 1), (1, 1), (2, 1), kept=2)
     assert steps_of(shard.commit(report)) == []
-    assert shard.kept_answer().number == 0, "that was for an earlier life of this shard"
+    assert shard.kept_answer(0).number == 0, "that was for an earlier life of this shard"
     greeting = replace(chosen(2, (0, 0), (2, 0), kept=2), freely=True)
     assert steps_of(shard.commit(greeting)) == [[(0, 0)], [(2, 0)]]
-    assert shard.kept_answer().number == 2
+    assert shard.kept_answer(0).number == 2
     assert steps_of(shard.commit(chosen(3, (1, 0), kept=2))) == [[(1, 0)]]
     assert shard.is_old(greeting), "who lacks nothing is freed of nothing"
 
@@ -223,14 +224,14 @@ def test_a_follower_that_lost_choices_goes_on_by_a_greeting_alone_and_is_given_t
 def test_where_each_gradient_is_a_step_a_read_includes_its_own_at_every_shard() -> None:
     alone = core("softsync:1", shard=1, shards=2, slots=1)
     alone.commit(push(0, 0, shard=1))
-    assert alone.answer(0, 0) == Work(kind=WorkKind.UNKNOWN), "a successor asks again"
-    assert alone.answer(0, 1) is Hold.OWN
+    assert alone.work.answer(0, 0) == Work(kind=WorkKind.UNKNOWN), "a successor asks again"
+    assert alone.work.answer(0, 1) is Hold.OWN
     change = alone.commit(chosen(1, (0, 0)))
     assert change.moved == [0]
-    assert alone.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
+    assert alone.work.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
     grouped = core("softsync:1", shard=1, shards=2, slots=2)
     grouped.commit(push(0, 0, shard=1))
-    assert grouped.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
+    assert grouped.work.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
 
 
 def test_a_follower_that_lost_decisions_goes_on_from_where_the_lead_believes_it() -> None:
@@ -287,17 +288,17 @@ def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
     shard.commit(push(1, 0))
     shard.commit(push(0, 1))
     shard.commit(push(1, 1))
-    assert shard.answer(1, 2) == Work(kind=WorkKind.RETIRED, clock=2)
-    assert shard.answer(0, 2) is Hold.SHARDS, "another shard might not know yet"
-    report = shard.messages_to(1, change.decisions)[0]
+    assert shard.work.answer(1, 2) == Work(kind=WorkKind.RETIRED, clock=2)
+    assert shard.work.answer(0, 2) is Hold.SHARDS, "another shard might not know yet"
+    report = shard.messages_to(1, change.decisions, 0)[0]
     shard.commit(
         ChosenKept(shard=1, term=0, number=1, generations=report.generations, top_clock=2, top_batch=4)
     )
-    assert shard.answer(0, 2) == train(2, 4)
-    assert shard.answer(2, 2) == train(2, 5)
+    assert shard.work.answer(0, 2) == train(2, 4)
+    assert shard.work.answer(2, 2) == train(2, 5)
     shard.commit(push(0, 2))
     shard.commit(push(0, 3))
-    assert shard.answer(0, 4) is Hold.OTHERS, "now the new slot is waited for"
+    assert shard.work.answer(0, 4) is Hold.OTHERS, "now the new slot is waited for"
 
 
 def test_a_follower_learns_the_slots_from_the_lead() -> None:
@@ -318,10 +319,10 @@ def test_a_follower_says_when_it_waits_for_nobody_because_the_slot_is_at_its_end
     shard = core("bounded:1", shard=1, shards=2, slots=2, steps=5)
     for clock in range(3):
         shard.commit(push(0, clock, shard=1))
-    assert shard.answer(0, 3) == Work(kind=WorkKind.FINISHED, clock=3)
+    assert shard.work.answer(0, 3) == Work(kind=WorkKind.FINISHED, clock=3)
     table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=2, base=4, slots=(0,)))
     shard.commit(Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0))
-    assert shard.answer(0, 2) is Hold.OTHERS, "update 0 of slot 1"
+    assert shard.work.answer(0, 2) is Hold.OTHERS, "update 0 of slot 1"
 
 
 def test_every_table_of_slots_is_kept_before_it_counts() -> None:
@@ -332,12 +333,12 @@ def test_every_table_of_slots_is_kept_before_it_counts() -> None:
     assert [generation.start for generation in shard.table.generations] == [0, 1, 2]
     for slot in (0, 1):
         shard.commit(push(slot, 0, parts=2))
-    assert shard.answer(0, 1) is Hold.SHARDS
+    assert shard.work.answer(0, 1) is Hold.SHARDS
     shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
-    assert shard.answer(0, 1) == train(1, 1, part=0, parts=3)
+    assert shard.work.answer(0, 1) == train(1, 1, part=0, parts=3)
     for slot in (0, 1, 2):
         shard.commit(push(slot, 1, parts=3))
-    assert shard.answer(0, 2) is Hold.SHARDS
+    assert shard.work.answer(0, 2) is Hold.SHARDS
 
 
 def test_the_end_of_a_run_is_reported_at_every_consistency() -> None:
@@ -345,12 +346,12 @@ def test_the_end_of_a_run_is_reported_at_every_consistency() -> None:
     bounded = core("bounded:1", slots=2, steps=3)
     bounded.commit(push(0, 0))
     bounded.commit(push(1, 0))
-    assert bounded.answer(1, 1) == finished
-    assert bounded.answer(0, 1) == train(1, 2)
+    assert bounded.work.answer(1, 1) == finished
+    assert bounded.work.answer(0, 1) == train(1, 2)
     sync = core("sync", slots=1, steps=1)
     sync.commit(push(0, 0))
-    assert sync.answer(0, 1) == finished
-    assert core("async", steps=0).answer(0, 0) == Work(kind=WorkKind.FINISHED, clock=0)
+    assert sync.work.answer(0, 1) == finished
+    assert core("async", steps=0).work.answer(0, 0) == Work(kind=WorkKind.FINISHED, clock=0)
 
 
 def test_nobody_is_let_go_before_every_shard_keeps_the_last_choice() -> None:
@@ -358,11 +359,11 @@ def test_nobody_is_let_go_before_every_shard_keeps_the_last_choice() -> None:
     for slot in (0, 1):
         shard.commit(Assigned(slot=slot, clock=0))
     shard.commit(push(0, 0))
-    assert shard.answer(0, 1) is Hold.SHARDS, "its group is not complete"
+    assert shard.work.answer(0, 1) is Hold.SHARDS, "its group is not complete"
     shard.commit(push(1, 0))
-    assert shard.answer(0, 1) is Hold.SHARDS, "the other shard might not know of it"
+    assert shard.work.answer(0, 1) is Hold.SHARDS, "the other shard might not know of it"
     shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
-    assert shard.answer(0, 1) == Work(kind=WorkKind.FINISHED, clock=1)
+    assert shard.work.answer(0, 1) == Work(kind=WorkKind.FINISHED, clock=1)
 
 
 def test_the_worker_of_a_removed_slot_may_be_the_last_one_to_leave() -> None:
@@ -371,13 +372,13 @@ def test_the_worker_of_a_removed_slot_may_be_the_last_one_to_leave() -> None:
     shard.commit(Assigned(slot=1, clock=0))
     shard.commit(SlotsChanged(slots=(0,)))
     shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
-    assert shard.answer(1, 1) is Hold.OWN
+    assert shard.work.answer(1, 1) is Hold.OWN
     shard.commit(Assigned(slot=0, clock=0))
     shard.commit(push(0, 0))
     shard.commit(push(1, 0))
-    assert shard.answer(1, 1) is Hold.SHARDS, "the other shard might not know of its last update"
+    assert shard.work.answer(1, 1) is Hold.SHARDS, "the other shard might not know of its last update"
     shard.commit(ChosenKept(shard=1, term=0, number=3, generations=(), top_clock=0, top_batch=0))
-    assert shard.answer(1, 1) == Work(kind=WorkKind.RETIRED, clock=1)
+    assert shard.work.answer(1, 1) == Work(kind=WorkKind.RETIRED, clock=1)
 
 
 def test_an_update_that_was_given_out_and_lost_is_not_said_to_be_here() -> None:
@@ -391,7 +392,7 @@ def test_an_update_that_was_given_out_and_lost_is_not_said_to_be_here() -> None:
     assert shard.outcome_of(0, 1) is Outcome.LATE, (
         "its worker said that it was settled: it went with a server"
     )
-    assert shard.answer(0, 1) == train(1, 1), "another shard may lack it"
+    assert shard.work.answer(0, 1) == train(1, 1), "another shard may lack it"
 
 
 def test_what_waits_when_everyone_has_left_is_the_last_step() -> None:
@@ -430,7 +431,7 @@ def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for()
         (1, 1, 3)
     ]
     assert shard.outcome_of(1, 1) is Outcome.LATE
-    assert shard.answer(1, 2) == Work(kind=WorkKind.UNKNOWN), "it goes on where the lead lets it train"
+    assert shard.work.answer(1, 2) == Work(kind=WorkKind.UNKNOWN), "it goes on where the lead lets it train"
     shard.commit(push(0, 3, shard=1, parts=2))
     assert steps_of(shard.commit(push(1, 3, shard=1, parts=2))) == [[(0, 3), (1, 3)]]
 
@@ -442,7 +443,7 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     change = shard.commit(push(1, 4))
     assert (change.outcome, steps_of(change)) == (Outcome.LATE, [])
     assert [type(row) for row in rows_of(change)] == [LateRow]
-    assert shard.answer(1, 5) == Work(kind=WorkKind.RETIRED, clock=5)
+    assert shard.work.answer(1, 5) == Work(kind=WorkKind.RETIRED, clock=5)
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
 
 
@@ -489,23 +490,23 @@ def test_a_read_for_what_is_long_forgotten_is_sent_ahead_without_waiting() -> No
     for slot, clocks in ((1, 3), (2, 3), (0, 5)):
         for clock in range(clocks):
             shard.commit(push(slot, clock))
-    assert shard.answer(0, 5) is Hold.OTHERS
-    assert shard.answer(0, 3) == train(3, 9), "one that it remembers"
-    assert shard.answer(0, 0) == Work(kind=WorkKind.AHEAD, clock=5)
+    assert shard.work.answer(0, 5) is Hold.OTHERS
+    assert shard.work.answer(0, 3) == train(3, 9), "one that it remembers"
+    assert shard.work.answer(0, 0) == Work(kind=WorkKind.AHEAD, clock=5)
     shard.commit(push(1, 3))
     shard.commit(push(2, 3))
-    assert shard.answer(0, 0) == train(5, 15)
+    assert shard.work.answer(0, 0) == train(5, 15)
 
 
 def test_who_has_left_owes_what_the_slots_say_up_to_where_the_others_are() -> None:
     shard = core("bounded:3", slots=2, steps=7)
     for clock in range(3):
         shard.commit(push(0, clock))
-    assert shard.owed_until(Update(slot=1, clock=1)) == 3
+    assert shard.work.owed_until(Update(slot=1, clock=1)) == 3
     shard.commit(push(0, 3))
-    assert shard.owed_until(Update(slot=1, clock=1)) == 3, "there is no batch 7"
-    assert shard.owed_until(Update(slot=1, clock=5)) == 5
-    assert core("async").owed_until(Update(slot=1, clock=2)) == 2
+    assert shard.work.owed_until(Update(slot=1, clock=1)) == 3, "there is no batch 7"
+    assert shard.work.owed_until(Update(slot=1, clock=5)) == 5
+    assert core("async").work.owed_until(Update(slot=1, clock=2)) == 2
 
 
 def test_staleness_counts_the_steps_of_this_history_that_were_not_read() -> None:
@@ -527,17 +528,19 @@ def test_a_restored_lead_waits_for_the_others_and_believes_them() -> None:
     lead = core("bounded:1", shards=3, slots=2)
     lead.restore(term=5)
     assert (lead.term, lead.awaiting) == (5, {1, 2})
-    assert lead.greetings_to(1)[0].generations == ()
+    assert lead.greetings_to(1, 0)[0].generations == ()
     table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=4, base=8, slots=(0, 1, 2)))
     for shard in (1, 2):
         lead.commit(ChosenKept(shard=shard, term=5, number=0, generations=table, top_clock=9, top_batch=20))
-        assert lead.decisions.all_kept == (shard == 1), "the table that one of them knew is for all to keep"
+        assert (not lead.decisions.unkept) == (shard == 1), (
+            "the table that one of them knew is for all to keep"
+        )
     assert not lead.awaiting
     assert tuple(lead.table.generations) == table
     lead.commit(ChosenKept(shard=1, term=5, number=1, generations=table, top_clock=9, top_batch=20))
-    assert not lead.decisions.all_kept
+    assert lead.decisions.unkept
     lead.commit(ChosenKept(shard=2, term=5, number=1, generations=table, top_clock=9, top_batch=20))
-    assert lead.decisions.all_kept
+    assert not lead.decisions.unkept
     lead.commit(SlotsChanged(slots=(0, 1)))
     assert lead.table.generations[-1].start == 10
 

@@ -78,10 +78,10 @@ def test_who_lost_a_slot_has_no_memory_at_the_shards_that_know() -> None:
     gradients.succeed(1, NEW, [0])
     assert gradients.of(push(OLD, 0), memoryview(b"")) is None
     assert gradients.of(push(OLD, 1), memoryview(b"")) is not None, "of shard 1 this server is the backup"
-    assert gradients.segment(OLD) is not None
+    assert OLD in gradients.areas
     gradients.taken(push(NEW, 1))
     assert gradients.of(push(OLD, 1), memoryview(b"")) is None, "its primary has heard of the new one"
-    assert gradients.segment(OLD) is None, "nobody needs it"
+    assert OLD not in gradients.areas, "nobody needs it"
     assert gradients.of(push(NEW, 0), memoryview(b"")) is not None
 
 
@@ -89,10 +89,10 @@ def test_memory_that_is_pointed_to_stays_until_it_is_not() -> None:
     gradients = server(OLD, NEW)
     hold(gradients, push(OLD, 0))
     gradients.succeed(1, NEW, [0, 1])
-    assert gradients.segment(OLD) is not None, "its gradient may have to go to a backup that is not there yet"
+    assert OLD in gradients.areas, "its gradient may have to go to a backup that is not there yet"
     gradients.take(0, 1, 3)
     gradients.succeed(1, NEW, [0, 1])
-    assert gradients.segment(OLD) is None
+    assert OLD not in gradients.areas
 
 
 def test_memory_of_somebody_who_never_had_a_slot_goes_with_its_connection() -> None:
@@ -100,8 +100,8 @@ def test_memory_of_somebody_who_never_had_a_slot_goes_with_its_connection() -> N
     gradients.succeed(1, NEW, [0, 1])
     gradients.lost(OLD)
     gradients.lost(NEW)
-    assert gradients.segment(OLD) is None
-    assert gradients.segment(NEW) is not None, "what it pushed may still be on its way to a backup"
+    assert OLD not in gradients.areas
+    assert NEW in gradients.areas, "what it pushed may still be on its way to a backup"
 
 
 def test_a_vacant_slot_takes_nothing_from_anybody() -> None:

@@ -90,7 +90,7 @@ def everything(value: Any) -> Any:
         return [(everything(key), everything(one)) for key, one in value.items()]
     if isinstance(value, (set, frozenset)):
         return sorted(map(everything, value), key=repr)
-    if isinstance(value, (Enum, Policy)):
+    if isinstance(value, (Enum, Policy, type)):
         return value
     if hasattr(value, "__dict__"):
         return type(value), [(name, everything(one)) for name, one in vars(value).items()]

@@ -191,7 +191,7 @@ def test_times_are_read_with_their_unit() -> None:
         [2, 0.0015, 5e-5, 0.003]
     )
     for text in ("12", "-1s", "1h", "ms"):
-        with pytest.raises(UserError, match=r"--x .* is no time; write it as 2s, 10ms or 50us"):
+        with pytest.raises(UserError, match=r"--x .* is not a time; write it as 2s, 10ms or 50us"):
             parse_seconds("--x", text)
 
 

@@ -40,7 +40,6 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
-    from manyhands.lab.compare.findings import Conditions
     from manyhands.lab.compare.run_comparison import Comparison, Progress, Score
     from manyhands.lab.compare.update_density import DensityRow
     from manyhands.workloads.logreg.synthetic import SparseProblem
@@ -122,7 +121,7 @@ def _run(
     from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
     from manyhands.lab.compare.figures import Prices
-    from manyhands.lab.compare.findings import Conditions
+    from manyhands.lab.compare.findings import paragraph
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.places.local.signals import ending
 
@@ -144,10 +143,10 @@ def _run(
     out = common.out or fresh_directory(f"compare-{name}")
     with ending() as end, build(out) as (task, score), progress_line(_progress_words) as report:
         found = compare(task, common.strategies, out=out, settings=settings, on_progress=report, score=score)
-    conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     for note in found.left_out:
         print(f"manyhands: {note}", file=sys.stderr)
-    _leave(found, conditions, name, out, common.json)
+    sentences = paragraph(found.figures, settings.slow, str(rate) if rate is not None else None)
+    _leave(found, sentences, name, out, common.json)
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
@@ -164,12 +163,10 @@ def _progress_words(progress: Progress) -> str:
     return f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
 
 
-def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:
+def _leave(found: Comparison, sentences: list[str], task: str, out: Path, json_file: Path | None) -> None:
     from manyhands.lab.compare.compare_report import measures_table, promises_table, report, scores_table
-    from manyhands.lab.compare.findings import paragraph
 
-    figures, sentences = found.figures, paragraph(found.figures, conditions)
-    title = f"{task} under {len(figures.rows)} strategies"
+    figures, title = found.figures, f"{task} under {len(found.figures.rows)} strategies"
     scores = [scores_table(figures)] if figures.scores else []
     leave_findings(
         out,
@@ -261,7 +258,9 @@ def _problems(asked: _SparseOptions) -> list[SparseProblem]:
         try:
             density = float(text)
         except ValueError:
-            raise UserError(f"--density {text!r} is no number; list several as in 0.002,0.02,0.2") from None
+            raise UserError(
+                f"--density {text!r} is not a number; list several as in 0.002,0.02,0.2"
+            ) from None
         problem = SparseProblem(features=asked.features, examples=2, density=density, seed=asked.seed)
         examples = max(2, min(_MOST_EXAMPLES, asked.nonzeros // problem.nonzeros))
         name = f"{density:g}"  # of its files, too

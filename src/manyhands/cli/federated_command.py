@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from manyhands.cli.command_options import (
 )
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
+from manyhands.workloads.task_options import narrowed
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["federated_app"]
@@ -43,15 +44,15 @@ class _ServeOptions:
     min_reports: int | None = option(
         None, "Reports without which a round is abandoned.", show_default="half of those needed"
     )
-    deadline: float = option(600.0, "Seconds that a round waits for reports.")
-    select: float = option(30.0, "Seconds to wait for more devices than the least.")
-    present: float = option(60.0, "Seconds for which a silent device counts as there.")
-    patience: float | None = option(
-        None, "Give up after so many seconds without a round.", show_default="never"
+    deadline_s: float = option(600.0, "Seconds that a round waits for reports.", "--deadline")
+    select_s: float = option(30.0, "Seconds to wait for more devices than the least.", "--select")
+    present_s: float = option(60.0, "Seconds for which a silent device counts as there.", "--present")
+    patience_s: float = option(
+        math.inf, "Give up after so many seconds without a round.", "--patience", show_default="never"
     )
-    stage: float = option(30.0, "With secure=yes, seconds for each message after the first.")
-    hold: float = option(20.0, "Seconds for which a question for work is held back.")
-    linger: float = option(30.0, "Seconds to wait at the end for devices to fetch the model.")
+    stage_s: float = option(30.0, "With secure=yes, seconds for each message after the first.", "--stage")
+    hold_s: float = option(20.0, "Seconds for which a question for work is held back.", "--hold")
+    linger_s: float = option(30.0, "Seconds to wait at the end for devices to fetch the model.", "--linger")
     seed: int = option(0, "Fixes weights, selection and everything random.")
     out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
     resume: Resume = False
@@ -62,27 +63,11 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeO
     from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
     from manyhands.strategies.federated.deployed.device_server import ServingPlace, serve_devices
 
-    settings = RoundSettings(
-        rounds=asked.rounds,
-        over=asked.over,
-        min_reports=asked.min_reports,
-        deadline_s=asked.deadline,
-        select_s=asked.select,
-        present_s=asked.present,
-        patience_s=math.inf if asked.patience is None else asked.patience,
-        stage_s=asked.stage,
-        hold_s=asked.hold,
-    )
+    settings = narrowed(RoundSettings, asked)
     task = entry.build(**task_options)
     job = FederatedJob.make(task, asked.strategy, settings, seed=asked.seed, schema=asked.data_schema)
-    place = ServingPlace(
-        out=asked.out or fresh_directory(entry.name),
-        resume=asked.resume,
-        host=asked.host,
-        port=asked.port,
-        tls=asked.tls,
-        linger_s=asked.linger,
-    )
+    out = asked.out or fresh_directory(entry.name)
+    place = narrowed(ServingPlace, replace(asked, out=out))
     with ending():
         serve_devices(job, place, _say)
 
@@ -92,12 +77,16 @@ class _JoinOptions:
     address: str = argument(..., "The server, as https://HOST:PORT.")
     data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
     out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")
-    enrol: str | None = option(None, "The token to enrol with, the first time.", envvar="MANYHANDS_ENROL")
-    ca: Path | None = option(
-        None, "The server's ca.pem, by which it is known.", show_default="this host's authorities"
+    token: str | None = option(
+        None, "The token to enrol with, the first time.", "--enrol", envvar="MANYHANDS_ENROL"
     )
-    patience: float = option(86400.0, "Give up after so many seconds in which the server was not reached.")
-    max_pause: float = option(30.0, "The longest pause between two tries, in seconds.")
+    authority: Path | None = option(
+        None, "The server's ca.pem, by which it is known.", "--ca", show_default="this host's authorities"
+    )
+    patience_s: float = option(
+        86400.0, "Give up after so many seconds in which the server was not reached.", "--patience"
+    )
+    most_pause_s: float = option(30.0, "The longest pause between two tries, in seconds.", "--max-pause")
 
 
 def _join(asked: _JoinOptions) -> None:
@@ -106,17 +95,8 @@ def _join(asked: _JoinOptions) -> None:
     from manyhands.strategies.federated.deployed.device_client import JoiningDevice, join_rounds
 
     spare_the_compiler()
-    device = JoiningDevice(
-        address=asked.address,
-        data=asked.data,
-        out=asked.out,
-        token=asked.enrol,
-        authority=asked.ca,
-        patience_s=asked.patience,
-        most_pause_s=asked.max_pause,
-    )
     with ending():
-        rounds = join_rounds(device, _say)
+        rounds = join_rounds(narrowed(JoiningDevice, asked), _say)
     print(f"the run is done: {asked.out} has the model after {rounds} rounds")
 
 

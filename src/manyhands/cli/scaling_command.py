@@ -26,8 +26,7 @@ from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.scaling.run_scaling import ScalingProgress
-    from manyhands.lab.scaling.scaling_report import ScalingCurve
+    from manyhands.lab.scaling.scaling_curve import ScalingCurve, ScalingProgress
 
 __all__ = ["scaling_app"]
 
@@ -52,13 +51,7 @@ class _ScalingOptions:
 
 def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _ScalingOptions) -> None:
     from manyhands.data.store.atomic import require_empty
-    from manyhands.lab.scaling.run_scaling import (
-        ScalingSettings,
-        forecast_speedups,
-        measure_scaling,
-        require_counts,
-    )
-    from manyhands.lab.scaling.scaling_report import scaling_curve
+    from manyhands.lab.scaling import scaling_curve as curves
     from manyhands.lab.sweep.run_sweep import usable_cores
     from manyhands.strategy import Strategy
 
@@ -67,9 +60,9 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
             raise UserError(f"--{name} {value} must be at least 1")
     cores = usable_cores()
     strategy = Strategy.parse(common.strategy)
-    counts = require_counts(_counts(common.workers, len(cores)), strategy)
+    counts = curves.require_counts(_counts(common.workers, len(cores)), strategy)
     task = entry.build(**task_options)
-    settings = ScalingSettings(
+    settings = curves.ScalingSettings(
         steps=common.steps,
         repeats=common.repeats,
         seed=common.seed,
@@ -84,10 +77,10 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
         ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"),
         progress_line(_progress_words) as report,
     ):
-        rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, report)
+        rates, waiting = curves.measure_scaling(words, strategy, counts, out, settings, child_command, report)
     step_s = task.batch_size / statistics.median(rates[1])
-    forecast = forecast_speedups(task, strategy, counts, step_s, settings)
-    _leave(entry.name, str(strategy), scaling_curve(rates, forecast, waiting, len(cores)), common, out)
+    forecast = curves.forecast_speedups(task, strategy, counts, step_s, settings)
+    _leave(entry.name, str(strategy), curves.scaling_curve(rates, forecast, waiting, len(cores)), common, out)
 
 
 def _progress_words(progress: ScalingProgress) -> str:
@@ -106,24 +99,19 @@ def _counts(text: str | None, cores: int) -> list[int]:
 
 
 def _leave(task: str, strategy: str, curve: ScalingCurve, common: _ScalingOptions, out: Path) -> None:
-    from manyhands.lab.scaling.scaling_report import (
-        SCALING_HEAD,
-        scaling_cells,
-        scaling_page,
-        scaling_sentences,
-    )
+    from manyhands.lab.scaling import scaling_curve as curves
     from manyhands.observe.draw.time_table import words_table
 
-    sentences, most = scaling_sentences(curve), curve.points[-1].workers
+    sentences, most = curves.scaling_sentences(curve), curve.points[-1].workers
     title = f"{task} · {strategy} · {curve.points[0].workers} to {most} workers"
     about = {"task": task, "strategy": strategy, "steps": common.steps, "repeats": common.repeats}
     leave_findings(
         out,
         common.json,
-        [words_table(title, SCALING_HEAD, scaling_cells(curve))],
+        [words_table(title, curves.SCALING_HEAD, curves.scaling_cells(curve))],
         sentences,
         {**about, **curve.to_dict(), "told": sentences},
-        lambda command, facts: scaling_page(title, curve, sentences, command, facts),
+        lambda command, facts: curves.scaling_page(title, curve, sentences, command, facts),
     )
     print_next(
         where_the_time_goes_there=("explain", out / f"{most:03d}-workers-1"),

@@ -65,7 +65,7 @@ def parse_seconds(option: str, text: str) -> float:
     """The seconds that `1.5ms` stands for; UserError names the option and what is allowed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(s|ms|us|µs)", text.strip().lower())
     if match is None:
-        raise UserError(f"{option} {text!r} is no time; write it as 2s, 10ms or 50us")
+        raise UserError(f"{option} {text!r} is not a time; write it as 2s, 10ms or 50us")
     return float(match[1]) * _UNITS[match[2]]
 
 

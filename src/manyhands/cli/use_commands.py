@@ -109,9 +109,9 @@ def generate_command(asked: _GenerateOptions) -> None:
     """For runs of `train language` and `train recurrent`; `manyhands serve RUN` answers the same over HTTP."""
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.predict_text import Prompt, TextGenerator
+    from manyhands.workloads.task_options import narrowed
 
-    run, about = asked.run, {name: value for name, value in asdict(asked).items() if name != "run"}
-    prompt = Prompt(**about)
+    run, prompt = asked.run, narrowed(Prompt, asked)
     generator = open_predictor(run)
     if not isinstance(generator, TextGenerator):
         raise UserError(
@@ -157,6 +157,7 @@ def export_command(asked: _ExportOptions) -> None:
     from manyhands.serving.opening import workload_of
     from manyhands.workloads.exporting import ExportAsked
     from manyhands.workloads.registry import load
+    from manyhands.workloads.task_options import narrowed
 
     formats = {
         "torch-export": "manyhands.serving.exported_program:export_program",
@@ -164,8 +165,7 @@ def export_command(asked: _ExportOptions) -> None:
     }
     if asked.file_format not in formats:
         raise UserError(f"--format {asked.file_format!r}: {nearest(asked.file_format, formats)}")
-    wanted = ExportAsked(run=asked.run, out=asked.out, precision=asked.precision, test=asked.test)
-    export: Export = load(formats[asked.file_format])(wanted)
+    export: Export = load(formats[asked.file_format])(narrowed(ExportAsked, asked))
     write_json(asked.json_file, {**asdict(export), "path": str(export.path)})
     share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
     size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"

@@ -179,37 +179,56 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Callable[[Buffer], Any]]:
     layout = struct.Struct("<" + "".join(str(_code(hint)) for _, hint in flat))
-    values = attrgetter(*(name for name, _ in flat)) if flat else lambda _: ()
-    build = _builder(message, iter(range(len(flat))))
+    if not flat:
+        return lambda _: b"", lambda body: _built(message, {}) if not body else _wrong_size(message, 0, body)
+    values = attrgetter(*(name for name, _ in flat))
+    is_tuple = hasattr(message, "_fields") and not any("." in name for name, _ in flat)
+    checks: list[_Check] = []
+    build = _builder(message, iter(range(len(flat))), checks)
 
     def encode(value: Any) -> bytes:
-        numbers = values(value)
-        return layout.pack(numbers) if len(flat) == 1 else layout.pack(*numbers)
+        numbers = value if is_tuple else values(value)
+        return layout.pack(*numbers) if is_tuple or len(flat) > 1 else layout.pack(numbers)
 
     def decode(body: Buffer) -> Any:
         if len(body) != layout.size:
-            raise ProtocolError(message.__name__, f"is {layout.size} bytes, not {len(body)}")
-        return build(layout.unpack(body))
+            _wrong_size(message, layout.size, body)
+        numbers = list(layout.unpack(body))
+        for place, allowed, where, hint in checks:
+            number = numbers[place]
+            if number not in allowed:
+                raise ProtocolError(where, f"{number} is no {hint.__name__}")
+            numbers[place] = allowed[number]
+        return build(numbers)
 
     return encode, decode
 
 
-def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a function that builds `message` from unpacked numbers, using the next `places`."""
-    hints = _hints(message)
-    makers: list[tuple[int, Callable[[tuple[Any, ...]], Any] | None]] = []
-    for name, hint in hints.items():
-        allowed = _allowed(hint)
-        if allowed is not None:
-            makers.append((0, _checker(f"{message.__name__}.{name}", hint, next(places), allowed)))
-        elif _code(hint) is not None:
-            makers.append((next(places), None))
-        else:
-            makers.append((0, _builder(hint, places)))
-    make_tuple = getattr(message, "_make", None)
+_Check = tuple[int, dict[int, Any], str, Any]
+"""A number's place, the values that it may stand for, and the name and type of its field."""
 
-    def build(numbers: tuple[Any, ...]) -> Any:
-        values = [numbers[place] if make is None else make(numbers) for place, make in makers]
+
+def _builder(message: type, places: Any, checks: list[_Check]) -> Callable[[list[Any]], Any]:
+    """Return a function that builds `message` from its values, using the next `places`; adds to the `checks`."""
+    hints = _hints(message)
+    makers: list[tuple[int, Callable[[list[Any]], Any] | None]] = []
+    for name, hint in hints.items():
+        if _code(hint) is None:
+            makers.append((0, _builder(hint, places, checks)))
+            continue
+        place, allowed = next(places), _allowed(hint)
+        makers.append((place, None))
+        if allowed is not None:
+            checks.append((place, allowed, f"{message.__name__}.{name}", hint))
+    make_tuple = getattr(message, "_make", None)
+    first = makers[0][0] if makers and all(make is None for _, make in makers) else -1
+    end = first + len(makers)
+
+    def build(numbers: list[Any]) -> Any:
+        if first >= 0:
+            values = numbers[first:end]
+        else:
+            values = [numbers[place] if make is None else make(numbers) for place, make in makers]
         if make_tuple is not None:
             return make_tuple(values)
         return _built(message, dict(zip(hints, values, strict=True)))
@@ -217,13 +236,8 @@ def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
     return build
 
 
-def _checker(where: str, hint: Any, place: int, allowed: dict[int, Any]) -> Callable[[tuple[Any, ...]], Any]:
-    def check(numbers: tuple[Any, ...]) -> Any:
-        if numbers[place] not in allowed:
-            raise ProtocolError(where, f"{numbers[place]} is no {hint.__name__}")
-        return allowed[numbers[place]]
-
-    return check
+def _wrong_size(message: type, expected: int, body: Buffer) -> None:
+    raise ProtocolError(message.__name__, f"is {expected} bytes, not {len(body)}")
 
 
 # ── every other class, field by field ─────────────────────────────────────────────────────────────────────────────────

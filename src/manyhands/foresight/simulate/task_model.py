@@ -80,7 +80,7 @@ class TaskStore(Store):
     def read(self) -> _Read:
         """Return a copy of the values, shared by all readers of this version."""
         if self._read is None:
-            self._read = _Read(self._store.memory.clone(), self.version)
+            self._read = _Read(self._store.values.memory.clone(), self.version)
         return self._read
 
     def state(self) -> _StoreState:

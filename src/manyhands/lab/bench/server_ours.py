@@ -200,7 +200,7 @@ class WorkerEnd:
         if self._tables.exist:
             self._tables.begin()
             self._do(self._core.read_rows(self._tables.choose(self._rows)))
-            self._listen_until(lambda: not self._core.awaits_rows)
+            self._listen_until(lambda: not self._core.waiting_for)
 
     @property
     def pulled(self) -> Array:

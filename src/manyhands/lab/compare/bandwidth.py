@@ -43,7 +43,7 @@ class Rate:
     def parse(cls, text: str) -> Rate:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower().removesuffix("/s"))
         if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 8000:
-            raise UserError(f"--bandwidth {text!r} is no rate; write it as 1Gbit, 100Mbit or 256kbit")
+            raise UserError(f"--bandwidth {text!r} is not a rate; write it as 1Gbit, 100Mbit or 256kbit")
         return cls(bits_per_s=round(float(match[1]) * _UNITS[match[2]]))
 
     @property

@@ -49,13 +49,13 @@ class Target:
     def parse(cls, text: str) -> Target:
         match = _TARGET.fullmatch(text)
         if match is None:
-            raise UserError(f"target {text!r} is no metric and value; write it as accuracy=0.95")
+            raise UserError(f"target {text!r} is not a metric and a value; write it as accuracy=0.95")
         try:
             value = float(match["value"])
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise UserError(f"target {text!r}: {match['value']!r} is no number; write it as accuracy=0.95")
+            raise UserError(f"target {text!r}: {match['value']!r} is not a number; write it as accuracy=0.95")
         lower = match["sign"] == "<=" if match["sign"] != "=" else lower_is_better(match["metric"])
         return cls(metric=match["metric"], value=value, lower=lower)
 

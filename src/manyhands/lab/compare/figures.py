@@ -300,7 +300,7 @@ class Prices:
                 price = math.nan
             if not 0 <= price < math.inf:
                 raise UserError(
-                    f"--price {text!r}: {value!r} is no price of a {kind} for an hour; {_EXAMPLE}"
+                    f"--price {text!r}: {value!r} is not a price of a {kind} for an hour; {_EXAMPLE}"
                 )
             prices[kind] = price
         return cls(per_hour=prices)

@@ -7,12 +7,11 @@ every run of the other. With a single run each, nothing is said about chance but
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.figures import CompareRow, Figures, Spread
 
-__all__ = ["Conditions", "paragraph"]
+__all__ = ["paragraph"]
 
 _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
@@ -22,21 +21,14 @@ _HARDLY_COMPRESS = ("fp16", "bf16", "")
 """What a codec must beat: half the bytes for next to nothing, or all of them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
-    """What was made harder on purpose."""
-
-    slow: Slowdown | None = None
-    bandwidth: str | None = None
-
-
-def paragraph(found: Figures, conditions: Conditions) -> list[str]:
+def paragraph(found: Figures, slow: Slowdown | None = None, bandwidth: str | None = None) -> list[str]:
+    """All sentences; `slow` and `bandwidth` are what was made harder on purpose."""
     rows = [row for row in found.rows if row.runs]
-    waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
+    waiting = _waiting(rows) if slow is None else _slowed(rows, slow)
     sentences = [*_frontier(found, rows), *_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
     sentences += [*_quality(found, rows), *_codecs(rows)]
-    if conditions.bandwidth is not None:
-        sentences += _network(rows, conditions.bandwidth)
+    if bandwidth is not None:
+        sentences += _network(rows, bandwidth)
     prices = [(one, row.name) for row in rows if (one := row.price_per_1000_steps) is not None]
     if found.prices is not None and prices:
         prices.sort(key=lambda one: one[0].median)

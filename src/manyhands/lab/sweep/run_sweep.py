@@ -37,7 +37,7 @@ _UNFINISHED = {f".{_PLAN}.writing"}  # left by one that was killed while its pla
 _FORMAT, _VERSION = "manyhands sweep", 1
 _LOOK_S = 0.05
 _END_S = 20.0  # for a run to leave in good order
-_SAID_LETTERS = 400
+_MESSAGE_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +232,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def last_said(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
-    return (ours or lines or ["it said nothing"])[-1][:_SAID_LETTERS]
+    return (ours or lines or ["it said nothing"])[-1][:_MESSAGE_CHARS]
 
 
 def usable_cores() -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class SweepPlan:
                             SweepSetting(name=name, values=tuple(values)) for name, values in settings.items()
                         )
                         return cls(task=task, settings=found, metric=metric, common=common)
-        raise DataError("is no plan of a sweep")
+        raise DataError("is not the plan of a sweep")
 
     def conflict(self, now: SweepPlan) -> str | None:
         """What of `now` differs from this plan, as a sentence; which metric to judge by may change."""
@@ -114,7 +114,10 @@ class SweepPlan:
             if name == "task":
                 return f"it is a sweep of {printable(before)}, and not of {printable(after)}"
             key = next(key for key in [*before, *after] if before.get(key) != after.get(key))
-            shown = [_shown(one.get(key)) for one in (before, after)]
+            shown = []
+            for values in (before.get(key), after.get(key)):
+                text = values if isinstance(values, str) else ",".join(values or ())
+                shown.append("left out" if values is None else printable(text))
             return f"{printable(flag(key))} was {shown[0]}, and is {shown[1]} now"
         return None
 
@@ -129,9 +132,3 @@ def parse_values(text: str, separator: str) -> tuple[str, ...]:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _shown(values: Sequence[str] | str | None) -> str:
-    if values is None:
-        return "left out"
-    return printable(values if isinstance(values, str) else ",".join(values))

@@ -209,8 +209,8 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     end = np.zeros(count, np.int64)
     np.minimum.at(begin, index, starts[is_step])
     np.maximum.at(end, index, starts[is_step] + durations[is_step])
-    home = np.minimum(np.searchsorted(unique, keys), max(0, count - 1))
-    belongs = unique[home] == keys if count else np.zeros(len(keys), bool)
+    place = np.minimum(np.searchsorted(unique, keys), max(0, count - 1))
+    belongs = unique[place] == keys if count else np.zeros(len(keys), bool)
     whole = np.bincount(index, durations[is_step], count)
 
     applied = np.zeros(len(records))  # by the busiest of the servers, while this role waited
@@ -223,9 +223,9 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
         chosen = belongs & np.isin(records["kind"], kinds)
         if inside:  # a worker of a parameter server pulls before its step; other workers evaluate after it
-            chosen &= (starts >= begin[home]) & (starts < end[home]) if count else False
+            chosen &= (starts >= begin[place]) & (starts < end[place]) if count else False
         values = durations if of is None else of
-        return np.bincount(home[chosen], values[chosen], count).astype(np.float64)
+        return np.bincount(place[chosen], values[chosen], count).astype(np.float64)
 
     known = spent(*_IN_STEP, inside=True)
     return _Steps(

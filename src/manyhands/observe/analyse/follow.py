@@ -90,7 +90,7 @@ class RunFollower:
         self._gather.add_members(self._members.read()[0])
         for tail in (self._metrics, self._members):
             if tail.damaged:
-                self._gather.note(f"{tail.path} has lines that are no JSON objects; they are left out")
+                self._gather.note(f"{tail.path} has lines that are not JSON objects; they are left out")
         held = directory.is_held()
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
@@ -102,7 +102,7 @@ class RunFollower:
 
     def _open(self) -> bool:
         if not self.path.is_dir():
-            raise UserError(f"{self.path} is no directory; name the directory of a run, as in runs/digits")
+            raise UserError(f"{self.path} is not a directory; name the directory of a run, as in runs/digits")
         if not (self.path / "config.json").exists():
             return False
         directory = RunDirectory.open(self.path, lock=False)

@@ -214,20 +214,16 @@ def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
 
 def _slices(parts: Records, zero_ns: int) -> list[Slice]:
     order = np.lexsort((parts["id"], parts["start_ns"]))
-    names = ("kind", "start_ns", "duration_ns", "step", "peer", "num_bytes", "count", "value")
-    columns = zip(*(parts[name][order].tolist() for name in names), strict=True)
+    same = ("step", "peer", "num_bytes", "count", "value")
+    columns = [parts[name][order].tolist() for name in ("kind", "start_ns", "duration_ns", *same)]
     return [
         Slice(
             kind=EventKind(kind),
             start_ns=start - zero_ns,
             end_ns=start - zero_ns + duration,
-            step=step,
-            peer=peer,
-            num_bytes=num_bytes,
-            count=count,
-            value=value,
+            **dict(zip(same, others, strict=True)),
         )
-        for kind, start, duration, step, peer, num_bytes, count, value in columns
+        for kind, start, duration, *others in zip(*columns, strict=True)
     ]
 
 
@@ -241,9 +237,8 @@ def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
         begin = start - zero_ns
         if spans and spans[-1].end_ns > begin:
             spans[-1] = replace(spans[-1], end_ns=begin)
-        spans.append(
-            PictureStep(step=step, start_ns=begin, end_ns=begin + duration, samples=samples, loss=loss)
-        )
+        end = begin + duration
+        spans.append(PictureStep(step=step, start_ns=begin, end_ns=end, samples=samples, loss=loss))
     return tuple(spans)
 
 

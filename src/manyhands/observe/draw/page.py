@@ -61,8 +61,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 def sections(view: RunView) -> dict[str, str]:
     """Return each section's HTML by id, in page order; equal views give equal text."""
     found = {}
-    for key, home in SECTIONS.items():
-        module, _, function = home.partition(":")
+    for key, target in SECTIONS.items():
+        module, _, function = target.partition(":")
         made = getattr(import_module(f"manyhands.observe.draw.{module}"), function)(view)
         if made is not None:
             found[key] = section(key, *made)

@@ -219,13 +219,13 @@ def read_header(path: Path) -> EventFile:
     if header["record_bytes"] != RECORD.itemsize or header["layout"] != _LAYOUTS[version]:
         raise _refusal(path, "layout", f"the records are not laid out as version {version} has them")
     if header["ending"] not in list(Ending):
-        raise _refusal(path, "ending", f"{header['ending']} is no way for an event file to end")
+        raise _refusal(path, "ending", f"{header['ending']} is not how an event file ends")
     name = header["name"].decode(errors="replace")
     if header["role"] > MAX_ROLE or not _is_name(name):
         raise _refusal(path, "role", f"role {header['role']}, {name!r}, is none that a run has")
     if abs(int(header["wall_offset_ns"])) >= _MOST_NS:
         raise _refusal(
-            path, "wall_offset_ns", f"{header['wall_offset_ns']} ns is no offset to the time of day"
+            path, "wall_offset_ns", f"{header['wall_offset_ns']} ns is not an offset to the time of day"
         )
     return EventFile(
         role=int(header["role"]),

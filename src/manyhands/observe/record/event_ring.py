@@ -88,7 +88,7 @@ class EventRing(Closeable):
         segment = Segment.attach(descriptor)
         if segment.num_bytes < _RECORDS + _SIZE or _load(segment.address) != _MAGIC:
             segment.close()
-            raise UserError(f"descriptor {descriptor} is no event ring")
+            raise UserError(f"descriptor {descriptor} is not an event ring")
         return cls(segment)
 
     @property

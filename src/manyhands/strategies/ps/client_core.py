@@ -5,7 +5,7 @@
                                         └──────────── Push c, and with it Read c+1 ◄───────────────────────┘
 
 Rows of tables are read in between: the batch, which the lead named, says which. `read_rows` asks for them after
-Compute, and `awaits_rows` says when all are here.
+Compute, and `waiting_for` says when all are here.
 
 A shard holds Read c+1 until push c is settled there, so its answer is all that the worker waits for. What a shard has
 not answered is kept, and sent again to the next primary of that shard, after a new Hello.
@@ -29,6 +29,7 @@ from typing import NamedTuple
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.ps_messages import (
+    LAUNCHER,
     LEAD,
     Fenced,
     Hello,
@@ -41,7 +42,6 @@ from manyhands.strategies.ps.ps_messages import (
     Refused,
     RowsUnknown,
     RowValues,
-    ShardView,
     View,
     Welcome,
     Work,
@@ -51,7 +51,7 @@ from manyhands.strategies.ps.ps_messages import (
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait", "round_of_shards"]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
-_OF_A_SHARD = (Parameters, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # sent to workers
+_LEAVES = (WorkKind.FINISHED, WorkKind.RETIRED)
 
 
 class Reason(Enum):
@@ -147,20 +147,17 @@ class ClientCore:
     ) -> None:
         self.slot = slot
         self.member = member
+        self.clock: int | None = None
+        """The clock of the update that is read for, computed or pushed; None until every shard has welcomed us."""
         self._skip_nonfinite = skip_nonfinite
         self._shards = [_Shard(index) for index in range(num_shards)]
         self._in_round = [self._shards[index] for index in round_of_shards(slot, num_shards)]
         self._view_epoch = -1
-        self._clock: int | None = None  # the update we read for, compute or push; none before the first Read
         self._computing: Work | None = None
         self._confirms = confirms
         self._out = True  # every push has been flushed, so reads may follow
         self._left = False
-
-    @property
-    def clock(self) -> int | None:
-        """The clock of the update in progress; None until every shard has welcomed this worker."""
-        return self._clock
+        self._actions: list[ClientAction] = []  # of the call in hand
 
     @property
     def welcomed_epoch(self) -> int | None:
@@ -169,7 +166,7 @@ class ClientCore:
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
-        """The shards whose answer is awaited, for status and hang reports."""
+        """The shards whose answer is awaited: requested rows during an update, else a welcome or parameters."""
         if self._left:
             return ()
         if self._computing is not None:
@@ -177,18 +174,9 @@ class ClientCore:
         return tuple(shard.index for shard in self._shards if not shard.welcome or shard.read is not None)
 
     @property
-    def awaits_rows(self) -> bool:
-        """Whether requested rows are still outstanding."""
-        return not self._left and any(shard.rows is not None for shard in self._shards)
-
-    @property
     def rows_versions(self) -> tuple[int, ...]:
         """By shard: the version of the rows that were read for the update in progress; -1 for none."""
         return tuple(shard.rows_version for shard in self._shards)
-
-    def holds(self, shard: int) -> bool:
-        """Whether the gradient last pushed to `shard` may have to be sent again."""
-        return self._shards[shard].push is not None
 
     def awaits(self, message: Parameters | RowValues, source: int) -> bool:
         """Whether this is the awaited answer; the payload of any other must not overwrite what was read."""
@@ -204,40 +192,40 @@ class ClientCore:
         self._view_epoch = view.epoch
         for place in (*view.slots, *view.retiring):
             if place.slot == self.slot and place.member > self.member:
-                return self._fenced(place.member)
-        actions: list[ClientAction] = []
+                return self.handle(Fenced(shard=LEAD, slot=self.slot, holder=place.member), LAUNCHER)
         for serving in view.shards:
-            actions += self._follow(self._shards[serving.shard], serving)
-        return actions
+            shard = self._shards[serving.shard]
+            if serving.primary != shard.primary:
+                shard.primary, shard.greeted, shard.welcome = serving.primary, False, False
+                if shard.primary:
+                    self._greet(shard)
+        return self._done()
 
     def handle(self, message: Message, source: int) -> list[ClientAction]:
         """Handle a message from member `source`; messages of former primaries are ignored."""
         if self._left:
             return []
-        if isinstance(message, Fenced):
-            return self._fenced(message.holder) if message.holder > self.member else []
-        if not isinstance(message, _OF_A_SHARD):
-            raise ManyhandsError(
-                f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
-            )
-        shard = self._shards[message.shard]
-        if source != shard.primary:
-            return []
         match message:
             case Parameters():
-                return self._parameters(shard, message) if self.awaits(message, source) else []
-            case Welcome():
-                return self._welcomed(shard, message)
+                if self.awaits(message, source):
+                    self._parameters(self._shards[message.shard], message)
+            case Fenced():
+                if message.holder > self.member:
+                    who = f"member {message.holder}; this one is {self.member}"
+                    self._leave(Reason.FENCED, f"slot {self.slot} is held by {who}")
             case RowValues():
                 if self.awaits(message, source):
+                    shard = self._shards[message.shard]
                     shard.rows, shard.rows_version = None, message.version
-                return []
-            case RowsUnknown():
-                return self._name_again(shard, message)
-            case Refused():
-                return self._refused(shard, message)
-            case NotPrimary():
-                return self._not_primary(shard)
+            case Welcome() | RowsUnknown() | Refused() | NotPrimary():
+                shard = self._shards[message.shard]
+                if source == shard.primary:
+                    self._hear_primary(shard, message)
+            case _:
+                raise ManyhandsError(
+                    f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
+                )
+        return self._done()
 
     def read_rows(self, shards: Collection[int], whole: bool = False) -> list[ClientAction]:
         """Request table rows from these shards, and none from the others; called between Compute and `computed`.
@@ -249,15 +237,14 @@ class ClientCore:
             return []
         if work is None:
             raise ManyhandsError(f"worker {self.slot} reads rows for nothing that it was asked to compute")
-        actions: list[ClientAction] = []
         for shard in self._shards:
             shard.rows, shard.rows_version = None, -1
             if shard.index in shards:
                 shard.rows = ReadRows(
                     shard=shard.index, slot=self.slot, member=self.member, clock=work.clock, whole=whole
                 )
-                actions += self._send_rows(shard)
-        return actions
+                self._send(shard, shard.rows)
+        return self._done()
 
     def computed(self, *, weight: float, skip: bool = False) -> list[ClientAction]:
         """Push the gradient of the last Compute; `weight` is its share of the batch.
@@ -269,15 +256,14 @@ class ClientCore:
             return []
         if work is None:
             raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
-        clock = work.clock
-        self._clock = clock + 1
-        self._out = not self._confirms
-        actions: list[ClientAction] = []
+        slot, member, clock, pulls = self.slot, self.member, work.clock, not self._confirms
+        self.clock = clock + 1
+        self._out = pulls
         for shard in self._in_round:
             shard.push = Push(
                 shard.index,
-                self.slot,
-                self.member,
+                slot,
+                member,
                 clock,
                 shard.version,
                 work.batch,
@@ -287,201 +273,170 @@ class ClientCore:
                 skip,
                 shard.term,
                 shard.rows_version,
-                not self._confirms,
+                pulls,
             )
-            shard.rows_version, shard.pushed = -1, False
-            shard.read = Read(shard.index, self.slot, self.member, clock + 1)
-            actions += self._send_push(shard)
-        return [*actions, *self._flush()] if self._confirms else actions
-
-    def _flush(self) -> list[ClientAction]:
-        """Request the `flushed` call, once every push has been sent."""
-        return [] if self._out or not all(shard.pushed for shard in self._shards) else [Flush()]
+            shard.rows_version = -1
+            shard.read = Read(shard.index, slot, member, clock + 1)
+            shard.pushed = shard.welcome
+            self._send(shard, shard.push)
+        if not pulls and all(shard.pushed for shard in self._shards):
+            self._actions.append(Flush())
+        return self._done()
 
     def flushed(self) -> list[ClientAction]:
         """Send the next reads: everything sent before the last Flush will arrive."""
-        if self._left or self._out:
-            return []
-        self._out = True
-        return [action for shard in self._shards for action in self._send_read(shard)]
+        if not self._left and not self._out:
+            self._out = True
+            for shard in self._shards:
+                self._send_read(shard)
+        return self._done()
 
     def again(self, shard: int) -> list[ClientAction]:
         """Greet the primary of `shard` again after a Wait, unless a view has already led to that."""
         place = self._shards[shard]
-        return [] if self._left or place.greeted or not place.primary else self._greet(place)
+        if not self._left and not place.greeted and place.primary:
+            self._greet(place)
+        return self._done()
 
-    # ── shards come and go ────────────────────────────────────────────────────────────────────────────────────────────
+    def _done(self) -> list[ClientAction]:
+        actions, self._actions = self._actions, []
+        return actions
 
-    def _follow(self, shard: _Shard, serving: ShardView) -> list[ClientAction]:
-        if serving.primary == shard.primary:
-            return []
-        shard.primary, shard.greeted, shard.welcome = serving.primary, False, False
-        return self._greet(shard) if shard.primary else []
+    # ── what a primary is told ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _greet(self, shard: _Shard) -> list[ClientAction]:
+    def _send(self, shard: _Shard, message: Message | None) -> None:
+        """Send what is outstanding to the primary of a shard, once it has welcomed us; until then it is kept."""
+        if shard.welcome and message is not None:
+            self._actions.append(SendMessage(shard.primary, message))
+
+    def _greet(self, shard: _Shard) -> None:
         shard.greeted = True
         hello = Hello(shard=shard.index, slot=self.slot, member=self.member, settled=shard.settled)
-        return [SendMessage(to=shard.primary, message=hello)]
+        self._actions.append(SendMessage(shard.primary, hello))
 
-    def _not_primary(self, shard: _Shard) -> list[ClientAction]:
-        if not shard.greeted:
-            return []  # several messages to a former primary each get this answer; only the first counts
-        shard.greeted, shard.welcome = False, False
-        return [Wait(shard=shard.index)]
+    def _send_read(self, shard: _Shard, clock: int | None = None) -> None:
+        """Send the outstanding Read, or a new one for `clock`, unless it goes with an outstanding push."""
+        if clock is not None:
+            shard.read = Read(shard.index, self.slot, self.member, clock)
+        if self._out and (shard.push is None or not shard.push.pulls):
+            self._send(shard, shard.read)
 
-    def _welcomed(self, shard: _Shard, message: Welcome) -> list[ClientAction]:
+    # ── what a primary says ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear_primary(self, shard: _Shard, message: Welcome | RowsUnknown | Refused | NotPrimary) -> None:
+        push = shard.push
+        match message:
+            case Welcome():
+                self._welcomed(shard, message)
+            case RowsUnknown(
+                clock=clock
+            ):  # resend the message that named a row set which the shard does not know
+                if shard.rows is not None and shard.rows.clock == clock:
+                    self._send(shard, shard.rows)
+                elif push is not None and push.clock == clock:
+                    self._send(shard, push)
+            case NotPrimary():
+                if (
+                    shard.greeted
+                ):  # several messages to a former primary each get this answer; only the first counts
+                    shard.greeted, shard.welcome = False, False
+                    self._actions.append(Wait(shard=shard.index))
+            case Refused(clock=clock, reason=reason):
+                if push is None or push.clock != clock or push.skip:
+                    return
+                if self._skip_nonfinite:
+                    shard.push = push._replace(skip=True)
+                    self._send(shard, shard.push)
+                else:
+                    where = f"update {clock} of worker {self.slot} (batch {push.batch})"
+                    self._leave(Reason.REFUSED, f"shard {shard.index} refused {where}: {reason}")
+
+    def _welcomed(self, shard: _Shard, message: Welcome) -> None:
         if shard.welcome or not shard.greeted or message.next_clock < shard.settled:
-            return []  # a stale answer to an earlier Hello: this worker has advanced since
+            return  # a stale answer to an earlier Hello: this worker has advanced since
         shard.welcome, shard.next_clock = True, message.next_clock
         shard.arrived = max(message.arrived, message.next_clock)
-        if self._relied_on(shard):
-            self._begin_again()
-        if self._clock is None:
-            return self._start() if all(place.welcome for place in self._shards) else []
-        actions = [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard), *self._flush()]
-        done = self._shards[LEAD].work.kind in (WorkKind.FINISHED, WorkKind.RETIRED)
-        return [*actions, *self._go_on()] if done else actions
-
-    def _relied_on(self, shard: _Shard) -> bool:
-        """Whether this worker read for a clock beyond what has arrived at `shard`: a dead server lost the push."""
         awaited = shard.read if shard.push is None and self._confirms else None
-        return awaited is not None and shard.arrived < awaited.clock
+        if awaited is not None and shard.arrived < awaited.clock:
+            # We read for a clock beyond what has arrived there: a dead server lost the push. Begin again.
+            self.clock = None
+            for place in self._shards:
+                place.read = None
+        if self.clock is None:
+            if all(place.welcome for place in self._shards):
+                # Begin at the lowest clock that has not arrived at some shard.
+                self.clock = min(place.arrived for place in self._shards)
+                for place in self._shards:
+                    place.settled = min(self.clock, place.next_clock)
+                    self._send_read(place, self.clock)
+            return
+        if shard.push is not None:
+            shard.pushed = True
+            self._send(shard, shard.push)
+        self._send_read(shard)
+        self._send(shard, shard.rows)
+        if not self._out and all(place.pushed for place in self._shards):
+            self._actions.append(Flush())
+        if self._shards[LEAD].work.kind in _LEAVES:
+            self._go_on()
 
-    def _begin_again(self) -> None:
-        self._clock = None
-        for shard in self._shards:
-            shard.read = None
-
-    def _start(self) -> list[ClientAction]:
-        """Begin at the lowest clock that has not arrived at some shard; every shard has welcomed this worker."""
-        self._clock = min(shard.arrived for shard in self._shards)
-        actions: list[ClientAction] = []
-        for shard in self._shards:
-            shard.settled = min(self._clock, shard.next_clock)
-            actions += self._ask(shard, self._clock)
-        return actions
-
-    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, shard: _Shard, clock: int) -> list[ClientAction]:
-        shard.read = Read(shard=shard.index, slot=self.slot, member=self.member, clock=clock)
-        return self._send_read(shard)
-
-    def _send_read(self, shard: _Shard) -> list[ClientAction]:
-        """Send the outstanding Read, unless it goes with an outstanding push."""
-        if shard.read is None or not shard.welcome or not self._out:
-            return []
-        return [] if shard.push is not None and shard.push.pulls else [SendMessage(shard.primary, shard.read)]
-
-    def _send_rows(self, shard: _Shard) -> list[ClientAction]:
-        if shard.rows is None or not shard.welcome:
-            return []
-        return [SendMessage(to=shard.primary, message=shard.rows)]
-
-    def _name_again(self, shard: _Shard, message: RowsUnknown) -> list[ClientAction]:
-        """Resend the message that named a row set which the shard does not know."""
-        if shard.rows is not None and shard.rows.clock == message.clock:
-            return self._send_rows(shard)
-        if shard.push is not None and shard.push.clock == message.clock:
-            return self._send_push(shard)
-        return []
-
-    def _send_push(self, shard: _Shard) -> list[ClientAction]:
-        if shard.push is None or not shard.welcome:
-            return []
-        shard.pushed = True
-        return [SendMessage(shard.primary, shard.push)]
-
-    def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
+    def _parameters(self, shard: _Shard, message: Parameters) -> None:
+        """Take the awaited answer of a shard; the lead's says which clock comes next."""
+        work, shards = message.work, self._shards
         shard.settled = max(shard.settled, message.clock)
-        shard.version, shard.term, shard.work = message.version, message.term, message.work
+        shard.version, shard.term, shard.work = message.version, message.term, work
         shard.push = shard.read = None
         if shard.index == LEAD:
-            self._clock = self._next_clock(shard, message.work)
-        actions: list[ClientAction] = []
-        for place in self._shards:
-            if place.read is None and self._clock is not None and place.settled < self._clock:
-                actions += self._go_ahead(place, self._clock)
-        actions += self._go_on()
-        return actions
+            self.clock = work.clock
+            if work.kind is not WorkKind.AHEAD:
+                self.clock = shard.settled = max(shard.settled, work.clock)
+                if work.kind is not WorkKind.TRAIN:  # no shard will be sent the clocks before this
+                    self.clock = max(self.clock, *(place.next_clock for place in shards))
+        for place in shards:
+            if place.read is None and self.clock is not None and place.settled < self.clock:
+                # Tell a shard that answered an earlier clock where we are, and read for that clock. The updates in
+                # between will never be sent: a step was taken without them, or a shard was restored from before them.
+                # Since the shard has answered, everything pushed to it is settled.
+                place.settled = self.clock
+                if place.greeted:
+                    self._greet(place)
+                self._send_read(place, self.clock)
+        self._go_on()
 
-    def _go_on(self) -> list[ClientAction]:
+    def _go_on(self) -> None:
         """Execute the lead's answer once every shard has answered.
 
         Leaving additionally requires a welcome from every shard: a shard restored meanwhile must learn from this
         worker what it has lost.
         """
-        work = self._shards[LEAD].work
-        for shard in self._shards:
+        shards, work = self._shards, self._shards[LEAD].work
+        for shard in shards:
             if shard.read is not None:
-                return []
-        if work.kind is not WorkKind.TRAIN:
-            return self._begin(work) if all(shard.welcome for shard in self._shards) else []
-        return self._ask_again(work.clock) or self._begin(work)
-
-    def _ask_again(self, clock: int) -> list[ClientAction]:
-        """Read once more from a shard that, by an older slot table, answered without waiting for the others.
-
-        At most once per clock: the lead answers when all shards know its table. A shard that repeats its answer
-        is newer than a lead that was restored since, and will not count the update.
-        """
-        actions: list[ClientAction] = []
-        for shard in self._shards:
-            leaves = shard.work.kind in (WorkKind.FINISHED, WorkKind.RETIRED)
-            if shard.index != LEAD and leaves and shard.asked_again < clock:
-                shard.asked_again = clock
-                actions += self._ask(shard, clock)
-        return actions
-
-    def _next_clock(self, lead: _Shard, work: Work) -> int:
-        """The clock to continue with after the lead's answer."""
-        if work.kind is WorkKind.AHEAD:
-            return work.clock
-        lead.settled = max(lead.settled, work.clock)
+                return
         if work.kind is WorkKind.TRAIN:
-            return lead.settled
-        return max(
-            lead.settled, *(shard.next_clock for shard in self._shards)
-        )  # no shard will be sent the clocks before this
-
-    def _go_ahead(self, shard: _Shard, clock: int) -> list[ClientAction]:
-        """Tell a shard that answered an earlier clock where this worker is, and read for that clock.
-
-        The updates in between will never be sent: a step was taken without them, or a shard was restored from
-        before them. Since the shard has answered, everything pushed to it is settled.
-        """
-        shard.settled = clock
-        return [*(self._greet(shard) if shard.greeted else []), *self._ask(shard, clock)]
-
-    def _begin(self, work: Work) -> list[ClientAction]:
-        match work.kind:
-            case WorkKind.TRAIN:
+            # Read once more from a shard that, by an older slot table, answered without waiting for the others. At most
+            # once per clock: the lead answers when all shards know its table. A shard that repeats its answer is newer
+            # than a lead that was restored since, and will not count the update.
+            asked = [
+                shard
+                for shard in shards
+                if shard.work.kind in _LEAVES and shard.index != LEAD and shard.asked_again < work.clock
+            ]
+            for shard in asked:
+                shard.asked_again = work.clock
+                self._send_read(shard, work.clock)
+            if not asked:
                 self._computing = work
-                return [Compute(work, tuple([shard.version for shard in self._shards]))]
-            case WorkKind.FINISHED:
-                return self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
-            case WorkKind.RETIRED:
-                return self._leave(Reason.RETIRED, f"slot {self.slot} was removed from the run")
-            case WorkKind.UNKNOWN | WorkKind.AHEAD:
-                raise ManyhandsError("the lead shard answered a Read without saying what to do")
+                self._actions.append(Compute(work, tuple([shard.version for shard in shards])))
+        elif not all(shard.welcome for shard in shards):
+            pass
+        elif work.kind is WorkKind.FINISHED:
+            self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
+        elif work.kind is WorkKind.RETIRED:
+            self._leave(Reason.RETIRED, f"slot {self.slot} was removed from the run")
+        else:
+            raise ManyhandsError("the lead shard answered a Read without saying what to do")
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _refused(self, shard: _Shard, message: Refused) -> list[ClientAction]:
-        push = shard.push
-        if push is None or message.clock != push.clock or push.skip:
-            return []
-        if not self._skip_nonfinite:
-            where = f"update {message.clock} of worker {self.slot} (batch {push.batch})"
-            return self._leave(Reason.REFUSED, f"shard {shard.index} refused {where}: {message.reason}")
-        shard.push = push._replace(skip=True)
-        return self._send_push(shard)
-
-    def _fenced(self, holder: int) -> list[ClientAction]:
-        return self._leave(
-            Reason.FENCED, f"slot {self.slot} is held by member {holder}; this one is {self.member}"
-        )
-
-    def _leave(self, reason: Reason, sentence: str) -> list[ClientAction]:
+    def _leave(self, reason: Reason, sentence: str) -> None:
         self._left = True
-        return [Leave(reason=reason, sentence=sentence)]
+        self._actions.append(Leave(reason=reason, sentence=sentence))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.strategies.ps.ps_messages import Chosen, Generation, Update
+from manyhands.strategies.ps.ps_messages import Update
 
 __all__ = ["Decision", "Decisions"]
 
@@ -37,73 +37,36 @@ class Decisions:
         """By follower shard: the last decision it is known to have stored."""
         self._tables: deque[tuple[int, int]] = deque()
         """The decisions about a new slot table that are not stored everywhere yet: (number, first clock)."""
-        self._unkept: deque[Decision] = deque()
+        self.unkept: deque[Decision] = deque()
+        """The decisions that not every shard is known to have stored."""
 
     @property
     def unsure_from(self) -> int:
         """The first clock for which some shard may not know the slots."""
-        return min((start for _, start in self._tables), default=_NEVER)
+        return min(start for _, start in self._tables) if self._tables else _NEVER
 
-    @property
-    def all_kept(self) -> bool:
-        """Whether every shard has stored every decision."""
-        return not self._unkept
-
-    def take(self, step: int, updates: tuple[Update, ...], freely: bool = False) -> Decision:
-        return self._take(step, updates, freely)
-
-    def take_table(self, step: int, start: int) -> Decision:
-        """Make the next decision: a new slot table, which differs from the previous one from clock `start` on."""
-        decision = self._take(step, None, False)
-        if self.kept:
-            self._tables.append((decision.number, start))
-        return decision
-
-    def _take(self, step: int, updates: tuple[Update, ...] | None, freely: bool) -> Decision:
+    def take(self, step: int, updates: tuple[Update, ...] | None, freely: bool = False) -> Decision:
         self.taken += 1
         decision = Decision(number=self.taken, step=step, updates=updates, freely=freely)
         if self.kept:
-            self._unkept.append(decision)
+            self.unkept.append(decision)
+        return decision
+
+    def take_table(self, step: int, start: int) -> Decision:
+        """Make the next decision: a new slot table, which differs from the previous one from clock `start` on."""
+        decision = self.take(step, None)
+        if self.kept:
+            self._tables.append((decision.number, start))
         return decision
 
     def hear(self, shard: int, number: int) -> None:
         """Record that `shard` has stored everything up to `number`, and drop what all shards have."""
         self.kept[shard] = max(self.kept[shard], min(number, self.taken))
         safe = min(self.kept.values())
-        while self._unkept and self._unkept[0].number <= safe:
-            self._unkept.popleft()
+        while self.unkept and self.unkept[0].number <= safe:
+            self.unkept.popleft()
         while self._tables and self._tables[0][0] <= safe:
             self._tables.popleft()
-
-    def missing_at(self, shard: int) -> list[Decision]:
-        """The decisions that `shard` is not known to have stored, in order."""
-        return [decision for decision in self._unkept if decision.number > self.kept[shard]]
-
-    def message(self, shard: int, decision: Decision, term: int, table: tuple[Generation, ...]) -> Chosen:
-        """The message that tells `shard` a decision."""
-        return Chosen(
-            shard=shard,
-            term=term,
-            number=decision.number,
-            kept=self.kept[shard],
-            generations=table,
-            step=decision.step,
-            updates=decision.updates,
-            freely=decision.freely,
-        )
-
-    def greeting(
-        self, shard: int, step: int, term: int, table: tuple[Generation, ...], free: tuple[Update, ...]
-    ) -> Chosen:
-        """The message that tells a new primary of `shard` which state the lead, now at `step`, expects it to be
-        in.
-
-        If the shard is behind that, the `free` updates need no choice any more.
-        """
-        steps = [decision.step for decision in self.missing_at(shard) if decision.updates is not None]
-        first = steps[0] if steps else step
-        known = Decision(number=self.kept[shard], step=first, updates=free, freely=True)
-        return self.message(shard, known, term, table)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -117,7 +80,7 @@ class Decisions:
                     d.freely,
                     None if d.updates is None else [[u.slot, u.clock] for u in d.updates],
                 ]
-                for d in self._unkept
+                for d in self.unkept
             ],
         }
 
@@ -130,5 +93,5 @@ class Decisions:
         book._tables.extend((number, start) for number, start in state["tables"])
         for number, step, freely, updates in state["unkept"]:
             group = None if updates is None else tuple(Update(slot=s, clock=c) for s, c in updates)
-            book._unkept.append(Decision(number=number, step=step, updates=group, freely=freely))
+            book.unkept.append(Decision(number=number, step=step, updates=group, freely=freely))
         return book

@@ -40,10 +40,17 @@ class ShardConfig:
     """Whether this shard decides for all."""
     confirms: bool = field(init=False, repr=False, compare=False)
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
+    chosen: bool = field(init=False, repr=False, compare=False)
+    """Whether the lead chooses the groups of all shards."""
+    chooses: bool = field(init=False, repr=False, compare=False)
+    """Whether this shard is that lead."""
     follows: bool = field(init=False, repr=False, compare=False)
     """Whether another shard chooses its groups."""
+    by_arrival: bool = field(init=False, repr=False, compare=False)
+    """Whether the lead chooses them by the order of arrival alone."""
     stepwise: bool = field(init=False, repr=False, compare=False)
     by_clock: bool = field(init=False, repr=False, compare=False)
+    lag: int | None = field(init=False, repr=False, compare=False)
     copies: bool = field(init=False, repr=False, compare=False)
     """Those of the policy (`outlives_read` as `copies`), which are looked up for every message."""
 
@@ -55,12 +62,17 @@ class ShardConfig:
         if not self.slots or len(set(self.slots)) < len(self.slots) or min(self.slots) < 0:
             raise UserError(f"slots={self.slots} must be at least one, distinct, and not negative")
         set_once = partial(object.__setattr__, self)  # asked several times for every message
-        set_once("leads", self.shard == LEAD)
-        set_once("confirms", self.policy.lockstep and self.num_shards > 1)
-        set_once("follows", self.policy.chosen_by_lead and not self.leads)
-        set_once("stepwise", self.policy.stepwise)
-        set_once("by_clock", self.policy.by_clock)
-        set_once("copies", self.policy.outlives_read)
+        policy, leads = self.policy, self.shard == LEAD
+        set_once("leads", leads)
+        set_once("confirms", policy.lockstep and self.num_shards > 1)
+        set_once("chosen", policy.chosen_by_lead)
+        set_once("chooses", policy.chosen_by_lead and leads)
+        set_once("follows", policy.chosen_by_lead and not leads)
+        set_once("by_arrival", policy.chosen_by_lead and not policy.stepwise)
+        set_once("stepwise", policy.stepwise)
+        set_once("by_clock", policy.by_clock)
+        set_once("lag", policy.lag)
+        set_once("copies", policy.outlives_read)
 
 
 @dataclass(slots=True)
@@ -84,7 +96,6 @@ class Change:
             self.actions.append(Drop(shard=self.shard, slot=push.slot, clock=push.clock))
 
     def log_lost(self, slot: int, first: int, until: int) -> None:
-        """Log that these updates of `slot` are lost."""
         row = LostRow(
             shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, first=first, until=until
         )
@@ -96,7 +107,6 @@ class Change:
         self.actions.append(Log(row=row))
 
     def log_skipped(self, push: Push) -> None:
-        """Log that `push` had nothing to apply."""
         row = SkippedRow(
             shard=self.shard,
             term=self.term,
@@ -161,11 +171,13 @@ class Steps:
 
     def settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         """Count everything of a slot below clock `until` as arrived."""
-        if self._config.stepwise or self._missing:
+        arrived, missing = self._arrived, self._missing
+        if self._config.stepwise:
+            for clock in self._table.owed(record, until):
+                arrived[clock] = arrived.get(clock, 0) + 1
+        if missing:
             clocks = self._table.owed(record, until)
-            for clock in clocks if self._config.stepwise else ():
-                self._arrived[clock] = self._arrived.get(clock, 0) + 1
-            self._missing = {name for name in self._missing if name[0] != slot or name[1] not in clocks}
+            self._missing = {name for name in missing if name[0] != slot or name[1] not in clocks}
         self._table.move(record, max(until, record.next_clock))
         change.moved.append(slot)
 
@@ -224,9 +236,10 @@ class Steps:
         pushes: list[Push] = []
         present: list[int] = []
         for slot, clock in group.updates:
-            push = self._unwait(slot, clock)
+            push = self._waiting.pop((slot, clock), None)
             if push is None:
                 continue
+            table.records[slot].waiting.remove(clock)
             present.append(slot)
             if push.skip:
                 change.log_skipped(push)
@@ -249,12 +262,6 @@ class Steps:
         while self.step < first:
             self._close([], set(self.slots_at(self.step)), change)
 
-    def _unwait(self, slot: int, clock: int) -> Push | None:
-        push = self._waiting.pop((slot, clock), None)
-        if push is not None:
-            self._table.records[slot].waiting.remove(clock)
-        return push
-
     def _apply(self, pushes: list[Push], change: Change) -> None:
         weights = [push.weight for push in pushes]
         if sum(weights) <= 0:  # parts of a batch that has fewer samples than there are workers
@@ -263,15 +270,11 @@ class Steps:
                 change.log_skipped(push)
             return
         staleness = [self.version - push.read_version for push in pushes]
-        if (
-            self.lives
-        ):  # of a version read in an earlier term only what the snapshot kept is part of this history
-            staleness = [
-                max(
-                    stale, *(self.version - kept for term, kept in self.lives if term > push.read_term), stale
-                )
-                for push, stale in zip(pushes, staleness, strict=True)
-            ]
+        if self.lives:
+            # Of a version read in an earlier term only what the snapshot kept is part of this history.
+            for number, push in enumerate(pushes):
+                lost = (self.version - kept for term, kept in self.lives if term > push.read_term)
+                staleness[number] = max(staleness[number], *lost, staleness[number])
         factors, rate = blend(self._config.policy, weights, staleness, pushes[0].parts)
         self.version += 1
         if change.outcome is Outcome.ACCEPTED:
@@ -311,8 +314,9 @@ class Steps:
             if slot in present:
                 continue
             record = self._table.records[slot]
-            push = self._unwait(slot, clock)
+            push = self._waiting.pop((slot, clock), None)
             if push is not None:
+                record.waiting.remove(clock)
                 change.drop(push)
             if slot in wanted:
                 change.log_lost(slot, clock, clock + 1)

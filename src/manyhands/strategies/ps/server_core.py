@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +28,29 @@ from manyhands.strategies.ps.shard_replica import ShardReplica
 
 __all__ = ["ServerCore"]
 
+_OF_WORKERS = (Push, Read, ReadRows, Hello)
+_FOR_SERVERS = (*_OF_WORKERS, Forward, Forwarded, Chosen, Yield)
+
 
 class ServerCore:
     """All shards of which server `member` is a replica; `config` is what they have in common."""
 
-    def __init__(self, config: ShardConfig, member: int) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        member: int,
+        make_replica: Callable[[ShardConfig, int], ShardReplica] = ShardReplica,
+    ) -> None:
         self._config = config
+        self._make_replica = make_replica
         self.member = member
         self.replicas: dict[int, ShardReplica] = {}
 
     @property
     def awaited_member(self) -> int | None:
         """The worker whose missing update holds reads back, if any."""
-        awaited = (replica.awaited_member for replica in self.replicas.values())
-        return next((member for member in awaited if member is not None), None)
+        serving = (replica.serving for replica in self.replicas.values() if replica.serving is not None)
+        return next((one.awaited_member for one in serving if one.awaited_member is not None), None)
 
     def restore(self, shard: int, state: dict[str, Any] | None) -> None:
         """Go back to a snapshot (None: to the start), before the view that makes this server primary of `shard`."""
@@ -61,27 +71,23 @@ class ServerCore:
 
     def handle(self, message: Message, sender: int) -> list[Action]:
         """The actions for a message of member `sender`."""
-        match message:
-            case Push() | Read() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
-                replica = self.replicas.get(message.shard)
-            case ChosenKept():
-                replica = self.replicas.get(LEAD)
-            case View():
-                return self.view(message)
-            case Install():
-                replica = self._replica(message.shard)
-            case _:
-                raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
+        if isinstance(message, _FOR_SERVERS):
+            replica = self.replicas.get(message.shard)
+        elif isinstance(message, ChosenKept):  # of another shard, for the lead
+            replica = self.replicas.get(LEAD)
+        elif isinstance(message, Install):
+            replica = self._replica(message.shard)
+        elif isinstance(message, View):
+            return self.view(message)
+        else:
+            raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
         if replica is not None:
             return replica.handle(message, sender)
-        if isinstance(message, Hello | Read | ReadRows | Push):
-            return [SendMessage(to=sender, message=NotPrimary(shard=message.shard, epoch=-1))]
+        if isinstance(message, _OF_WORKERS):
+            return [SendMessage(sender, NotPrimary(shard=message.shard, epoch=-1))]
         return []  # of a part in the shard that this server does not have yet, or had in an earlier life
 
     def _replica(self, shard: int) -> ShardReplica:
         if shard not in self.replicas:
-            self.replicas[shard] = self._make_replica(replace(self._config, shard=shard))
+            self.replicas[shard] = self._make_replica(replace(self._config, shard=shard), self.member)
         return self.replicas[shard]
-
-    def _make_replica(self, config: ShardConfig) -> ShardReplica:
-        return ShardReplica(config, self.member)

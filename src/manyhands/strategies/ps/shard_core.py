@@ -14,7 +14,7 @@ and answers no read from that clock on until all other shards have stored the ta
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
+from collections.abc import Iterable
 from typing import Any
 
 from manyhands.strategies.common.consistency import Group
@@ -34,61 +34,40 @@ from manyhands.strategies.ps.ps_messages import (
     SlotsChanged,
     Update,
     UpdatesLost,
-    Work,
     WorkKind,
 )
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
+from manyhands.strategies.ps.work_plan import WorkPlan
 
-__all__ = ["Hold", "ShardConfig", "ShardCore"]
+__all__ = ["ShardCore"]
+
 
 _TRAIN = WorkKind.TRAIN
-_UNKNOWN = Work(WorkKind.UNKNOWN)
-
-
-class Hold(IntEnum):  # its members are keys: an int's hash is C's
-    """Why a read cannot be answered yet."""
-
-    OWN = auto()
-    """The slot's earlier updates are not settled here, or wait for their step if the policy includes them."""
-    OTHERS = auto()
-    """Updates of other slots are missing that the consistency requires."""
-    SHARDS = auto()
-    """Not every other shard has stored a decision: a slot change at or before this clock, or the last steps."""
-    BATCH = auto()
-    """No batch has been assigned to it."""
 
 
 class ShardCore:
-    """The replicated state of one shard."""
+    """The replicated state of one shard.
 
-    def __init__(self, config: ShardConfig) -> None:
+    With `batches` it continues after so many batches were trained, for example by another strategy: versions continue
+    from there; where steps go by clock, clocks do too.
+    """
+
+    def __init__(self, config: ShardConfig, batches: int = 0) -> None:
         self.config = config
         self.sequence = 0
         self.term = 0
-        self.table = SlotTable(config.slots)
+        start = batches if config.stepwise else 0
+        self.table = SlotTable(config.slots, start, batches)
         self.steps = Steps(config, self.table)
+        self.steps.version, self.steps.step = batches, start
         self.decisions = Decisions(range(1, config.num_shards) if config.leads else ())
         """At the lead: its decisions for all shards."""
+        self.work = WorkPlan(config, self.table, self.steps, self.decisions)
+        self.work.next_batch = batches
         self.awaiting: set[int] = set()
         """Shards whose answer is required after a restore, before anything new may happen here."""
         self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
         self._heard_term = 0  # at another shard: the highest term in which it heard from the lead
-        self._next_batch = 0
-        self._open: set[int] = set()  # slots that were given a batch and have not settled it
-
-    @classmethod
-    def after(cls, config: ShardConfig, batches: int) -> ShardCore:
-        """A shard that continues after the first `batches` batches were trained, for example by another strategy.
-
-        Versions continue from there; where steps go by clock, clocks do too.
-        """
-        core = cls(config)
-        start = batches if config.stepwise else 0
-        core.table = SlotTable(config.slots, start, batches)
-        core.steps = Steps(config, core.table)
-        core.steps.version, core.steps.step = batches, start
-        core._next_batch = batches
-        return core
 
     # ── what a replica asks ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,36 +76,12 @@ class ShardCore:
         """The number of optimizer steps taken."""
         return self.steps.version
 
-    @property
-    def mark(self) -> int:
-        """How far all slots have come; reads wait for it."""
-        return self.steps.step if self.config.stepwise else self.table.floor
-
-    @property
-    def concluded(self) -> bool:
-        """At the lead: whether every possible step is taken, and every other shard has stored the decisions."""
-        if not self.config.policy.chosen_by_lead:
-            return True
-        return not self.steps.num_waiting and self.decisions.all_kept
-
     def next_clock(self, slot: int) -> int | None:
         """The lowest clock that the slot has not settled here; None for an unknown slot."""
         record = self.table.records.get(slot)
         if record is not None:
             return record.next_clock
         return None if self.config.by_clock or self.config.leads else 0
-
-    def owed_until(self, last: Update) -> int:
-        """The clock below which a slot's updates will never be sent, as its worker left before update `last`.
-
-        This extends as far as any slot has come: a restored shard may distribute the batches differently than
-        before.
-        """
-        clock = max(last.clock, self.next_clock(last.slot) or 0)
-        if self.config.by_clock:
-            while clock < self.table.top and self._place(last.slot, clock).kind is _TRAIN:
-                clock += 1
-        return clock
 
     def outcome_of(self, slot: int, clock: int) -> Outcome | None:
         """The outcome of a settled update; None if it is not settled."""
@@ -136,95 +91,47 @@ class ShardCore:
         late = clock <= record.late and (clock not in record.recent or clock in record.lost)
         return Outcome.LATE if late else Outcome.DUPLICATE
 
-    def answer(self, slot: int, clock: int) -> Work | Hold:
-        """The work with which to answer a read of a known slot, or why it has to wait."""
-        config, record = self.config, self.table.records.get(slot)
-        own = 0 if record is None else record.next_clock
-        if record is not None and config.policy.includes_own(len(self.table.active)):
-            own = record.chosen
-        if own < clock:
-            return Hold.OWN
-        if config.leads and record is not None:
-            if clock >= record.next_clock or clock in record.recent:
-                return self._lead_answer(slot, record, clock)
-            answer = self._lead_answer(slot, record, record.next_clock)
-            if isinstance(answer, Hold):  # to be told now: other shards may wait for what is lost
-                return Work(WorkKind.AHEAD, record.next_clock)
-            return answer
-        # Another shard predicts the lead's answer from the slot table alone, which may be outdated. A worker that
-        # does not train any more does not wait for others. The answer says so, and the worker asks again if the
-        # lead, by a newer table, lets it train after all.
-        if not config.by_clock:
-            return _UNKNOWN
-        work = self._place(slot, clock)
-        if work.kind is not _TRAIN:
-            return work
-        return Hold.OTHERS if self._lacks_others(clock) else _UNKNOWN
-
-    def _lead_answer(self, slot: int, record: SlotRecord, clock: int) -> Work | Hold:
-        """The lead's answer to a read of a clock that is not settled."""
-        config = self.config
-        if config.by_clock:
-            work = self._place(slot, clock)
-            if work.kind is _TRAIN:
-                if self._lacks_others(clock):
-                    return Hold.OTHERS
-                return Hold.SHARDS if clock >= self.decisions.unsure_from else work
-            if work.kind is WorkKind.RETIRED:
-                return work
-        elif clock in record.recent:
-            return Work(_TRAIN, clock, record.recent[clock])
-        elif not self.table.is_active(slot):
-            # Near the end the worker of a removed slot may be the last one, and then waits like any other.
-            last = self._next_batch >= config.steps and not self.concluded
-            return Hold.SHARDS if last else Work(WorkKind.RETIRED, clock)
-        elif self._next_batch < config.steps:
-            return Hold.BATCH
-        # The run ends with its last worker: none is released while another shard might never learn of the last steps.
-        return Work(WorkKind.FINISHED, clock) if self.concluded else Hold.SHARDS
-
-    def _lacks_others(self, clock: int) -> bool:
-        """Whether updates are missing that a read must include."""
-        lag = self.config.policy.lag
-        return lag is not None and self.mark < clock - lag
-
-    def _place(self, slot: int, clock: int) -> Work:
-        rank = self.table.rank_at(slot, clock)
-        if rank is None:
-            return Work(WorkKind.RETIRED, clock)
-        generation = self.table.generation_at(clock)
-        first = (generation.start, generation.base)
-        place = self.config.policy.place(rank, len(generation.slots), clock, first)
-        if place.batch >= self.config.steps:
-            return Work(WorkKind.FINISHED, clock)
-        return Work(_TRAIN, clock, place.batch, place.part, place.parts)
-
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
 
-    def messages_to(self, shard: int, decisions: list[Decision]) -> list[Chosen]:
-        """The messages that tell another shard these decisions of the lead."""
+    def messages_to(self, shard: int, decisions: Iterable[Decision], epoch: int) -> list[Chosen]:
+        """The messages that tell another shard these decisions of the lead, whose epoch this is."""
         table = () if self.awaiting else tuple(self.table.generations)
-        return [self.decisions.message(shard, decision, self.term, table) for decision in decisions]
+        return [
+            Chosen(
+                shard=shard,
+                term=self.term,
+                number=decision.number,
+                kept=self.decisions.kept[shard],
+                generations=table,
+                step=decision.step,
+                updates=decision.updates,
+                freely=decision.freely,
+                epoch=epoch,
+            )
+            for decision in decisions
+        ]
 
-    def greetings_to(self, shard: int) -> list[Chosen]:
+    def greetings_to(self, shard: int, epoch: int) -> list[Chosen]:
         """The messages that tell a new primary of another shard everything it may lack.
 
-        Where arrival decides, that is by slot the last update that is decided here, given what `shard` is believed
-        to have stored: it will not be chosen again. Where steps go by clock, the clock of the next one implies it.
+        The first says which state the lead expects it to be in. If the shard is behind that, the updates in it need no
+        choice any more: where arrival decides, by slot the last update that is decided here, given what `shard` is
+        believed to have stored. Where steps go by clock, the clock of the next one implies it.
         """
-        missing = self.decisions.missing_at(shard)
+        stored = self.decisions.kept[shard]
+        missing = [decision for decision in self.decisions.unkept if decision.number > stored]
         until: dict[int, int] = {}
-        if self.config.policy.chosen_by_lead and not self.config.stepwise:
+        if self.config.by_arrival:
             until = {slot: record.chosen for slot, record in sorted(self.table.records.items())}
             for decision in missing:
                 for update in (decision.updates or ()) if not decision.freely else ():
                     until[update.slot] = min(until[update.slot], update.clock)
         free = tuple(Update(slot=slot, clock=clock - 1) for slot, clock in until.items() if clock)
-        table = () if self.awaiting else tuple(self.table.generations)
-        greeting = self.decisions.greeting(shard, self.steps.step, self.term, table, free)
-        return [greeting, *self.messages_to(shard, missing)]
+        step = next((one.step for one in missing if one.updates is not None), self.steps.step)
+        known = Decision(number=stored, step=step, updates=free, freely=True)
+        return self.messages_to(shard, [known, *missing], epoch)
 
-    def kept_answer(self, asks: bool = False) -> ChosenKept:
+    def kept_answer(self, epoch: int, *, asks: bool = False) -> ChosenKept:
         """The message that tells the lead which decisions are durable here, and requests the others."""
         term, number = self._decided
         return ChosenKept(
@@ -233,8 +140,9 @@ class ShardCore:
             number=number,
             generations=tuple(self.table.generations),
             top_clock=self.table.top,
-            top_batch=self._next_batch,
+            top_batch=self.work.next_batch,
             asks=asks,
+            epoch=epoch,
         )
 
     def is_old(self, chosen: Chosen) -> bool:
@@ -244,8 +152,21 @@ class ShardCore:
 
     # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open_log(self) -> list[Action]:
-        return [self._slots_row(generation) for generation in self.table.generations]
+    def open_log(self, first: int = 0) -> list[Action]:
+        """Rows of the log for the generations of slots from the `first` on."""
+        return [
+            Log(
+                row=SlotsRow(
+                    shard=self.config.shard,
+                    term=self.term,
+                    sequence=self.sequence,
+                    start=generation.start,
+                    base=generation.base,
+                    slots=generation.slots,
+                )
+            )
+            for generation in self.table.generations[first:]
+        ]
 
     def restore(self, term: int) -> list[Action]:
         """Continue from a snapshot in a new term; other shards may know more, and must be heard first."""
@@ -265,7 +186,8 @@ class ShardCore:
             case Push():
                 self._push(entry, change)
             case Assigned():
-                self._assign(entry, change)
+                self.work.assign(entry)
+                change.moved.append(entry.slot)
             case Chosen():
                 self._follow(entry, change)
             case ChosenKept():
@@ -276,13 +198,12 @@ class ShardCore:
                 self._lose(entry, change)
             case Closing():
                 pass
-        drained = self._next_batch >= config.steps and not self._open
-        steps.drained = drained or isinstance(entry, Closing)
+        steps.drained = self.work.is_drained or isinstance(entry, Closing)
         follows_clock = config.follows and config.stepwise
         if follows_clock:
             steps.skip_lost_steps(change)
         while (group := steps.next_group()) is not None:
-            if config.leads and config.policy.chosen_by_lead:
+            if config.chooses:
                 updates = tuple(Update(slot=slot, clock=clock) for slot, clock in group.updates)
                 change.decisions.append(self.decisions.take(group.step, updates))
             steps.take(group, change)
@@ -298,10 +219,10 @@ class ShardCore:
             change.drop(push)
             return
         record = self.table.record(slot)
-        self._next_batch = max(self._next_batch, push.batch + 1)
+        self.work.next_batch = max(self.work.next_batch, push.batch + 1)
         # One that was begun before a restore may have no place in this run, if the slots changed earlier this time:
         # its slot ends before it, or others have its batch. No read waited for it.
-        if clock >= record.end or (self.config.by_clock and self._place(slot, clock).kind is not _TRAIN):
+        if clock >= record.end or (self.config.by_clock and self.work.place(slot, clock).kind is not _TRAIN):
             self._settle(slot, record, clock + 1, change)
             change.outcome = Outcome.LATE
             change.drop(push)
@@ -313,8 +234,8 @@ class ShardCore:
 
     def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         self.steps.settle(slot, record, until, change)
-        if slot in self._open and not any(clock >= until for clock in record.recent):
-            self._open.discard(slot)
+        if slot in self.work.open and not any(clock >= until for clock in record.recent):
+            self.work.open.discard(slot)
 
     def _lose(self, lost: UpdatesLost, change: Change) -> None:
         record = self.table.record(lost.slot)
@@ -328,22 +249,10 @@ class ShardCore:
             first = max(first, record.end)
         if first < until:
             change.log_lost(lost.slot, first, until)
-        if self.config.policy.chosen_by_lead and not self.config.stepwise and self.config.leads:
+        if self.config.chooses and not self.config.stepwise:
             # Release them at the other shards without a group; here they were chosen already.
             update = Update(slot=lost.slot, clock=until - 1)
             change.decisions.append(self.decisions.take(self.steps.step, (update,), freely=True))
-
-    def _assign(self, assigned: Assigned, change: Change) -> None:
-        slot, clock = assigned
-        record = self.table.record(slot)
-        change.moved.append(slot)
-        if clock in record.recent or self._next_batch >= self.config.steps:
-            return
-        if not self.table.is_active(slot):
-            return  # removed while this was on its way to the backup
-        record.remember(clock, self._next_batch)
-        self._next_batch += 1
-        self._open.add(slot)
 
     def _change_slots(self, entry: SlotsChanged, change: Change) -> None:
         last = self.table.generations[-1]
@@ -357,12 +266,12 @@ class ShardCore:
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
         """Adopt the generations that a longer slot table adds."""
-        known = set(self.table.records)
-        for generation in generations[len(self.table.generations) :]:
-            change.moved.extend(self.table.active)
+        known, first = set(self.table.records), len(self.table.generations)
+        for generation in generations[first:]:
+            change.moved += self.table.active
             self.table.append(generation)
-            change.moved.extend(generation.slots)
-            change.actions.append(self._slots_row(generation))
+            change.moved += generation.slots
+        change.actions += self.open_log(first)
         # A new slot begins at the next step: earlier ones were closed without it, and do not wait for it. This happens
         # when a restored shard learned from workers how far they were, before the lead, restored too, did.
         for slot in sorted(self.table.records.keys() - known) if self.config.stepwise else ():
@@ -373,30 +282,17 @@ class ShardCore:
                 self.table.move(record, missed.stop)
                 change.log_lost(slot, missed.start, missed.stop)
 
-    def _slots_row(self, generation: Generation) -> Log:
-        return Log(
-            row=SlotsRow(
-                shard=self.config.shard,
-                term=self.term,
-                sequence=self.sequence,
-                start=generation.start,
-                base=generation.base,
-                slots=generation.slots,
-            )
-        )
-
     def _hear(self, kept: ChosenKept, change: Change) -> None:
         """At the lead: record what another shard has stored."""
         was_awaiting = bool(self.awaiting)
         self.awaiting.discard(kept.shard)
         self.table.top = max(self.table.top, kept.top_clock)
-        self._next_batch = max(self._next_batch, kept.top_batch)
+        self.work.next_batch = max(self.work.next_batch, kept.top_batch)
         self._adopt(kept.generations, change)
         if kept.term == self.term:
             self.decisions.hear(kept.shard, kept.number)
-        if (
-            was_awaiting and not self.awaiting
-        ):  # what one of them knew, the others have to keep before it counts
+        if was_awaiting and not self.awaiting:
+            # What one of them knew, the others have to keep before it counts.
             change.decisions.append(self.decisions.take_table(self.steps.step, 0))
 
     def _follow(self, chosen: Chosen, change: Change) -> None:
@@ -439,8 +335,8 @@ class ShardCore:
             "awaiting": sorted(self.awaiting),
             "decided": list(self._decided),
             "heard_term": self._heard_term,
-            "next_batch": self._next_batch,
-            "open": sorted(self._open),
+            "next_batch": self.work.next_batch,
+            "open": sorted(self.work.open),
         }
 
     @classmethod
@@ -451,10 +347,9 @@ class ShardCore:
         core.table = SlotTable.from_state(state["table"])
         core.steps = Steps.from_state(config, core.table, state["steps"])
         core.decisions = Decisions.from_state(state["decisions"])
+        core.work = WorkPlan(config, core.table, core.steps, core.decisions)
+        core.work.next_batch, core.work.open = state["next_batch"], set(state["open"])
         core.awaiting = set(state["awaiting"])
-        term, number = state["decided"]
-        core._decided = (term, number)
+        core._decided = tuple(state["decided"])
         core._heard_term = state["heard_term"]
-        core._next_batch = state["next_batch"]
-        core._open = set(state["open"])
         return core

@@ -27,7 +27,7 @@ from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, Table
 from manyhands.strategies.ps.shard_state import ShardState
 
-__all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "is_hooked"]
+__all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "byte_view", "is_hooked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,17 @@ class Contribution:
     borrows: bool = False
     """Whether the rows lie in memory that is valid only while the message with them is handled."""
 
+    at: tuple[int, int] = field(init=False)
+    """The addresses of gradient and flags."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", (self.gradient.memory.data_ptr(), self.present.data_ptr()))
+
+
+def byte_view(memory: Tensor) -> memoryview:
+    """A tensor of bytes as the transport takes them; made once, as it takes longer than a small message."""
+    return memoryview(memory.numpy())  # type: ignore[arg-type]
+
 
 class ShardStore:
     """One shard's values and optimizer. Takes over `built`, whose parameters are empty afterwards.
@@ -77,11 +88,13 @@ class ShardStore:
         self._shard = shard
         named = dict(built.model.named_parameters())
         parameters = [named[entry.name] for entry in layout.entries]
-        self._values = layout.range_in(memory, shard) if memory is not None else self._new_range()
-        for value, initial in zip(self._values.pieces, self._owned(parameters), strict=True):
+        self.values = layout.range_in(memory, shard) if memory is not None else self._new_range()
+        """The current values where they lie; the next `apply` changes them."""
+        self.buffer = byte_view(self.values.memory)
+        for value, initial in zip(self.values.pieces, self._owned(parameters), strict=True):
             value.copy_(initial.view(value.shape))
         pieces = layout.pieces[shard]
-        by_number = {piece.parameter: view for piece, view in zip(pieces, self._values.pieces, strict=True)}
+        by_number = {piece.parameter: view for piece, view in zip(pieces, self.values.pieces, strict=True)}
         tables = [named[table.name] for table in layout.tables]
         self._slices = SlicedOptimizer(built.optimizer, pieces, [*parameters, *tables], by_number)
         self._optimizer = built.optimizer
@@ -113,7 +126,7 @@ class ShardStore:
             if isinstance(value, Tensor)
         )
         tables = sum(table.nbytes for table in self._tables.values())
-        return self._values.memory.nbytes + state + tables + (self._sum.memory.nbytes if self._sum else 0)
+        return self.values.memory.nbytes + state + tables + (self._sum.memory.nbytes if self._sum else 0)
 
     def apply(self, contributions: Sequence[Contribution], rate: float = 1.0, batches: int = 1) -> None:
         """Take one optimizer step on the sum of the contributions, in their order, then advance the scheduler.
@@ -130,7 +143,7 @@ class ShardStore:
         if contributions:
             [first, *others] = contributions
             if self.plain is not None and not others and first.factor == 1 and not self.votes:
-                self.plain.step(first.gradient.memory.data_ptr(), first.present.data_ptr(), rate)
+                self.plain.step(*first.at, rate)
                 self._batches += batches
                 return
             if not self._has_tables_alone:
@@ -147,23 +160,13 @@ class ShardStore:
         self._batches += batches
 
     def _average(self, contributions: Sequence[Contribution], way: float) -> None:
-        for value, mean in zip(self._values.pieces, self._combined(contributions), strict=True):
+        for value, mean in zip(self.values.pieces, self._combined(contributions), strict=True):
             if mean is not None:
                 value.copy_(mean) if way == 1 else value.lerp_(mean, way)
 
-    @property
-    def values(self) -> ShardRange:
-        """The current values where they lie; the next `apply` changes them."""
-        return self._values
-
-    @property
-    def memory(self) -> Tensor:
-        """The current values where they lie, as bytes; the next `apply` changes them."""
-        return self._values.memory
-
     def read_into(self, values: Tensor) -> None:
         """Copy the current values into a range of bytes, such as a worker's."""
-        values.copy_(self._values.memory)
+        values.copy_(self.values.memory)
 
     def gather(self, table: str, rows: Tensor) -> Tensor:
         """The current values of rows of a table, which must be rows of this shard."""
@@ -179,8 +182,7 @@ class ShardStore:
         Sums are checked first: a finite sum has finite terms. Only a non-finite sum, perhaps from overflow, is
         searched. IndexError or ValueError for rows that do not fit the table: call this before `apply`.
         """
-        where = contribution.gradient.memory.data_ptr(), contribution.present.data_ptr()
-        if self.plain is not None and self.plain.is_finite(*where):
+        if self.plain is not None and self.plain.is_finite(*contribution.at):
             return None
         for name, gradient in contribution.rows.items():
             self._tables[name].require_fit(gradient)
@@ -203,7 +205,7 @@ class ShardStore:
         settings = self._slices.settings()
         slots: dict[int, dict[str, Any]] = {one.position: one.state for one in self._slices.state()}
         model: dict[str, Tensor] = {}
-        for piece, values in zip(self._layout.pieces[self._shard], self._values.pieces, strict=True):
+        for piece, values in zip(self._layout.pieces[self._shard], self.values.pieces, strict=True):
             model[self._layout.entries[piece.parameter].name] = values
         for table in self._layout.tables:
             held = self._tables[table.name]
@@ -260,7 +262,7 @@ class ShardStore:
             return None
         pieces = self._layout.pieces[self._shard]
         owns_all = all(self._layout.entries[piece.parameter].position is not None for piece in pieces)
-        return PlainSgd.of(self._optimizer, self._values, owns_all=owns_all)
+        return PlainSgd.of(self._optimizer, self.values, owns_all=owns_all)
 
     def _new_range(self) -> ShardRange:
         memory = torch.zeros(self._layout.range_bytes(self._shard), dtype=torch.uint8)
@@ -286,7 +288,7 @@ class ShardStore:
                 self._tables[table.name].apply(RowGradient.total(terms), groups[table.position], rate)
 
     def _combined(self, contributions: Sequence[Contribution]) -> list[Tensor | None]:
-        count = len(self._values.pieces)
+        count = len(self.values.pieces)
         present = [one.present[:count].tolist() for one in contributions]
         [first, *others] = contributions
         if not others and first.factor == 1:

@@ -43,7 +43,6 @@ class SlotRecord:
         return self.waiting[0] if self.waiting else self.next_clock
 
     def remember(self, clock: int, batch: int) -> None:
-        """Record the batch of an update."""
         self.recent[clock] = batch
         if len(self.recent) > _RECENT:
             oldest = next(iter(self.recent))
@@ -71,14 +70,10 @@ class SlotTable:
         return self.generations[-1].slots
 
     def is_active(self, slot: int) -> bool:
-        """Whether `slot` is in the newest generation."""
         return slot in self._ranks[-1]
 
     def generation_at(self, clock: int) -> Generation:
         """The generation that update `clock` belongs to."""
-        newest = self.generations[-1]
-        if newest.start <= clock:
-            return newest
         for generation in reversed(self.generations):
             if generation.start <= clock:
                 return generation
@@ -94,7 +89,6 @@ class SlotTable:
         return None
 
     def add(self, slot: int, next_clock: int) -> SlotRecord:
-        """Add an unknown slot at its first clock."""
         record = SlotRecord(next_clock, late=next_clock - 1)
         self.records[slot] = record
         self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
@@ -122,42 +116,32 @@ class SlotTable:
         if before is not None and generation.start > before.start:
             for slot in before.slots:
                 if slot not in self._ranks[-1]:
-                    self._end(self.records[slot], generation.start)
+                    self.move(self.records[slot], self.records[slot].next_clock, generation.start)
 
-    def move(self, record: SlotRecord, next_clock: int) -> None:
-        """Settle everything of a slot below `next_clock`."""
-        self._leave(record)
+    def move(self, record: SlotRecord, next_clock: int, end: int | None = None) -> None:
+        """Settle everything of a slot below `next_clock`; with an `end`, nothing is expected from there on."""
+        owing = self._owing
+        if record.next_clock < record.end:
+            left = owing[record.next_clock] - 1
+            if left:
+                owing[record.next_clock] = left
+            else:
+                del owing[record.next_clock]
         record.next_clock = next_clock
+        if end is not None:
+            record.end = end
         if next_clock < record.end:
-            self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
-        self.top = max(self.top, next_clock)
-        self._raise_floor()
+            owing[next_clock] = owing.get(next_clock, 0) + 1
+        if next_clock > self.top:
+            self.top = next_clock
+        while owing and self.floor not in owing:
+            self.floor += 1
 
     def owed(self, record: SlotRecord, until: int) -> range:
         """The clocks below `until` that the slot has not settled."""
         return range(record.next_clock, min(until, record.end))
 
-    def _end(self, record: SlotRecord, end: int) -> None:
-        self._leave(record)
-        record.end = end
-        if record.next_clock < end:
-            self._owing[record.next_clock] = self._owing.get(record.next_clock, 0) + 1
-        self._raise_floor()
-
-    def _leave(self, record: SlotRecord) -> None:
-        if record.next_clock < record.end:
-            left = self._owing[record.next_clock] - 1
-            if left:
-                self._owing[record.next_clock] = left
-            else:
-                del self._owing[record.next_clock]
-
-    def _raise_floor(self) -> None:
-        while self._owing and self.floor not in self._owing:
-            self.floor += 1
-
     def state(self) -> dict[str, Any]:
-        """The complete state as JSON values."""
         return {
             "generations": [[g.start, g.base, list(g.slots)] for g in self.generations],
             "top": self.top,

@@ -60,7 +60,7 @@ def onto_shards(
             slots=tuple(range(workers)),
         )
         replica = ShardReplica(config, member=0)
-        replica.core = ShardCore.after(config, state.batches)
+        replica.core = ShardCore(config, state.batches)
         core = json.dumps(replica.state())
         snapshots.save(shard, ShardSnapshot(version=state.batches, state=state, held={}, core=core))
 

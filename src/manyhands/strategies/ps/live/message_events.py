@@ -18,6 +18,9 @@ from manyhands.strategies.ps.strategy import Ps
 
 __all__ = ["ServerRecords"]
 
+_WITH_PAYLOAD = (Push, ReadRows)
+_READING = (Push, Read)
+
 
 class ServerRecords:
     """One server's events; workers are identified by their slots."""
@@ -35,25 +38,19 @@ class ServerRecords:
         self._done_ns = time.monotonic_ns()
         self._ring.record(EventKind.CHECKPOINT, begin_ns, self._done_ns - begin_ns)
 
-    def joined(self, begin_ns: int) -> None:
-        """Record that this server is ready, having started at `begin_ns`."""
-        self._ring.record(EventKind.JOIN, begin_ns, time.monotonic_ns() - begin_ns)
-
-    def left(self) -> None:
-        self._ring.record(EventKind.LEAVE, time.monotonic_ns())
-
     def began(self, message: object) -> int:
         """Note that a message is about to be handled; returns the time."""
         now_ns = self._done_ns = time.monotonic_ns()
         self._received_ns = 0
-        if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
+        if isinstance(message, _READING) and (isinstance(message, Read) or message.pulls):
             self._asked_ns[message.slot, message.shard] = now_ns
         return now_ns
 
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
-        if isinstance(message, Push | ReadRows):
+        if isinstance(message, _WITH_PAYLOAD):
             step = message.batch if isinstance(message, Push) else NO_STEP
-            self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
+            duration_ns = (self._received_ns or time.monotonic_ns()) - begin_ns
+            self._record(EventKind.RECEIVE, begin_ns, duration_ns, message, step, num_bytes)
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
         self._received_ns = self._received_ns or begin_ns
@@ -70,27 +67,17 @@ class ServerRecords:
                 value=update.staleness,
             )
 
-    def _received(self, message: Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+    def _record(
+        self, kind: EventKind, begin_ns: int, duration_ns: int, message: Numbered, step: int, num_bytes: int
+    ) -> None:
         self._ring.record(
-            EventKind.RECEIVE,
+            kind,
             begin_ns,
-            end_ns - begin_ns,
+            duration_ns,
             step=step,
             peer=message.slot,
             num_bytes=num_bytes,
-            message=message_number(message, self._num_shards),
-            wire=self._wire,
-        )
-
-    def _sent(self, message: Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
-        self._ring.record(
-            EventKind.SEND,
-            begin_ns,
-            end_ns - begin_ns,
-            step=step,
-            peer=message.slot,
-            num_bytes=num_bytes,
-            count=1,
+            count=1 if kind is EventKind.SEND else 0,
             message=message_number(message, self._num_shards),
             wire=self._wire,
         )
@@ -114,4 +101,4 @@ class ServerRecords:
                     count=answer.shard,
                     value=answer.waited_for,
                 )
-        self._sent(answer, step, begin_ns, now_ns, num_bytes)
+        self._record(EventKind.SEND, begin_ns, now_ns - begin_ns, answer, step, num_bytes)

@@ -24,7 +24,7 @@ from manyhands.strategies.ps.live.server_tables import ServerTables
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
 from manyhands.strategies.ps.ps_messages import Push
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_store import Contribution
+from manyhands.strategies.ps.shard_store import Contribution, byte_view
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Gradients"]
@@ -49,36 +49,33 @@ class Gradients:
         self._coding = coding if coding is not None and coding.codes_gradients else None
         self.tables = ServerTables(layout)
         self._layout = layout
+        self._dense_bytes = [
+            layout.flag_bytes(shard) + layout.range_bytes(shard) for shard in range(layout.shards)
+        ]
         self._inline = inline
-        self._areas: dict[int, WorkerArea] = {}
+        self.areas: dict[int, WorkerArea] = {}
+        """The memory of workers of this host, by member."""
         self._parts: dict[tuple[int, int], AreaPart] = {}
         self._dense: dict[tuple[int, int], Contribution] = {}  # of those parts
         self._received: dict[tuple[int, int], Tensor] = {}
         self._as_received: dict[tuple[int, int], tuple[Tensor, Contribution]] = {}  # without rows, by buffer
+        self._rooms: dict[tuple[int, int], memoryview] = {}  # of those buffers: what the last push filled
         self._slots: dict[int, int] = {}  # of the members that are known to have one
-        self._newest: dict[
-            tuple[int, int], int
-        ] = {}  # by slot and shard: the member whose push was taken last
+        self._newest: dict[tuple[int, int], int] = {}  # by slot and shard: whose push was taken last
         self._held: dict[tuple[int, int, int], Contribution] = {}
-        self._fleeting: dict[
-            tuple[int, int, int], bool
-        ] = {}  # held, to be copied if they outlive this message
+        self._fleeting: dict[tuple[int, int, int], bool] = {}  # held, copied if they outlive this message
 
     def add_area(self, member: int, segment: Segment) -> None:
         """Attach a worker's memory; ValueError if its size does not match this task."""
-        known = self._areas.pop(member, None)
+        known = self.areas.pop(member, None)
         if known is not None:
             known.close()
-        area = self._areas[member] = WorkerArea(
+        area = self.areas[member] = WorkerArea(
             segment, self._layout, self._shared.values if self._shared is not None else None
         )
         for shard in range(self._layout.shards):
             self._parts[member, shard] = area.part(shard)
             self._dense.pop((member, shard), None)
-
-    def segment(self, member: int) -> Segment | None:
-        area = self._areas.get(member)
-        return area.segment if area is not None else None
 
     def values(self, member: int, shard: int) -> Tensor | None:
         """Where a worker wants its parameters, if it shares memory."""
@@ -88,9 +85,15 @@ class Gradients:
     def room_for(self, push: Push, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
         """The receive buffer for a push's payload, None for a fresh one; ProtocolError if the size is wrong."""
         if by_worker and self._coding is not None:
-            self._require_encoded(push.shard, num_bytes)
+            flags = self._layout.flag_bytes(push.shard)
+            least = flags + self._coding.least_bytes(push.shard)
+            if num_bytes < least:
+                what = f"an encoded gradient for shard {push.shard}"
+                raise ProtocolError("payload_bytes", f"{what} has at least {least} bytes, not {num_bytes}")
+            rows = num_bytes - flags - self._coding.most_bytes(push.shard)
+            self.tables.check_capacity(push.shard, max(0, rows))
             return None
-        dense = self._dense_bytes(push.shard) if self._inline else 0
+        dense = self._dense_bytes[push.shard] if self._inline else 0
         if num_bytes < dense:
             raise ProtocolError(
                 "payload_bytes", f"a gradient for shard {push.shard} has {dense} bytes, not {num_bytes}"
@@ -98,7 +101,11 @@ class Gradients:
         self.tables.check_capacity(push.shard, num_bytes - dense)
         if not self._inline:
             return None
-        return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
+        known = self._rooms.get((push.member, push.shard))
+        if known is None or known.nbytes != num_bytes:
+            room = byte_view(self._buffer(push, num_bytes))
+            known = self._rooms[push.member, push.shard] = room
+        return known
 
     def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
         """The gradient that came with a push, in place; None if its worker shares no memory and sent none.
@@ -119,7 +126,7 @@ class Gradients:
         buffer = self._received.get(of)
         if buffer is None or not payload:
             return None
-        if self._layout.tables or len(payload) != self._dense_bytes(push.shard):
+        if self._layout.tables or len(payload) != self._dense_bytes[push.shard]:
             return self._contribution(buffer[: len(payload)], push.shard)
         known = self._as_received.get(of)
         if known is None or known[0] is not buffer:
@@ -155,15 +162,18 @@ class Gradients:
 
     def held(self, shard: int) -> dict[tuple[int, int], Tensor]:
         """The gradients held for a shard, by slot and clock, in the form that `replace` takes."""
-        return {
-            (slot, clock): self._packed(one) for (of, slot, clock), one in self._held.items() if of == shard
-        }
+        held = {}
+        for (of, slot, clock), one in self._held.items():
+            if of == shard:
+                rows = np.frombuffer(b"".join(self.tables.packed(one.rows)), np.uint8).copy()
+                held[slot, clock] = torch.cat([one.present, one.gradient.memory, torch.from_numpy(rows)])
+        return held
 
     def forwarded(self, push: Push) -> list[Any]:
         """The payload with which a held gradient is forwarded to a backup."""
         held = self._held[push.shard, push.slot, push.clock]
         rows = self.tables.packed(held.rows)
-        if push.member in self._areas:
+        if push.member in self.areas:
             return rows
         return [held.present.numpy(), held.gradient.memory.numpy(), *rows]
 
@@ -177,9 +187,9 @@ class Gradients:
     def lost(self, member: int) -> None:
         """Handle a disconnected member: release its memory if it never had a slot."""
         self.tables.forget(member)
-        area = self._areas.get(member) if member not in self._slots else None
+        area = self.areas.get(member) if member not in self._slots else None
         if area is not None:
-            del self._areas[member]
+            del self.areas[member]
             for shard in range(self._layout.shards):
                 self._parts.pop((member, shard), None)
                 self._dense.pop((member, shard), None)
@@ -201,50 +211,39 @@ class Gradients:
         self._slots[member] = slot
         for old in [old for old, place in self._slots.items() if place == slot and old < member]:
             for shard in shards:
-                for table in (self._parts, self._dense, self._received, self._as_received):
+                for table in (self._parts, self._dense, self._received, self._rooms, self._as_received):
                     table.pop((old, shard), None)
             needed = {of for of, _ in (*self._parts, *self._received)}
-            area = self._areas.get(old)
-            if old in needed or (area is not None and self._points_into(area)):
+            area = self.areas.get(old)
+            if old in needed:
                 continue
             if area is not None:
-                del self._areas[old]
+                begin, end = area.segment.address, area.segment.address + area.segment.num_bytes
+                if any(begin <= one.at[0] < end for one in self._held.values()):
+                    continue
+            if area is not None:
+                del self.areas[old]
                 area.close()
             del self._slots[old]
-
-    def _points_into(self, area: WorkerArea) -> bool:
-        begin = area.segment.address
-        held = (one.gradient.memory.data_ptr() for one in self._held.values())
-        return any(begin <= address < begin + area.segment.num_bytes for address in held)
 
     def close(self) -> None:
         self._held.clear()
         self._parts.clear()
         self._dense.clear()
-        for area in self._areas.values():
+        for area in self.areas.values():
             area.close()
-        self._areas.clear()
+        self.areas.clear()
 
     def _buffer(self, push: Push, num_bytes: int) -> Tensor:
         buffer = self._received.get((push.member, push.shard))
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._rooms.pop((push.member, push.shard), None)
         return buffer[:num_bytes]
-
-    def _require_encoded(self, shard: int, num_bytes: int) -> None:
-        assert self._coding is not None, "else nothing is encoded"
-        flags = self._layout.flag_bytes(shard)
-        least, most = flags + self._coding.least_bytes(shard), flags + self._coding.most_bytes(shard)
-        if num_bytes < least:
-            raise ProtocolError(
-                "payload_bytes",
-                f"an encoded gradient for shard {shard} has at least {least} bytes, not {num_bytes}",
-            )
-        self.tables.check_capacity(shard, max(0, num_bytes - most))
 
     def _decoded(self, coding: RangeCoding, push: Push, payload: memoryview) -> Tensor:
         """Decode a payload into flags, range and rows, as an unencoded payload would be received."""
-        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
+        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes[push.shard]
         came = as_tensor(payload)
         encoded = flags + coding.length(push.shard, came[flags:])
         buffer = self._buffer(push, dense + came.numel() - encoded)
@@ -254,22 +253,13 @@ class Gradients:
         return buffer
 
     def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
-        dense = self._dense_bytes(shard)
+        dense = self._dense_bytes[shard]
         payload = memoryview(buffer[dense:].numpy())  # type: ignore[arg-type]
         return replace(self._in_buffer(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
 
     def _in_buffer(self, buffer: Tensor, shard: int) -> Contribution:
         flags = self._layout.flag_bytes(shard)
         return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
-
-    def _dense_bytes(self, shard: int) -> int:
-        return self._layout.flag_bytes(shard) + self._layout.range_bytes(shard)
-
-    def _packed(self, held: Contribution) -> Tensor:
-        rows = b"".join(self.tables.packed(held.rows))
-        return torch.cat(
-            [held.present, held.gradient.memory, torch.from_numpy(np.frombuffer(rows, np.uint8).copy())]
-        )
 
 
 def _copied(rows: Mapping[str, RowGradient]) -> dict[str, RowGradient]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
+from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
@@ -42,7 +43,7 @@ from manyhands.strategies.ps.live.row_payloads import UnknownSets
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.stores import ShardKeeping, Stores
 from manyhands.strategies.ps.live.worker_mail import require_shard
-from manyhands.strategies.ps.log_rows import LostRow, Row
+from manyhands.strategies.ps.log_rows import LostRow, Row, StepRow
 from manyhands.strategies.ps.ps_messages import (
     Chosen,
     ChosenKept,
@@ -74,6 +75,7 @@ __all__ = ["require_sense", "serve", "serve_with"]
 _LOOK_S = 0.2
 _FROM_WORKERS = (Push, Read, Hello, ReadRows)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
+_NAMING_ROWS = (Push, ReadRows)
 _THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
 
 
@@ -88,26 +90,39 @@ def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[st
     job = resources.job()
     with resources.events() as ring:
         records = ServerRecords(ring, job.strategy)
-        with _Server(context, resources, job, records) as server:
-            records.joined(begin_ns)
+        with ExitStack() as stack:
+            server = _Server(context, resources, job, records, stack)
+            ring.record(EventKind.JOIN, begin_ns, time.monotonic_ns() - begin_ns)
             left = server.run()
-        records.left()
+        ring.record(EventKind.LEAVE, time.monotonic_ns())
     return left
 
 
 def require_sense(message: Any, role: str, num_shards: int) -> None:
     """ProtocolError for a message that a server does not accept from `role`, or of an unknown shard."""
-    from_server = isinstance(message, _FROM_SERVERS) and role == "server"
-    if not from_server and not isinstance(message, _FROM_WORKERS):
+    if not isinstance(message, _FROM_WORKERS) and not (
+        isinstance(message, _FROM_SERVERS) and role == "server"
+    ):
         raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
     require_shard(message.shard, num_shards)
 
 
+def _miss(message: Push | Forward, push: Push) -> None:
+    """Report a missing gradient: a worker's protocol error, or, for a forwarded push, the end of this replica."""
+    sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+    raise ProtocolError("push", sentence) if message is push else ManyhandsError(sentence)
+
+
 class _Server:
-    """One server process; a context manager."""
+    """One server process; `stack` closes what it opens."""
 
     def __init__(
-        self, context: MemberContext, resources: MemberResources, job: Job, records: ServerRecords
+        self,
+        context: MemberContext,
+        resources: MemberResources,
+        job: Job,
+        records: ServerRecords,
+        stack: ExitStack,
     ) -> None:
         self._leave_shard = resources.leave_shard
         self._context, self._job, self._records = context, job, records
@@ -141,30 +156,24 @@ class _Server:
             records,
             self._note,
         )
-        self._stack = ExitStack()
         if shared is not None:
-            self._stack.callback(shared.close)
-        self._hub = self._stack.enter_context(job.hub(self._member, "server", destination=self._destination))
+            stack.callback(shared.close)
+        self._hub = stack.enter_context(job.hub(self._member, "server", destination=self._destination))
         self._hub.register(context.control_fileno())
-        self._stack.callback(self._gradients.close)
-        self._stack.callback(self._logs.close)
+        stack.callback(self._gradients.close)
+        stack.callback(self._logs.close)
         self._unsent: defaultdict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
         self._shared_with: set[tuple[int, int]] = set()
         self._dialled: set[int] = set()
         self._met: set[int] = set()  # that are connected
         self._peers: dict[int, str] = {}  # what each member that ever connected is
         self._view: View | None = None
+        self._servers: set[int] = set()  # of that view
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._finished = False
         self._quiet = LongWait()
-
-    def __enter__(self) -> _Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def run(self) -> Mapping[str, Any]:
         """Serve until the launcher sends Finish."""
@@ -176,7 +185,7 @@ class _Server:
         while not self._finished:
             self._listen()
         if self._hub.rejected > 1:
-            self._note(f"{self._context.name} turned {self._hub.rejected} away in all")
+            self._note(f"{self._context.name} rejected {self._hub.rejected} connections in all")
         self._context.mark(self._context.step, State.FINISHED)
         return {"recorded": self._logs.kept}
 
@@ -191,10 +200,17 @@ class _Server:
         for event, following in zip_longest(events, events[1:]):
             match event:
                 case Arrived(member=member):
-                    if isinstance(following, Arrived) and following.member == member:
+                    more = isinstance(following, Arrived) and following.member == member
+                    if more:
                         self._hub.hold_back()  # a push and the read behind it have one answer
-                    self._receive(event)
-                    if not isinstance(following, Arrived) or following.member != member:
+                    begin_ns = self._records.began(event.message)
+                    try:
+                        self._handle(member, event.message, event.payload)
+                        self._records.handled(event.message, begin_ns, event.payload.nbytes)
+                    except ProtocolError as error:
+                        self._cut(member, error)
+                    event.release()
+                    if not more:
                         self._hub.send_off()
                 case Shared():
                     self._take_area(event)
@@ -210,19 +226,8 @@ class _Server:
                 case Ready():
                     self._attend()
                 case Rejected(reason=reason, count=count):
-                    whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
-                    self._note(f"{self._context.name} turned {whom} {reason}")
-
-    def _receive(self, event: Arrived) -> None:
-        member, message, payload = event.member, event.message, event.payload
-        begin_ns = self._records.began(message)
-        try:
-            self._handle(member, message, payload)
-        except ProtocolError as error:
-            self._cut(member, error)
-        else:
-            self._records.handled(message, begin_ns, payload.nbytes)
-        event.release()
+                    whom = "a connection:" if count == 1 else f"{count} connections, the last of them:"
+                    self._note(f"{self._context.name} rejected {whom} {reason}")
 
     def _take_area(self, shared: Shared) -> None:
         if self._peers[shared.member] != "server" and shared.tag != shared.member:
@@ -238,7 +243,15 @@ class _Server:
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
         for order in self._context.received():
-            self._hear(ORDERS.read(order))
+            match ORDERS.read(order):
+                case ViewPublished(view=view, addresses=addresses):
+                    self._follow(view, addresses)
+                case RestoreShard(shard=shard):
+                    self._keeping.restore(shard)
+                case LeaveShards(shards=shards):
+                    self._leave(shards)
+                case Finish():
+                    self._finished = True
         if self._context.stopping and not self._finished:
             raise Aborted("the launcher asked to stop")
 
@@ -258,17 +271,6 @@ class _Server:
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hear(self, order: Any) -> None:
-        match order:
-            case ViewPublished():
-                self._follow(order.view, order.addresses)
-            case RestoreShard():
-                self._keeping.restore(order.shard)
-            case LeaveShards():
-                self._leave(order.shards)
-            case Finish():
-                self._finished = True
-
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
         is_first, self._view = self._view is None, view
         if is_first and self._job.resume_version is not None:
@@ -282,22 +284,18 @@ class _Server:
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
                 self._hub.connect(member, address)
-        for gone in [member for member in self._unsent if not self._is_server(member)]:
+        self._servers = {member for place in view.shards for member in (place.primary, place.backup)}
+        for gone in self._unsent.keys() - self._servers:
             del self._unsent[gone]
         self._do(self._core.view(view), None, None)
-        for slot in (*view.slots, *view.retiring):
-            self._gradients.succeed(slot.slot, slot.member, self._fencing_shards())
-
-    def _fencing_shards(self) -> list[int]:
-        """The shards at which gradients of a slot's former holder are no longer taken.
-
-        Excluded are shards of which this server is the backup: the primary may still forward what it took before
-        it learned of the new holder. Where a successor decides about earlier arrivals (`confirms`), the shards
-        that this server serves are excluded, too.
-        """
+        # Gradients of a slot's former holder are no longer taken, except at two kinds of shards. To a backup the
+        # primary may still forward what it took before it learned of the new holder. Where a successor decides about
+        # earlier arrivals (`confirms`), the shards that this server serves take them, too.
         taking = {ReplicaRole.BACKUP, *([ReplicaRole.PRIMARY] if self._job.confirms else [])}
         taken = {shard for shard, replica in self._core.replicas.items() if replica.role in taking}
-        return [shard for shard in range(self._layout.shards) if shard not in taken]
+        fencing = [shard for shard in range(self._layout.shards) if shard not in taken]
+        for slot in (*view.slots, *view.retiring):
+            self._gradients.succeed(slot.slot, slot.member, fencing)
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
         require_sense(message, self._peers[member], self._layout.shards)
@@ -305,42 +303,30 @@ class _Server:
         contribution: Contribution | None = None
         try:
             # Check fencing first: a member that lost its slot may have no memory here any more.
-            if isinstance(push, Push) and not push.skip and self._core.keeps(message):
-                contribution = self._gradients.of(push, payload, by_worker=push is message)
-                if contribution is None:
-                    self._miss(message, push)
-                elif push is message and self._refuse(member, push, contribution):
-                    return
+            if isinstance(push, Push):
+                if not push.skip and self._core.keeps(message):
+                    contribution = self._gradients.of(push, payload, by_worker=push is message)
+                    if contribution is None:
+                        _miss(message, push)
+                    elif push is message and self._refuse(member, push, contribution):
+                        return
             elif isinstance(message, ReadRows):
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
         except UnknownSets as unknown:
-            self._ask_rows(member, message, unknown)
+            if not isinstance(message, _NAMING_ROWS):
+                raise ProtocolError("rows", "a forward names rows that it should give") from unknown
+            again = RowsUnknown(
+                shard=message.shard, slot=message.slot, clock=message.clock, names=unknown.names
+            )
+            self._hub.send(member, again)
             return
         self._do(self._core.handle(message, member), contribution, payload)
-        if isinstance(push, Push) and contribution is not None:
+        if contribution is not None and isinstance(push, Push):
             self._gradients.taken(push)
-
-    def _miss(self, message: Push | Forward, push: Push) -> None:
-        """Report a missing gradient: a worker's protocol error, or, for a forwarded push, the end of this
-        replica.
-        """
-        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
-        if message is push:
-            raise ProtocolError("push", sentence)
-        raise ManyhandsError(sentence)
-
-    def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
-        """Ask a worker to resend a message with its rows; a server always sends them in full."""
-        if not isinstance(message, Push | ReadRows):
-            raise ProtocolError("rows", "a forward names rows that it should give")
-        self._hub.send(
-            member,
-            RowsUnknown(shard=message.shard, slot=message.slot, clock=message.clock, names=unknown.names),
-        )
 
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
         """Refuse a non-finite gradient; the reason names the parameter."""
-        store = self._stores.known(push.shard)
+        store = self._stores.by_shard.get(push.shard)
         try:
             bad = store.first_bad(contribution) if store is not None else None
         except (IndexError, ValueError) as error:
@@ -348,28 +334,27 @@ class _Server:
         if bad is None:
             return False
         reason = f"the gradient of {bad!r} is not finite"
-        refusal = Refused(shard=push.shard, slot=push.slot, clock=push.clock, reason=reason)
-        self._hub.send(member, refusal)
+        self._hub.send(member, Refused(shard=push.shard, slot=push.slot, clock=push.clock, reason=reason))
         return True
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
-        if isinstance(push, Push | ReadRows):
-            require_shard(push.shard, self._layout.shards)
-        if isinstance(push, ReadRows):
-            self._gradients.tables.check_capacity(push.shard, num_bytes)
-        if not isinstance(push, Push):
+        if not isinstance(push, _NAMING_ROWS):
             return None
-        return self._gradients.room_for(push, num_bytes, by_worker=push is message)
+        require_shard(push.shard, self._layout.shards)
+        if isinstance(push, Push):
+            return self._gradients.room_for(push, num_bytes, by_worker=push is message)
+        self._gradients.tables.check_capacity(push.shard, num_bytes)
+        return None
 
     # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _do(self, actions: list[Action], gradient: Contribution | None, payload: memoryview | None) -> None:
         for action in actions:
             match action:
-                case Apply():
-                    self._apply(action)
+                case Apply(row=row):
+                    self._apply(row)
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
@@ -385,7 +370,7 @@ class _Server:
                     assert payload is not None, "an Install has a payload"
                     self._keeping.install(shard, payload)
                 case Discard(shard=shard):
-                    self._stores.discard(shard)
+                    self._stores.by_shard.pop(shard, None)
                     self._gradients.replace(shard, {})
         self._gradients.secure()
         while self._due:
@@ -394,22 +379,22 @@ class _Server:
             message = self._to_self.popleft()
             self._do(self._core.handle(message, self._member), None, None)
 
-    def _apply(self, apply: Apply) -> None:
-        row, begin_ns = apply.row, time.monotonic_ns()
-        contributions = []
-        for update in row.updates:
-            held = self._gradients.take(row.shard, update.slot, update.clock)
+    def _apply(self, row: StepRow) -> None:
+        begin_ns, updates, shard = time.monotonic_ns(), row.updates, row.shard
+        contributions, staleness = [], self._staleness[shard]
+        for update in updates:
+            held = self._gradients.take(shard, update.slot, update.clock)
             contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
-            self._staleness[row.shard][update.staleness] += 1
-        batches = len({update.batch for update in row.updates})
-        self._stores.get(row.shard).apply(contributions, row.rate, batches)
+            staleness[update.staleness] += 1
+        batches = 1 if len(updates) == 1 else len({update.batch for update in updates})
+        self._stores.get(shard).apply(contributions, row.rate, batches)
         took_ns = time.monotonic_ns() - begin_ns
         self._log(row)
-        if self._is_primary(row.shard):  # a backup repeats every step
+        if self._is_primary(shard):  # a backup repeats every step
             self._records.applied(row, begin_ns, took_ns)
             every = self._job.plan.checkpoint_every
             if every and row.version % every == 0:
-                self._due.add(row.shard)
+                self._due.add(shard)
 
     def _send(self, to: int, message: Any) -> None:
         payload: list[Any] = []
@@ -433,29 +418,23 @@ class _Server:
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # queued messages go first
             self._deliver(to, message, payload)
-        elif self._is_server(to):
+        elif to in self._servers:
             self._unsent[to].append((message, payload))
 
     def _deliver(self, to: int, message: Any, payload: list[Any]) -> None:
         if isinstance(message, Forward) and isinstance(message.entry, Push):
-            self._share(to, message.entry.member)
+            # Share the worker's memory with the backup before the forwards that refer to it.
+            worker = message.entry.member
+            area = self._gradients.areas.get(worker)
+            if area is not None and (to, worker) not in self._shared_with:
+                self._shared_with.add((to, worker))
+                self._hub.share(to, area.segment, worker)
         self._hub.send(to, message, payload)
         if payload:
             self._hub.send_off()
 
-    def _share(self, to: int, worker: int) -> None:
-        """Share a worker's memory with a backup; ordered before the forwards that refer to it."""
-        segment = self._gradients.segment(worker)
-        if segment is not None and (to, worker) not in self._shared_with:
-            self._shared_with.add((to, worker))
-            self._hub.share(to, segment, worker)
-
     def _is_primary(self, shard: int) -> bool:
         return self._view is not None and self._view.shards[shard].primary == self._member
-
-    def _is_server(self, member: int) -> bool:
-        assert self._view is not None, "nobody is spoken to before the first view"
-        return any(member in (shard.primary, shard.backup) for shard in self._view.shards)
 
     def _log(self, row: Row) -> None:
         failure = self._logs.write(row)

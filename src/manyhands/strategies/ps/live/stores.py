@@ -27,7 +27,7 @@ from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, 
 from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_state import ShardState
-from manyhands.strategies.ps.shard_store import ShardStore
+from manyhands.strategies.ps.shard_store import ShardStore, byte_view
 from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub import Hub
 
@@ -53,43 +53,44 @@ class Stores:
     ) -> None:
         self._job, self._core, self._layout, self._gradients = job, core, layout, gradients
         self._coding, self._shared, self._is_primary = coding, shared, is_primary
-        self._stores: dict[int, ShardStore] = {}
+        self.by_shard: dict[int, ShardStore] = {}
+        self._elsewhere: set[int] = set()  # shards that workers do not read where their store lies
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
-        self._under_way: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
+        self._is_lockstep = job.is_lockstep
+        # By worker and shard: parameters on their way.
+        self._under_way: dict[tuple[int, int], tuple[Tensor, memoryview]] = {}
         self._published: dict[int, int] = {}  # by shard, the version last copied to the shared copy
 
     def get(self, shard: int) -> ShardStore:
         """The store of a shard, created from the job's initial state if there is none."""
-        store = self._stores.get(shard)
+        store = self.by_shard.get(shard)
         if store is None:
             _, built, _ = self._job.build()
-            is_read_here = self._shared is not None and self._is_primary(shard)
-            memory = self._shared.part(shard) if self._shared is not None and is_read_here else None
-            store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
+            memory = None
+            if self._shared is not None and self._is_primary(shard):
+                memory = self._shared.part(shard)
+                self._elsewhere.discard(shard)
+            else:
+                self._elsewhere.add(shard)
+            store = self.by_shard[shard] = ShardStore(built, self._layout, shard, memory)
             store.votes = self._job.strategy.votes
             store.averaging = self._job.averaging
         return store
 
-    def known(self, shard: int) -> ShardStore | None:
-        return self._stores.get(shard)
-
     def load(self, shard: int, state: ShardState) -> None:
         """Replace a shard's store with a new one in this state."""
-        self.discard(shard)
+        self.by_shard.pop(shard, None)
         self.get(shard).load_state(state)
-
-    def discard(self, shard: int) -> None:
-        self._stores.pop(shard, None)
 
     def deliver(self, hub: Hub, to: int, shard: int) -> tuple[list[Any], int]:
         """Deliver a shard's parameters to worker `to`: what has to travel with the message, and the bytes moved."""
         store = self.get(shard)
         if self._shared is not None:
-            values, version = self._shared.part(shard), self._core.replicas[shard].core.version
-            # The store of a former backup lies elsewhere: its values are copied to where workers read them.
-            if store.memory.data_ptr() != values.data_ptr() and self._published.get(shard) != version:
-                store.read_into(values)
-                self._published[shard] = version
+            if shard in self._elsewhere:  # of a former backup: copied to where workers read them
+                version = self._core.replicas[shard].core.version
+                if self._published.get(shard) != version:
+                    store.read_into(self._shared.part(shard))
+                    self._published[shard] = version
             return [], 0
         own = self._gradients.values(to, shard)
         if own is not None:
@@ -100,16 +101,15 @@ class Stores:
             if known is None or known[0] != version:
                 known = self._encoded[shard] = (version, self._coding.encode(shard, store.values))
             return [known[1].numpy()], known[1].nbytes
-        if (
-            self._job.is_lockstep
-        ):  # the next step waits for this worker, who pushes when all of it has arrived
-            return [store.memory.numpy()], store.memory.nbytes
+        if self._is_lockstep:  # the next step waits for this worker, who pushes when all of it has arrived
+            return [store.buffer], store.buffer.nbytes
         under_way = self._under_way.get((to, shard))
         if under_way is None or not hub.sent(to):  # what is still on its way must not change
-            under_way = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)
-            self._under_way[to, shard] = under_way
-        store.read_into(under_way)
-        return [under_way.numpy()], under_way.nbytes
+            values = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)
+            under_way = self._under_way[to, shard] = (values, byte_view(values))
+        values, sent = under_way
+        store.read_into(values)
+        return [sent], sent.nbytes
 
     def forget(self, member: int) -> None:
         """Release the buffers in flight to a member that is disconnected."""

@@ -36,12 +36,15 @@ __all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
 _MAX_NUMBER = 2**32 - 1
 _FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, NotPrimary, Fenced)
 
+_ABOUT_ROWS = (ReadRows, RowValues)
+_NUMBERED = (Push, ReadRows, Parameters, RowValues)
+
 Numbered = Push | Read | Parameters | ReadRows | RowValues
 
 
 def message_number(message: Numbered, num_shards: int) -> int:
     """The number of an update's message to or from a shard, which both ends record; those about rows have others."""
-    about_rows = isinstance(message, ReadRows | RowValues)
+    about_rows = isinstance(message, _ABOUT_ROWS)
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
 
 
@@ -94,7 +97,7 @@ class WorkerMail:
         self._record(EventKind.SEND, now_ns, to, message, num_bytes)
 
     def _record(self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int) -> None:
-        if isinstance(message, Push | ReadRows | Parameters | RowValues):
+        if isinstance(message, _NUMBERED):
             self._ring.record(
                 kind,
                 now_ns,

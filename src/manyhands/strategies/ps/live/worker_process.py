@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from manyhands.engine.computing import Computed
@@ -17,7 +17,7 @@ from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import StepBook
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.native.threads import use_threads
-from manyhands.native.wait_sign import LongWait
+from manyhands.native.wait_sign import LONG_WAIT_NS, put_up, sign_address, take_down
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
 from manyhands.places.local.control import RoleContext
@@ -41,7 +41,7 @@ from manyhands.strategies.ps.live.reports import (
     WorkerReady,
 )
 from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
-from manyhands.strategies.ps.live.worker_state import OwnSteps, WorkerState
+from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Hub
@@ -74,9 +74,9 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
         while True:
-            with _SlotSession(context, job, body, ring, slot, member) as turn:
+            with closing(_SlotSession(context, job, body, ring, slot, member)) as session:
                 context.send(REPORTS.write(WorkerReady()))
-                left = turn.run()
+                left = session.run()
             if left.reason is Reason.REFUSED:
                 raise NonFinite(left.sentence)
             if left.reason is not Reason.FENCED:
@@ -100,7 +100,7 @@ class _SlotLeft(Exception):
 
 
 class _SlotSession:
-    """One process in one slot under one member number, until it leaves; a context manager."""
+    """One process in one slot under one member number, until it leaves."""
 
     def __init__(
         self, context: MemberContext, job: Job, body: WorkerState, ring: EventRing, slot: int, member: int
@@ -127,17 +127,14 @@ class _SlotSession:
         self._began_ns: int | None = None
         self._begun_ns = 0  # computing, once all that it needs is here
         self._evaluated = -1
-        self._wait = LongWait()
+        self._shows_wait = False
         self._waited_for = NOBODY
         self._latest: View | None = None
         self._wire = wire_of_link(job.strategy)
         self._booked_bytes = body.bytes_sent
         self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
-    def __enter__(self) -> _SlotSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._hub.unregister(self._context.control_fileno())
         self._hub.flush(_LOOK_S)
         self._hub.close()
@@ -147,55 +144,57 @@ class _SlotSession:
         while self._left is None:
             if self._computing is not None:
                 self._compute(self._computing)
-            elif self._flushing:
-                self._flush()
+            elif not self._flushing:
+                self._listen(_AGAIN_S if self._again else _LOOK_S)
+            elif not self._hub.flush(_LOOK_S):
+                self._listen(0.0)
+            elif not all(map(self._hub.arrives, self._hub.members())):
+                self._listen(_MOMENT_S)  # a server reads what fills its end of the connection
             else:
-                self._turn(_AGAIN_S if self._again else _LOOK_S)
+                # Every push will arrive. Handle the launcher's orders before the reads follow: a worker that was
+                # suspended between its pushes and has lost its slot since learns it here, and its successor decides.
+                self._flushing = False
+                self._attend()
+                self._do(self._core.flushed())
         if self._began_ns is not None:  # the answer to the last push, which no pull follows
             book = StepBook(self._ring.record, self._context.step - 1, self._pushed_ns)
             book.exchange(time.monotonic_ns(), self._take_sent(), self._wire)
         return self._left
 
-    def _flush(self) -> None:
-        """Wait until every push will arrive, and handle the launcher's orders before the reads follow.
-
-        A worker that was suspended between its pushes and has lost its slot since learns it here: its successor
-        decides.
-        """
-        if not self._hub.flush(_LOOK_S):
-            self._turn(0.0)
-            return
-        if not all(map(self._hub.arrives, self._hub.members())):
-            self._turn(_MOMENT_S)  # a server reads what fills its end of the line
-            return
-        self._flushing = False
-        self._attend()
-        self._do(self._core.flushed())
-
-    def _turn(self, wait_s: float) -> None:
-        self._attend()
-        self._listen(wait_s)
-
     def _attend(self) -> None:
+        """Execute the launcher's orders."""
         unheard, self._body.unheard = self._body.unheard, []
         for order in (*unheard, *map(ORDERS.read, self._context.received())):
-            if isinstance(order, ViewPublished):
-                self._mail.roles = dict(order.roles)
-                self._follow(order.view, order.addresses)
+            if not isinstance(order, ViewPublished):
+                continue
+            self._mail.roles, addresses = dict(order.roles), order.addresses
+            self._latest = order.view
+            for member in (self._dialled | self._unreached.keys()) - addresses.keys():
+                self._dialled.discard(member)
+                self._unreached.pop(member, None)
+                self._hub.hang_up(member)
+            for member, address in addresses.items():
+                if member not in self._dialled:
+                    self._dialled.add(member)
+                    self._hub.connect(member, address)
+            self._do(self._core.view(order.view))
         if self._context.stopping:
             raise Aborted("the launcher asked to stop")
 
     def _listen(self, wait_s: float) -> None:
+        self._attend()
         for event in self._hub.poll(wait_s):
             match event:
                 case Arrived(member=member):
-                    self._heard_ns = time.monotonic_ns()
-                    self._wait.begin_again()
+                    self._begin_wait(time.monotonic_ns())
                     try:
                         self._hear(event)
-                    except ProtocolError as error:
-                        self._cut(member, error)
-                    event.release()
+                    except ProtocolError as error:  # other workers may still use this server
+                        self._hub.disconnect(member, str(error))
+                        self._dialled.discard(member)
+                        self._notice(f"{self._context.name} ended its connection to member {member}: {error}")
+                    if event.lender is not None:
+                        event.release()
                 case Joined(member=member):
                     self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
@@ -208,10 +207,26 @@ class _SlotSession:
         again, self._again = self._again, []
         for shard in again:
             self._do(self._core.again(shard))
-        self._show_wait()
-        waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
+        waited_ns = time.monotonic_ns() - self._heard_ns
+        if waited_ns >= LONG_WAIT_NS:
+            self._wait_long(waited_ns / 1e9)
+
+    def _begin_wait(self, now_ns: int) -> None:
+        """What was waited for is here; the next answers are waited for from now on."""
+        self._heard_ns = now_ns
+        if self._shows_wait:
+            self._shows_wait = False
+            take_down(sign_address())
+
+    def _wait_long(self, waited_s: float) -> None:
+        """Show the server of the first shard that has not answered; PeerTimeout after the run's deadline."""
+        awaited = self._core.waiting_for
+        if self._computing is None and awaited and self._latest is not None:
+            primary = next(one.primary for one in self._latest.shards if one.shard == awaited[0])
+            put_up(sign_address(), primary, self._heard_ns)
+            self._shows_wait = True
         if waited_s > self._job.timeout_s:
-            shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
+            shards = ", ".join(f"shard {shard}" for shard in awaited)
             why = "".join(f"; member {member}: {reason}" for member, reason in self._unreached.items())
             raise PeerTimeout(
                 f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}{why}",
@@ -221,44 +236,23 @@ class _SlotSession:
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
         self._mail.require_known(message)
-        self._hear_rows(member, message, payload)
         self._mail.came(member, message, payload.nbytes)
-        if isinstance(message, Parameters):
-            self._waited_for = message.waited_for  # of the last shard to answer
-            if self._core.awaits(message, member):
-                self._mail.take(message, payload)
+        match message:
+            case Parameters():
+                self._waited_for = message.waited_for  # of the last shard to answer
+                if self._core.awaits(message, member):
+                    self._mail.take(message, payload)
+            case RowValues():
+                if self._core.awaits(message, member):
+                    self._body.tables.take(message.shard, payload)
+            case RowsUnknown(names=names):  # sets that a server has evicted
+                self._body.tables.forgotten(names)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
-    def _cut(self, member: int, error: ProtocolError) -> None:
-        """Disconnect a server that violated the protocol; other workers may still use it."""
-        self._hub.disconnect(member, str(error))
-        self._dialled.discard(member)
-        self._report(
-            Notice(sentence=f"{self._context.name} ended its connection to member {member}: {error}")
-        )
-
     def _report(self, message: Any) -> None:
         self._context.send(REPORTS.write(message))
-
-    def _show_wait(self) -> None:
-        """Show the server of the first shard that has not answered, if that takes long."""
-        awaited = self._core.waiting_for
-        if self._computing is None and awaited and self._latest is not None and self._wait.is_long:
-            self._wait.goes_on(next(one.primary for one in self._latest.shards if one.shard == awaited[0]))
-
-    def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
-        self._latest = view
-        for member in (self._dialled | self._unreached.keys()) - addresses.keys():
-            self._dialled.discard(member)
-            self._unreached.pop(member, None)
-            self._hub.hang_up(member)
-        for member, address in addresses.items():
-            if member not in self._dialled:
-                self._dialled.add(member)
-                self._hub.connect(member, address)
-        self._do(self._core.view(view))
 
     def _do(self, actions: list[ClientAction]) -> None:
         for action in actions:
@@ -319,7 +313,9 @@ class _SlotSession:
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; {body.cause(done)}")
         if body.own_steps is not None:
-            self._step_here(body.own_steps, work, done.share, skip=bad is not None)
+            self._notice(body.own_steps.begin(work, self._core.slot))
+            if bad is None:
+                self._notice(body.own_steps.step(body.model, work.batch, work.part, done.share))
             computed = time.monotonic_ns()
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
@@ -334,16 +330,11 @@ class _SlotSession:
             else StepSkipped(clock=work.clock, sentence=bad)
         )
         self._context.mark(work.batch + 1, State.EXCHANGING)
-        self._pushed_ns = self._heard_ns = computed
-        self._wait.begin_again()
+        self._pushed_ns = computed
+        self._begin_wait(computed)
         if body.recorder.records and bad is None:
             self._record(compute)
         self._do(self._core.computed(weight=done.share, skip=bad is not None))
-
-    def _step_here(self, own: OwnSteps, work: Work, share: float, *, skip: bool) -> None:
-        self._notice(own.begin(work, self._core.slot))
-        if not skip:
-            self._notice(own.step(self._body.model, work.batch, work.part, share))
 
     def _notice(self, sentence: str | None) -> None:
         if sentence is not None:
@@ -381,20 +372,12 @@ class _SlotSession:
         book.exchange(self._begun_ns, Traffic(), Wire.NONE)
 
     def _read_rows(self, shards: Collection[int], whole: bool = False) -> None:
-        self._heard_ns = time.monotonic_ns()
-        self._wait.begin_again()
+        self._begin_wait(time.monotonic_ns())
         self._do(self._core.read_rows(shards, whole))
-        while self._core.awaits_rows:
-            self._turn(_AGAIN_S if self._again else _LOOK_S)
+        while self._core.waiting_for:
+            self._listen(_AGAIN_S if self._again else _LOOK_S)
         if self._left is not None:
             raise _SlotLeft
-
-    def _hear_rows(self, member: int, message: Any, payload: memoryview) -> None:
-        """Handle what the core never sees: the values of rows, and which sets a server has evicted."""
-        if isinstance(message, RowValues) and self._core.awaits(message, member):
-            self._body.tables.take(message.shard, payload)
-        elif isinstance(message, RowsUnknown):
-            self._body.tables.forgotten(message.names)
 
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Attribute the time since the push: to the worker that the shards waited for, or to the exchange."""
