@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from federated_flower_peer import MODELS
-from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.client_data import Partition
 from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 from results_read import ROOT, data_file
 

@@ -33,9 +33,9 @@ from manyhands.lab.compare.comparison import Target, trials
 from manyhands.lab.compare.figures import Figures, figures
 from manyhands.lab.compare.findings import paragraph
 from manyhands.lab.compare.run_comparison import CompareSettings, compare, measure
+from manyhands.strategies.federated.client_data import Partition, labels_of
 from manyhands.strategies.federated.clients import held
-from manyhands.strategies.federated.partition import Partition, labels_of
-from manyhands.strategies.federated.personal import fine_tuned, models_kept
+from manyhands.strategies.federated.simulation import fine_tuned, models_kept
 from manyhands.strategy import Strategy
 from manyhands.workloads.tasks.digits import digits
 

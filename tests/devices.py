@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,16 +20,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError
+from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
-from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings, initial_model
 from manyhands.strategies.federated.deployed.device_server import DeviceApp
-from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, shapes_of
-from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerFiles, new_run
-from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
+from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState, ServerFiles
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, Workload, load
@@ -195,17 +196,17 @@ class Served:
             "x-body": body_hash(body),
         }
 
-    def asker(self, home: DeviceState) -> Any:
+    def sender(self, device_state: DeviceState) -> Any:
         """What a device asks with."""
 
-        def asking(method: str, target: str, body: bytes, model: str, most_bytes: int) -> Reply:
-            if home.client is None:
+        def send(method: str, target: str, body: bytes, model: str, most_bytes: int) -> Reply:
+            if device_state.client is None:
                 return self.ask(method, target, body)
-            reply = self.signed(home.client, home.secret, method, target, body, model)
+            reply = self.signed(device_state.client, device_state.secret, method, target, body, model)
             assert len(reply.body) <= most_bytes
             return reply
 
-        return asking
+        return send
 
 
 @contextmanager
@@ -216,7 +217,13 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     thread.start()
     reported: list[str] = []
     ends = threading.Event()
-    files = ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=resume)
+    files = ServerFiles.begin(
+        out,
+        job.config(
+            parameter_shapes(initial_model(job.task, job.seed).named_parameters()), secrets.token_hex(16)
+        ),
+        resume=resume,
+    )
     clock = ServerClock(loop)
     app = DeviceApp(lambda: RoundServer(job, files, 0.0, reported.append), job.settings.hold_s, clock=clock)
     served = Served(app, loop, clock, reported)
@@ -243,14 +250,14 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
         loop.close()
 
 
-def make_device(served: Served, folder: Path, number: int, token: str | None, asker: Any = None) -> Device:
+def make_device(served: Served, folder: Path, number: int, token: str | None, sender: Any = None) -> Device:
     """A device with its part of the points."""
-    home = DeviceState(folder / f"device-{number}")
-    ask = asker or served.asker(home)
-    enrol(served.asker(home), home, token, "https://test")
+    device_state = DeviceState(folder / f"device-{number}")
+    send = sender or served.sender(device_state)
+    enrol(served.sender(device_state), device_state, token, "https://test")
     plan = DevicePlan.read(served.server.plan, folder / f"{number}.safetensors")
-    home.begin(plan.config)
-    return Device(ask, home, plan, sleep=lambda _: None)
+    device_state.begin(plan.config)
+    return Device(send, device_state, plan, sleep=lambda _: None)
 
 
 def tokens(out: Path) -> list[str]:
@@ -262,10 +269,8 @@ def ask_work(served: Served, *devices: object) -> list[dict[str, object]]:
     """All of them at once: a round begins with the last, and nobody's question is held back until then in vain."""
     target, asked = "/work?have=1&after=0", []
     for device in devices:
-        home = device._home  # type: ignore[attr-defined]
-        asked.append(
-            served.begin("GET", target, b"", served.headers(home.client, home.secret, "GET", target))
-        )
+        own = device._state  # type: ignore[attr-defined]
+        asked.append(served.begin("GET", target, b"", served.headers(own.client, own.secret, "GET", target)))
     return [json.loads(reply.result(_STEP_S).body) for reply in asked]
 
 
@@ -277,7 +282,7 @@ class Hostile:
         self.served, self.folder = served, folder
         self.honest, self.device = (make_device(served, folder, number, given[number]) for number in range(2))
         ask_work(served, self.honest, self.device)
-        self.secret = self.device._home.secret
+        self.secret = self.device._state.secret
         self.model = served.server.model_hash
         self.form = served.server.form
         self.zeros = [torch.zeros(shape) for _, _, shape in self.form.rows]

@@ -16,7 +16,7 @@ from typing import Any
 
 import warm
 from devices import write_parts
-from manyhands.strategies.federated.deployed.server_files import TOKENS
+from manyhands.strategies.federated.deployed.run_files import TOKENS
 from manyhands.workloads.tasks import build
 
 __all__ = ["Fleet"]
@@ -84,7 +84,7 @@ class Fleet:
         ]
         words += [
             "--out",
-            str(self.home(number)),
+            str(self.device_state(number)),
             "--enrol",
             token,
             "--max-pause",
@@ -95,7 +95,7 @@ class Fleet:
         words += ["--ca", str(self.run / "certificates" / "127.0.0.1" / "ca.pem")]
         self.devices[number] = self._started(words)
 
-    def home(self, number: int) -> Path:
+    def device_state(self, number: int) -> Path:
         """A device's folder."""
         return self.folder / f"device-{number}"
 

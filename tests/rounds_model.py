@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from manyhands.foresight.simulate import draw_storm
 from manyhands.foresight.simulate.faults import (
@@ -23,11 +23,11 @@ from manyhands.foresight.simulate.faults import (
     WorkerGoes,
 )
 from manyhands.foresight.simulate.network import Agenda
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
-    ClientSeen,
+    ClientsSeen,
     CloseRound,
     EndRounds,
     RefuseReport,
@@ -217,7 +217,7 @@ class Rounds:
         if now_s < device.asleep_until_s:
             self.agenda.at(device.asleep_until_s, self._ask, device, life)
             return
-        self._tell(ClientSeen(client=device.number, at_s=self.at_s))
+        self._tell(ClientsSeen(clients=(device.number,), at_s=self.at_s))
         attempt = self.state.attempt
         if device.number in self.state.waits_for and attempt > device.trains and not self.waiting:
             device.trains = attempt
@@ -272,8 +272,8 @@ class Rounds:
 
 def _at(event: RoundEvent, at_s: float) -> RoundEvent:
     match event:
-        case ClientSeen(client=client):
-            return ClientSeen(client=client, at_s=at_s)
+        case ClientsSeen():
+            return replace(event, at_s=at_s)
         case ClientGone(client=client):
             return ClientGone(client=client, at_s=at_s)
         case ReportCame(client=client, attempt=attempt, digest=digest):

@@ -34,7 +34,7 @@ def play(served: Served, folder: Path, numbers: range) -> list[int]:
     for thread in threads:
         thread.join(60)
     for device in devices:
-        device._home.close()
+        device._state.close()
     return rounds
 
 
@@ -136,7 +136,7 @@ def test_an_open_round_is_tried_again_after_a_restart(tmp_path: Path) -> None:
         assert served.server.state.reported.keys() == {0}
         assert not any(b"F32" in path.read_bytes() for path in (out / "federated").iterdir())
         for device in (first, second):
-            device._home.close()
+            device._state.close()
     with serving(job, out, resume=True) as served:
         assert (served.server.state.done, served.server.state.abandoned) == (0, 1)
         assert play(served, tmp_path, range(2)) == [1, 1]
@@ -155,7 +155,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
         found = Hostile(served, tmp_path)
         yield found
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
 
 
 def wrong_update(kind: str, hostile: Hostile) -> bytes:

@@ -18,16 +18,14 @@ import torch
 
 from devices import TOY, Served, job_for, make_device, offer, serving, write_parts
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.deployed.device_client import Device
-from manyhands.strategies.federated.deployed.device_state import DeviceState
+from manyhands.strategies.federated.deployed.device_client import Device, terms_from
 from manyhands.strategies.federated.deployed.http_client import Reply
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer
-from manyhands.strategies.federated.deployed.server_files import TOKENS
-from manyhands.strategies.federated.deployed.stages import SecureAttempt, terms_from
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, SecureAttempt
+from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
 DEVICES = 5  # of which 4 must stay
@@ -60,7 +58,9 @@ class Party:
         """`meddle` may change what device n is answered, or raise Died before it asks (then it is given None)."""
         tokens = (self.folder / "run" / TOKENS).read_text().split()
         for number in range(DEVICES):
-            device = make_device(self.served, self.folder, number, tokens[number], self.asker(number, meddle))
+            device = make_device(
+                self.served, self.folder, number, tokens[number], self.sender(number, meddle)
+            )
             if number == self.broken:
                 device._update = lambda: None  # type: ignore[method-assign]
             self.devices.append(device)
@@ -68,22 +68,22 @@ class Party:
         for thread in self.threads:
             thread.start()
 
-    def asker(self, number: int, meddle: Any) -> Any:
-        home = DeviceState(self.folder / f"device-{number}")
+    def sender(self, number: int, meddle: Any) -> Any:
+        device_state = DeviceState(self.folder / f"device-{number}")
 
-        def asking(method: str, target: str, body: bytes, model: str, most: int) -> Reply:
+        def send(method: str, target: str, body: bytes, model: str, most: int) -> Reply:
             if self.over.is_set():
                 raise Died
             self.asked.append((number, method, target))
             if number == 3 and method == "POST":
                 self.sent.append(body)
             meddle(number, method, target, None)
-            client = json.loads((home.path / "device.json").read_text())["client"]
-            reply = self.served.signed(client, home.secret, method, target, body, model)
+            client = json.loads((device_state.path / "device.json").read_text())["client"]
+            reply = self.served.signed(client, device_state.secret, method, target, body, model)
             self.note(number, target, reply)
             return meddle(number, method, target, reply) or reply
 
-        return asking
+        return send
 
     def note(self, number: int, target: str, reply: Reply) -> None:
         """How often in a row a device was told that there is nothing for it, with nothing changed between."""
@@ -114,7 +114,7 @@ class Party:
         for thread in self.threads:
             thread.join(30)
         for device in self.devices:
-            device._home.close()
+            device._state.close()
 
     def until_reported(self, word: str, *, past_deadlines: bool = False) -> None:
         """Wait until the server has said something with this word.
@@ -242,7 +242,7 @@ def test_a_message_that_is_sent_again_counts_once_and_another_one_not_at_all(par
 
     def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
         if number == 3 and method == "POST" and target == "/secure/1/0" and reply is not None:
-            client, secret = party.devices[3]._home.client, party.devices[3]._home.secret
+            client, secret = party.devices[3]._state.client, party.devices[3]._state.secret
             for body in (sent[-1], b"x" * 228, b"x" * 9999):
                 again.append(party.served.signed(client, secret, "POST", target, body).status)
 
@@ -255,7 +255,7 @@ def test_a_message_that_is_sent_again_counts_once_and_another_one_not_at_all(par
     assert row["counted"] == [0, 1, 2, 3, 4], "what it sent first counts"
 
 
-REPORT = {
+TERMS = {
     "round_id": "ab" * 32,
     "threshold": 3,
     "length": 13,
@@ -275,11 +275,11 @@ REPORT = {
         {"length": 14},
         {"round_id": "ab"},
         {"roster": {"0": "01" * 32}},
-        {"roster": {**REPORT["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TERMS["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
         {"roster": None},
-        {"roster": {**REPORT["roster"], "4": "05" * 32}},  # type: ignore[dict-item]
-        {"roster": {**REPORT["roster"], "-1": "05" * 32}},  # type: ignore[dict-item]
-        {"roster": {**REPORT["roster"], str(1 << 40): "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TERMS["roster"], "4": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TERMS["roster"], "-1": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TERMS["roster"], str(1 << 40): "05" * 32}},  # type: ignore[dict-item]
         {"bits": float("inf")},
         {"max_weight": 0},
         {"bits": 99},
@@ -290,22 +290,22 @@ REPORT = {
 )
 def test_terms_under_which_a_device_would_not_be_hidden_are_refused(change: dict[str, Any]) -> None:
     strategy = Federated(clients=4, secure=True)
-    terms, roster = terms_from(REPORT, 10, strategy)
+    terms, roster = terms_from(TERMS, 10, strategy)
     assert (terms.clients, len(roster)) == (4, 4)
     with pytest.raises(ProtocolRefused):
-        terms_from({**REPORT, **change}, 10, strategy)
+        terms_from({**TERMS, **change}, 10, strategy)
 
 
 def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path) -> None:
-    home = DeviceState(tmp_path / "device")
-    home.require_known({0: bytes(32), 1: b"1" * 32})
-    home.require_known({1: b"1" * 32, 2: b"2" * 32})
+    device_state = DeviceState(tmp_path / "device")
+    device_state.require_known({0: bytes(32), 1: b"1" * 32})
+    device_state.require_known({1: b"1" * 32, 2: b"2" * 32})
     again = DeviceState(tmp_path / "device")
     with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
         again.require_known({1: b"3" * 32})
-    report = DeviceState(tmp_path / "reported")
-    report.remember(known={"0": "00" * 32})
-    enrolled = DeviceState(tmp_path / "reported")
+    told = DeviceState(tmp_path / "told")
+    told.remember(known={"0": "00" * 32})
+    enrolled = DeviceState(tmp_path / "told")
     enrolled.remember(server="https://test", run="run", client=1)
     with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
         enrolled.require_known({0: b"3" * 32, 1: bytes(32)})
@@ -369,9 +369,11 @@ def test_a_server_that_sums_securely_never_holds_an_update(party: Party) -> None
         assert holds(everything(), update), "the search finds what is there"
         del vars(server)["kept"]
     assert not holds(everything(), update)
-    home = party.devices[0]._home
+    device_state = party.devices[0]._state
     body = server.form.encode([torch.zeros(2, 4), torch.zeros(2)], {})
-    assert party.served.signed(home.client, home.secret, "POST", "/report/1", body).status == 409
+    assert (
+        party.served.signed(device_state.client, device_state.secret, "POST", "/report/1", body).status == 409
+    )
 
 
 def test_a_device_that_leaves_is_not_waited_for(party: Party) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -17,12 +18,14 @@ from torch import nn
 
 from devices import TOY, Hostile, ask_work, job_for, make_device, offer, points, serving, tokens, write_parts
 from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.deployed.device_job import initial_model
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import enrolment_text
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model, shapes_of
-from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.secure.primitives import public_identity, sign
 from manyhands.task import Task
 
@@ -40,7 +43,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
         found = Hostile(served, tmp_path)
         yield found
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
 
 
 class Pieces:
@@ -153,9 +156,9 @@ def test_a_header_that_is_nested_far_too_deep_is_refused(hostile: Hostile) -> No
 
 
 def test_a_request_with_two_lengths_is_refused_also_where_no_body_is_read(hostile: Hostile) -> None:
-    home, both = hostile.honest._home, {"content-length": "0", "transfer-encoding": "chunked"}
+    device_state, both = hostile.honest._state, {"content-length": "0", "transfer-encoding": "chunked"}
     target = "/model"
-    signed = hostile.served.headers(home.client, home.secret, "GET", target)
+    signed = hostile.served.headers(device_state.client, device_state.secret, "GET", target)
     assert hostile.served.ask("GET", target, b"", signed).status == 200
     assert hostile.served.ask("GET", target, b"", {**signed, **both}).status == 411
 
@@ -187,10 +190,10 @@ def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, s
             size = 1.8e19 if number == 0 else 0.01
             change = [torch.full(shape, size) for _, _, shape in server.form.rows]
             body = server.form.encode(change, {"samples": "5", "steps": "1", "loss": "0.5"})
-            home = device._home
-            reply = served.signed(home.client, home.secret, "POST", "/report/1", body, server.model_hash)
+            own = device._state
+            reply = served.signed(own.client, own.secret, "POST", "/report/1", body, server.model_hash)
         for device in devices:
-            device._home.close()
+            device._state.close()
         return reply.status, reply.body.decode(), list(served.reported), server
 
 
@@ -206,7 +209,10 @@ def test_one_update_that_is_too_large_beside_the_others_does_not_count(tmp_path:
     )
     assert any("client 0 (norm 8.6e+19)" in one for one in reported)
     moved = [
-        after - mine for after, mine in zip(server._weights, held(initial_model(server._job)), strict=True)
+        after - mine
+        for after, mine in zip(
+            server._weights, held(initial_model(server._job.task, server._job.seed)), strict=True
+        )
     ]
     for one in moved:
         torch.testing.assert_close(one, torch.full_like(one, 0.01))
@@ -229,7 +235,9 @@ def test_a_server_whose_evaluation_is_not_finite_stops_and_names_the_round_and_w
     assert (state["done"], state["phase"]) == (0, "reporting")
     with serving(server._job, tmp_path / "run", resume=True) as served:
         assert served.server.state.done == 0
-        assert all(map(torch.equal, served.server._weights, held(initial_model(server._job))))
+        assert all(
+            map(torch.equal, served.server._weights, held(initial_model(server._job.task, server._job.seed)))
+        )
 
 
 def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twice(
@@ -245,12 +253,14 @@ def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twi
     assert hostile.report(body)[0] == 200
     hostile.honest._fetch(hostile.model, 0)
     update = server.form.encode(hostile.zeros, {"samples": "5", "steps": "1", "loss": "0.5"})
-    home = hostile.honest._home
-    reply = served.signed(home.client, home.secret, "POST", "/report/1", update, hostile.model)
+    device_state = hostile.honest._state
+    reply = served.signed(
+        device_state.client, device_state.secret, "POST", "/report/1", update, hostile.model
+    )
     assert (reply.status, reply.body.count(b"\n")) == (503, 1)
     assert isinstance(server.failed, WriteFailed)
     assert any("No space left" in sentence for sentence in served.reported)
-    again = served.signed(home.client, home.secret, "GET", "/work?have=1&after=0")
+    again = served.signed(device_state.client, device_state.secret, "GET", "/work?have=1&after=0")
     assert again.status == 503, "nothing is decided on a state that is ahead of the disk"
     state = json.loads((tmp_path / "run" / "federated" / "state.json").read_text())
     assert (state["done"], state["attempt"], state["phase"]) == (0, 1, "reporting")
@@ -263,14 +273,14 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(served.server._files, "save_round", lambda *_: 1 / 0)
         found = Hostile(served, tmp_path)
         assert found.report(found.body())[0] == 200
-        home = found.honest._home
+        own = found.honest._state
         assert (
-            served.signed(home.client, home.secret, "POST", "/report/1", found.body(), found.model).status
+            served.signed(own.client, own.secret, "POST", "/report/1", found.body(), found.model).status
             == 503
         )
         assert isinstance(served.server.failed, ZeroDivisionError)
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
     monkeypatch.undo()
     offer(monkeypatch, TOY)
     with serving(job, tmp_path / "run", resume=True) as served:
@@ -283,13 +293,14 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         assert served.server.state.attempt == 2
         assert found.report(found.body(), attempt=2)[0] == 200
         for device in (found.honest, found.device):
-            device._home.close()
+            device._state.close()
 
 
 def test_tokens_are_there_before_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is killed between the two makes others; those that open nothing are gone from the file."""
     job, out = job_for("clients=2"), tmp_path / "run"
-    with ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=False) as files:
+    config = job.config(parameter_shapes(initial_model(job.task, job.seed).named_parameters()), "run")
+    with ServerFiles.begin(out, config, resume=False) as files:
         monkeypatch.setattr(files, "save_enrolment", _killed)
         with pytest.raises(KeyboardInterrupt):
             files.enrolment(2)
@@ -299,7 +310,8 @@ def test_tokens_are_there_before_their_places(tmp_path: Path, monkeypatch: pytes
         found = tokens(out)
         assert len(found) == 2
         assert not set(found) & set(lost)
-        assert all(served.server.enrolment.has(token) for token in found)
+        hashes = {place.token for place in served.server.enrolment.places}
+        assert {hashlib.sha256(token.encode()).hexdigest() for token in found} <= hashes
     assert (out / "enrolment-tokens.txt").stat().st_mode & 0o777 == 0o600
     with serving(job_for("clients=3"), out, resume=True):
         assert tokens(out)[:2] == found
@@ -325,17 +337,17 @@ class Elsewhere:
 def test_a_server_in_trouble_is_asked_again_and_not_for_ever(hostile: Hostile) -> None:
     there = Elsewhere(hostile)
     replies = iter([Reply(502, b""), Reply(429, b"one at a time"), Reply(500, b""), Reply(200, b"{}")])
-    there.device._ask = lambda *_: next(replies)
-    assert there.device._asked("GET", "/plan") == Reply(200, b"{}")
-    there.device._ask = lambda *_: Reply(503, b"\x1b[2Jbusy\nmore")
-    with pytest.raises(ManyhandsError, match=r"503 \\x1b\[2Jbusy; it was tried for 100 s") as reported:
-        there.device._asked("GET", "/plan")
-    assert "\x1b" not in str(reported.value)
+    there.device._send = lambda *_: next(replies)
+    assert there.device._request("GET", "/plan") == Reply(200, b"{}")
+    there.device._send = lambda *_: Reply(503, b"\x1b[2Jbusy\nmore")
+    with pytest.raises(ManyhandsError, match=r"503 \\x1b\[2Jbusy; it was tried for 100 s") as told:
+        there.device._request("GET", "/plan")
+    assert "\x1b" not in str(told.value)
     assert 100 < there.now_s < 200
     for status in (400, 401, 404):
-        there.device._ask = lambda *_, status=status: Reply(status, b"no")
+        there.device._send = lambda *_, status=status: Reply(status, b"no")
         with pytest.raises(ManyhandsError, match=f"{status} no$"):
-            there.device._asked("GET", "/plan")
+            there.device._request("GET", "/plan")
 
 
 def test_a_server_that_lies_about_its_model_is_not_asked_without_a_pause(hostile: Hostile) -> None:
@@ -349,7 +361,7 @@ def test_a_server_that_lies_about_its_model_is_not_asked_without_a_pause(hostile
             raise KeyboardInterrupt
         return Reply(200, hostile.served.server.model_body if target == "/model" else work)
 
-    there.device._ask = lies
+    there.device._send = lies
     with pytest.raises(KeyboardInterrupt):
         there.device.run()
     assert asked < 2 * 60 / 0.1

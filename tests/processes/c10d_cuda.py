@@ -1,4 +1,4 @@
-"""CUDA tensors in a group of our backend go to NCCL underneath, beside CPU tensors in shared memory."""
+"""CUDA tensors in a group of our backend go to NCCL fallback, beside CPU tensors in shared memory."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import manyhands as mh
 from fleet import Fleet
 from manyhands.errors import ManyhandsError
 from manyhands.serving.opening import open_predictor
-from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.strategies.federated.deployed.http_client import HttpsClient
 from manyhands.workloads.tasks import build
 
 STRATEGY = "epochs=1 batch=32"
@@ -40,20 +40,20 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
         own = load_file(tmp_path / "3.safetensors")
         labels = own.pop("labels").tolist()
         [images] = own.values()
-        predictor = open_predictor(fleet.home(3))
+        predictor = open_predictor(fleet.device_state(3))
         asked = [image.reshape(8, 8).tolist() for image in images]
         predicted = [one["label"] for one in predictor.answers(predictor.inputs(asked))]
         assert sum(map(int.__eq__, predicted, labels)) / len(labels) > 0.9
         final = mh.load(fleet.run).state_dict()
         for number in range(5):
-            for name, tensor in mh.load(fleet.home(number)).state_dict().items():
+            for name, tensor in mh.load(fleet.device_state(number)).state_dict().items():
                 assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
 
 
 @pytest.mark.timeout(60)
 def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
     with Fleet(tmp_path, STRATEGY, devices=1, rounds=1000, options=OPTIONS[2:]) as fleet:
-        foreign_row = HttpsAsker(
+        foreign_row = HttpsClient(
             f"https://127.0.0.1:{fleet._port}", None
         )  # of the authorities that this host trusts
         with pytest.raises(ManyhandsError, match="is not the server"):

@@ -166,9 +166,9 @@ def test_a_server_that_went_without_a_word_is_said_and_the_content_stays(
 
 def test_a_page_that_is_closed_is_forgotten(browser: Any, dashboard: Dashboard) -> None:
     opened(browser, dashboard.url)
-    assert dashboard.num_pages == 1
+    assert dashboard._app.num_streams == 1
     browser.get("about:blank")
-    awaited(browser, lambda: dashboard.num_pages == 0, "the server to notice")
+    awaited(browser, lambda: dashboard._app.num_streams == 0, "the server to notice")
 
 
 def test_a_wrong_token_gets_one_sentence(browser: Any, dashboard: Dashboard) -> None:

@@ -13,7 +13,7 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.observe.analyse.remarks import privacy_words
 from manyhands.observe.draw.page import write_report
-from manyhands.strategies.federated.privacy.spending import RoundKind, epsilon_of, most_rounds
+from manyhands.strategies.federated.private_rounds import RoundKind, epsilon_of, most_rounds
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
 PRIVATE = "federated clients=20 fraction=0.25 sampling=poisson batch=all clip=0.5 noise=0.8 delta=1e-3"

@@ -24,7 +24,7 @@ import warm
 from manyhands.errors import ManyhandsError
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
-from manyhands.serving.predict_arrays import ImagePredictor
+from manyhands.serving.torch_predictors import ImagePredictor
 from manyhands.workloads.tasks.digits import ImageClassifier
 
 pytestmark = pytest.mark.timeout(90)

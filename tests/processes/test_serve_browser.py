@@ -13,7 +13,7 @@ import torch
 
 from browsing import CUT, awaited, browsing, coloured, complaints, needs_a_browser, sized, text_of
 from manyhands.serving.model_server import ModelServer, ServeOptions
-from manyhands.serving.predict_arrays import ImagePredictor
+from manyhands.serving.torch_predictors import ImagePredictor
 from manyhands.workloads.tasks.digits import ImageClassifier
 
 pytestmark = [needs_a_browser, pytest.mark.timeout(120)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from securely import Party
 
 STAGES = [stage for stage in SecureStage if stage < SecureStage.DONE]

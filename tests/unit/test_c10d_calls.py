@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.interop.c10d import shared_layout
+from manyhands.interop.c10d import collective_calls
 from manyhands.interop.c10d.collective_calls import (
     RECORD_WORDS,
     CallKind,
@@ -101,29 +101,29 @@ def test_every_dtype_that_moves_has_a_code_of_its_own() -> None:
 
 @given(world=st.integers(1, 70))
 def test_regions_and_areas_do_not_overlap(world: int) -> None:
-    where = shared_layout.layout_of(world)
+    where = collective_calls.layout_of(world)
     assert where.region_bytes % CACHE_LINE == 0
-    assert where.region_bytes >= shared_layout.TABLES + 2 * 2 * world * 8
-    assert where.areas >= shared_layout.REGIONS + world * where.region_bytes
+    assert where.region_bytes >= collective_calls.TABLES + 2 * 2 * world * 8
+    assert where.areas >= collective_calls.REGIONS + world * where.region_bytes
     assert where.areas % PAGE == 0
-    assert where.num_bytes == where.areas + 2 * world * shared_layout.HALF_BYTES
+    assert where.num_bytes == where.areas + 2 * world * collective_calls.HALF_BYTES
 
 
 @given(count=st.integers(0, 10_000_000), item_bytes=st.sampled_from([1, 2, 4, 8, 16]))
 def test_blocks_fit_and_cover_all_items_in_as_few_rounds_as_there_can_be(count: int, item_bytes: int) -> None:
-    items = shared_layout.block_items(count, item_bytes)
+    items = collective_calls.block_items(count, item_bytes)
     assert items >= 1
-    assert items * item_bytes <= shared_layout.HALF_BYTES or count <= 1
+    assert items * item_bytes <= collective_calls.HALF_BYTES or count <= 1
     blocks = -(-count // items)
-    assert blocks == -(-count * item_bytes // shared_layout.HALF_BYTES)
+    assert blocks == -(-count * item_bytes // collective_calls.HALF_BYTES)
     assert blocks <= 1 or items * item_bytes % CACHE_LINE == 0
 
 
-@given(lanes=st.integers(0, 500))
-def test_lanes_fit_into_a_half(lanes: int) -> None:
-    room = shared_layout.lane_bytes(lanes)
+@given(chunks=st.integers(0, 500))
+def test_lanes_fit_into_a_half(chunks: int) -> None:
+    room = collective_calls.chunk_bytes(chunks)
     assert room % CACHE_LINE == 0
-    assert 0 < room * max(lanes, 1) <= shared_layout.HALF_BYTES
+    assert 0 < room * max(chunks, 1) <= collective_calls.HALF_BYTES
 
 
 @given(world=st.integers(2, 40))

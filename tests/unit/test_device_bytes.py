@@ -14,10 +14,10 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.strategies.federated.deployed.http_client import HttpsClient
 from manyhands.strategies.federated.deployed.protocol import TensorForm, enrolment_text
-from manyhands.strategies.federated.secure.secure_client import SecureStage
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
+from manyhands.strategies.federated.update_tally import hash_of
 from securely import Party
 
 PAGE = (Path(__file__).parents[2] / "docs" / "federated-deployment.md").read_text()
@@ -47,8 +47,8 @@ class Wire:
 def test_a_request_is_what_the_page_shows_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, secret, body, model = Wire(), bytes(range(32)), b"an update", "ab" * 32
     monkeypatch.setattr("http.client.HTTPSConnection.connect", lambda self: setattr(self, "sock", wire))
-    ask = HttpsAsker("https://192.0.2.7:8443", None)
-    ask.sign_as("the run", 4, secret)
+    ask = HttpsClient("https://192.0.2.7:8443", None)
+    ask.signer = "the run", 4, secret
     assert ask("POST", "/report/3", body, model).body == b"{}"
     head, _, rest = wire.sent.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
@@ -107,11 +107,11 @@ def test_messages_of_a_secure_sum_have_the_sizes_of_the_page() -> None:
     sizes: dict[SecureStage, set[int]] = {}
     while party.server.stage < SecureStage.DONE:
         stage = party.server.stage
-        for number, letter in party.letters.items():
-            answer = party.answer(number, letter)
+        for number, message in party.messages.items():
+            answer = party.answer(number, message)
             sizes.setdefault(stage, set()).add(len(answer))
             party.server.receive(number, answer)
-        party.letters = party.server.advance()
+        party.messages = party.server.advance()
     assert list(sizes.values()) == [
         {4 + 32 + 32 + 64 + 32 + 64},
         {4 + (clients - 1) * (4 + 160)},

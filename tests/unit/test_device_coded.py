@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load, save_file
 
 from manyhands.errors import DataError
+from manyhands.strategies.federated.client_states import UpdateCoding
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm, UpdateForm
+from manyhands.strategies.federated.deployed.run_files import DeviceState
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.update_encoding import UpdateCoding
 
 FORM = TensorForm((("a", "float32", (20, 5)), ("b", "bfloat16", (3,)), ("c", "float32", ())))
 ABOUT = {"samples": "3", "steps": "2", "loss": "0.5"}
@@ -53,7 +53,7 @@ def test_a_device_sends_what_a_simulated_client_does_round_after_round(codec: st
         body, left = form.encode(given, ABOUT, left, client=2, number=number)
         found, about = form.decode(body, client=2)
         update = ClientUpdate(client=2, change=given, samples=3, steps=2, loss=0.5)
-        carried = simulated.carried(update, number, len(given))
+        carried = simulated.encoded(update, number, len(given))
         for mine, theirs in zip(found, carried.change, strict=True):
             assert mine.dtype == theirs.dtype
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
@@ -103,10 +103,10 @@ def test_what_would_not_be_smaller_travels_as_it_is() -> None:
 
 
 def test_what_was_left_out_must_be_of_this_model(tmp_path: Path) -> None:
-    home, form = DeviceState(tmp_path / "device"), updates("topk:0.1")
-    assert home.left(form.require_left) is None
-    home.keep_left(torch.ones(104))
-    assert torch.equal(home.left(form.require_left), torch.ones(104))
+    device_state, form = DeviceState(tmp_path / "device"), updates("topk:0.1")
+    assert device_state.left(form.require_left) is None
+    device_state.keep_left(torch.ones(104))
+    assert torch.equal(device_state.left(form.require_left), torch.ones(104))
     path = tmp_path / "device" / "left.safetensors"
     assert path.stat().st_mode & 0o777 == 0o600
     for wrong in (
@@ -117,7 +117,7 @@ def test_what_was_left_out_must_be_of_this_model(tmp_path: Path) -> None:
     ):
         save_file(wrong, path)
         with pytest.raises(DataError, match="remove it"):
-            home.left(form.require_left)
+            device_state.left(form.require_left)
     path.write_bytes(b"\x80\x04N.")
     with pytest.raises(DataError, match="remove it"):
-        home.left(form.require_left)
+        device_state.left(form.require_left)

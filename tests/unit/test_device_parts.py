@@ -35,10 +35,9 @@ from manyhands.strategies.federated.deployed.device_job import (
     read_columns,
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
-from manyhands.strategies.federated.deployed.device_state import DeviceState, _put_once
-from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
+from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
-from manyhands.strategies.federated.deployed.server_files import Enrolment
+from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _put_once
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 
@@ -142,14 +141,14 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew() -> None:
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="must be https://HOST:PORT"):
-        HttpsAsker(address, None)
+        HttpsClient(address, None)
 
 
 def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
         with pytest.raises(UserError, match="--ca"):
-            HttpsAsker("https://127.0.0.1:1", path)
+            HttpsClient("https://127.0.0.1:1", path)
 
 
 def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_opened(tmp_path: Path) -> None:
@@ -176,10 +175,10 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
 
 
 def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
-    home = DeviceState(tmp_path / "device")
+    device_state = DeviceState(tmp_path / "device")
     key = tmp_path / "device" / "identity.key"
     assert key.stat().st_mode & 0o777 == 0o600
-    assert DeviceState(tmp_path / "device").secret == home.secret
+    assert DeviceState(tmp_path / "device").secret == device_state.secret
     key.chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
         DeviceState(tmp_path / "device")
@@ -264,7 +263,7 @@ def answer(raw: bytes) -> http.client.HTTPResponse:
     ],
 )
 def test_a_device_reads_no_more_than_makes_sense(head: bytes, error: type[Exception], why: str) -> None:
-    ask = HttpsAsker("https://127.0.0.1:1", None)
+    ask = HttpsClient("https://127.0.0.1:1", None)
     raw = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n4\r\nabcd\r\n"
     with pytest.raises(error, match=why):
         ask._content(answer(raw), 100)
@@ -273,7 +272,7 @@ def test_a_device_reads_no_more_than_makes_sense(head: bytes, error: type[Except
 def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = HttpsAsker("https://127.0.0.1:1", None)
+    ask = HttpsClient("https://127.0.0.1:1", None)
     raw = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcdefgh"
     found = answer(raw)
     assert ask._content(found, 100) == b"abcd"
@@ -307,7 +306,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
 
     server = threading.Thread(target=trickle)
     server.start()
-    ask = HttpsAsker(f"https://localhost:{listener.getsockname()[1]}", tmp_path / "localhost" / "ca.pem")
+    ask = HttpsClient(f"https://localhost:{listener.getsockname()[1]}", tmp_path / "localhost" / "ca.pem")
     ask._timeout_s = 0.25
     with pytest.raises(Unreached, match="did not answer"):
         ask("GET", "/work")

@@ -19,10 +19,17 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite, UserError
-from manyhands.strategies.federated.client_updates import ClientUpdate, RoundTally, TallySum
-from manyhands.strategies.federated.norms import RoundNorms, described_norms, norm_class, rejected_by_norm
-from manyhands.strategies.federated.partition import Partition
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.client_data import Partition
+from manyhands.strategies.federated.client_updates import (
+    ClientUpdate,
+    RoundNorms,
+    RoundTally,
+    TallySum,
+    described_norms,
+    norm_class,
+    rejected_by_norm,
+)
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     ClientsSeen,
     CloseRound,

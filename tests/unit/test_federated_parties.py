@@ -13,8 +13,14 @@ from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
 from manyhands.observe.draw.parties_section import skew_picture
+from manyhands.strategies.federated.client_measures import (
+    ClientMeasures,
+    measured,
+    shown_clients,
+    skew_of,
+    spread_of,
+)
 from manyhands.strategies.federated.clients import held
-from manyhands.strategies.federated.spread import ClientMeasures, measured, shown_clients, skew_of, spread_of
 from views import run_view
 
 LABELS = torch.tensor([0, 0, 0, 1, 1, 2])

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_data import held_back
+from manyhands.strategies.federated.client_states import UpdateCoding, local_names
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.partition import held_back
-from manyhands.strategies.federated.personal import fine_tuned, models_kept
-from manyhands.strategies.federated.states import local_names
-from manyhands.strategies.federated.update_encoding import UpdateCoding
+from manyhands.strategies.federated.simulation import fine_tuned, models_kept
 from rounds import Played, play_rounds
 
 RATE, HOLD = 0.05, 0.7
@@ -145,7 +144,7 @@ def test_names_are_found_by_tensor_and_by_module() -> None:
         UserError, match=r"keep=tail: nothing of the model is called 'tail'; there are body.0"
     ):
         local_names(names, "tail")
-    with pytest.raises(UserError, match=r"keep=\*: that is the whole model"):
+    with pytest.raises(UserError, match=r"keep=\*: is the whole model"):
         local_names(names, "*")
 
 
@@ -174,7 +173,7 @@ def test_what_is_sent_and_what_is_kept_is_all_there_was_client_by_client(codec: 
     sent = {client: torch.zeros(2050) for client in (3, 7)}
     for number, client in enumerate((3, 7, 3, 3, 7)):
         one = update(client, number)
-        carried = coding.carried(one, number, 2)
+        carried = coding.encoded(one, number, 2)
         assert torch.equal(carried.change[4], one.change[4])
         assert carried.num_bytes < one.num_bytes / 2
         given[client] += torch.cat([part.flatten() for part in one.change[:4]])
@@ -188,12 +187,12 @@ def test_what_is_sent_and_what_is_kept_is_all_there_was_client_by_client(codec: 
 
 def test_codecs_that_leave_nothing_out_keep_nothing_and_raw_is_raw() -> None:
     one = update(1, 1)
-    assert UpdateCoding().carried(one, 1, 2) is one
-    half = UpdateCoding("bf16").carried(one, 1, 2)
+    assert UpdateCoding().encoded(one, 1, 2) is one
+    half = UpdateCoding("bf16").encoded(one, 1, 2)
     assert half.num_bytes == 2050 * 2 + 4
     assert torch.equal(half.change[0], one.change[0].bfloat16().float())
     lost = UpdateCoding("topk:0.05", feedback=False)
-    lost.carried(one, 1, 2)
+    lost.encoded(one, 1, 2)
     assert not lost.states
     assert not lost.kept(one.change, 2)
 
@@ -251,9 +250,9 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ),
         (
             "federated personal=finetune clip=1 noise=1 delta=1e-5",
-            "personal=finetune: with noise nothing is told of single",
+            "personal=finetune: with noise nothing is reported of single",
         ),
-        ("federated held_out=0.2 clip=1 noise=1 delta=1e-5", "held_out=0.2: with noise nothing is told"),
+        ("federated held_out=0.2 clip=1 noise=1 delta=1e-5", "held_out=0.2: with noise nothing is reported"),
         ("federated held_out=1", "held_out=1: must be a number from 0 to below 1"),
         ("federated held_out=some", "'some' is not a number from 0 to below 1"),
     ],

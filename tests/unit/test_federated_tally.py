@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.strategies.federated.client_measures import ClientMeasures, spread_of, spread_over
+from manyhands.strategies.federated.client_states import ClientStates, gathered, restored
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
-from manyhands.strategies.federated.spread import ClientMeasures, spread_of, spread_over
-from manyhands.strategies.federated.states import ClientStates, gathered, restored
 from manyhands.strategies.federated.update_tally import KeptTally, PlainTally
 
 LIKE = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]

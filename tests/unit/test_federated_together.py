@@ -12,11 +12,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms import ALGORITHMS, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_data import Samples, columns_of
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import LocalWork, held, held_names
-from manyhands.strategies.federated.samples import Samples, columns_of
+from manyhands.strategies.federated.clients import LocalWork, held, held_names, plain_products
 from manyhands.strategies.federated.simulation import ClientSimulation, Cohort, client_runner_for
-from manyhands.strategies.federated.small_products import plain_products
 from manyhands.strategies.federated.stacked import steps_of
 from manyhands.strategies.federated.strategy import ALL, AUTO
 

@@ -31,12 +31,11 @@ from manyhands.observe.draw.serving_page import (
 )
 from manyhands.serving import model_server
 from manyhands.serving.access import Guard
-from manyhands.serving.batching import BatchLimits
+from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
 from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
 from manyhands.serving.model_server import Replicas, ServeOptions, Staffing
 from manyhands.serving.page_app import Drawn, PageApp
-from manyhands.serving.switchboard import Switchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import manyhands as mh
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
-from manyhands.strategies.federated.partition import Partition, held_back
+from manyhands.strategies.federated.client_data import Partition, held_back
 
 LABELS = torch.arange(1000) % 10
 DATA = (torch.arange(1000.0), LABELS)

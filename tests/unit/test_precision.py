@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.lab.bench import inference
 from manyhands.lab.bench.inference import format_table, measured_together, run_bench
 from manyhands.places.local.supervisor import Ended, Event, Said
-from manyhands.serving.predict_text import TextGenerator
+from manyhands.serving.torch_predictors import TextGenerator
 from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer

@@ -21,8 +21,7 @@ from manyhands.data.image_files import ImageShape, read_images
 from manyhands.data.store.tensorfile import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.predict_arrays import ImagePredictor, NumberPredictor
-from manyhands.serving.predict_text import Prompt, TextGenerator, chosen
+from manyhands.serving.torch_predictors import ImagePredictor, NumberPredictor, Prompt, TextGenerator, chosen
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource

@@ -11,23 +11,28 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.privacy import noise_draws
-from manyhands.strategies.federated.privacy.noise_draws import (
+from manyhands.strategies.federated import privacy_noise
+from manyhands.strategies.federated.privacy_noise import (
+    FIRST_BOUND,
+    LEAST_STEPS,
+    ClipRule,
+    NoiseShare,
+    RoundNoise,
     SeededDraws,
     SystemDraws,
     UniformDraws,
     add_gaussian,
+    clipped,
     discrete_gaussian,
+    next_bound,
 )
-from manyhands.strategies.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.strategies.federated.privacy.spending import (
+from manyhands.strategies.federated.private_rounds import (
     PrivacyBudget,
     RoundKind,
     Spending,
     epsilon_of,
     most_rounds,
 )
-from manyhands.strategies.federated.privacy.update_clipping import FIRST_BOUND, ClipRule, clipped, next_bound
 
 DRAWN = 100_000
 
@@ -93,14 +98,14 @@ class Drawn:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> SystemDraws:
     """The system's draws; where its bytes were new in every run, one in a million would fail a test."""
-    monkeypatch.setattr(noise_draws, "os", Drawn)
+    monkeypatch.setattr(privacy_noise, "os", Drawn)
     return SystemDraws()
 
 
 def test_the_systems_words_are_multiples_of_two_to_the_minus_53(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.array([0, (1 << 11) - 1, 1 << 11, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     asked: list[int] = []
-    monkeypatch.setattr(noise_draws.os, "urandom", lambda count: asked.append(count) or words.tobytes())
+    monkeypatch.setattr(privacy_noise.os, "urandom", lambda count: asked.append(count) or words.tobytes())
     found = SystemDraws().uniform(5)
     assert found.tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 0.5 + 2.0**-53, 1.0]
     assert asked == [40]
@@ -234,10 +239,11 @@ def test_a_budget_ends_at_the_last_round_that_it_allows(noise: float, probabilit
         count += 1
     assert count == spending.most_rounds == most_rounds(kind, 4.0, 1e-5) > 2
     assert epsilon_of({kind: count}, 1e-5) <= 4.0 < epsilon_of({kind: count + 1}, 1e-5)
-    assert spending.epsilon == epsilon_of({kind: count}, 1e-5)
+    assert spending.epsilon_after(0) == epsilon_of({kind: count}, 1e-5)
     words = spending.why_over()
     assert (
-        f"epsilon=4 at delta=1e-05 is spent: epsilon is {spending.epsilon:.4g} after {count} rounds" in words
+        f"epsilon=4 at delta=1e-05 is spent: epsilon is {spending.epsilon_after(0):.4g} after {count} rounds"
+        in words
     )
 
 
@@ -257,7 +263,7 @@ def test_a_client_is_counted_by_its_own_rounds() -> None:
     assert not spending.affords([1, 2])
     assert spending.affords([1, 3])
     assert spending.rounds == most
-    assert spending.epsilon == epsilon_of({kind: most}, 1e-5)
+    assert spending.epsilon_after(0) == epsilon_of({kind: most}, 1e-5)
 
 
 def test_what_was_spent_is_spent_after_a_resume() -> None:
@@ -268,18 +274,22 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
             spending.take(())
     second = Spending(kind, budget)
     second.restore(first.state())
-    assert (second.rounds, second.epsilon, second.most_rounds) == (7, whole.epsilon, whole.most_rounds)
+    assert (second.rounds, second.epsilon_after(0), second.most_rounds) == (
+        7,
+        whole.epsilon_after(0),
+        whole.most_rounds,
+    )
 
     quieter = Spending(RoundKind(noise=2.0, probability=0.1), budget)
     quieter.restore(first.state())
-    assert quieter.epsilon == whole.epsilon, "rounds with other noise cost what they cost"
+    assert quieter.epsilon_after(0) == whole.epsilon_after(0), "rounds with other noise cost what they cost"
     fresh = Spending(RoundKind(noise=2.0, probability=0.1), budget)
     assert quieter.most_rounds is not None
     assert fresh.most_rounds is not None
     assert quieter.most_rounds < fresh.most_rounds
     third = Spending(kind, budget)
     third.restore(quieter.state())
-    assert third.epsilon == pytest.approx(whole.epsilon, rel=1e-12)
+    assert third.epsilon_after(0) == pytest.approx(whole.epsilon_after(0), rel=1e-12)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "adaptive:0", "adaptive:1", "adaptive:x", "much"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,12 +16,17 @@ from manyhands.observe.analyse.remarks import privacy_words
 from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientUpdate, RoundPlace
 from manyhands.strategies.federated.exchange import private_rounds
-from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.secure.secure_client import SecureStage
-from manyhands.strategies.federated.secure.secure_messages import fewest_clients
-from manyhands.strategies.federated.secure.secure_tally import SecureTally, play_round, terms_for
+from manyhands.strategies.federated.private_rounds import PrivateRounds
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.update_tally import PlainTally, PrivateTally, tally_for
+from manyhands.strategies.federated.update_tally import (
+    PlainTally,
+    PrivateTally,
+    SecureTally,
+    play_round,
+    tally_for,
+)
 from manyhands.strategy import Strategy
 
 WEIGHTS = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
@@ -144,7 +150,7 @@ def test_a_secure_sum_with_the_clients_noise_is_the_sum_in_whole_steps_plus_thei
     step = rounds.step
     expected = np.zeros(10, dtype=np.int64)
     for one in updates:
-        draws = rounds.client_draws(0, one.client)
+        draws = rounds.draws(0, one.client)
         clipped = (row(one) / row(one).norm()).numpy()
         noise = rounds.noise.in_steps(torch.zeros(10, dtype=torch.float64), step, rounds.fewest, draws)
         expected += np.trunc(clipped / step).astype(np.int64) + noise
@@ -162,7 +168,7 @@ def test_noise_survives_the_clients_that_leave(stage: SecureStage) -> None:
     words = {
         client: strategy.fixed_point.encode(
             rounds.noise.in_steps(
-                torch.zeros(items, dtype=torch.float64), step, rounds.fewest, rounds.client_draws(0, client)
+                torch.zeros(items, dtype=torch.float64), step, rounds.fewest, rounds.draws(0, client)
             )
             * step,
             1,
@@ -170,7 +176,13 @@ def test_noise_survives_the_clients_that_leave(stage: SecureStage) -> None:
         for client in CLIENTS
     }
     found = play_round(
-        terms_for(strategy.fixed_point, 9, items - 2),
+        SecureTerms(
+            round_id=os.urandom(32),
+            clients=9,
+            threshold=fewest_clients(9),
+            length=items + 1,
+            fixed=strategy.fixed_point,
+        ),
         {client: bytes([client + 1] * 32) for client in CLIENTS},
         words,
         b"m" * 32,

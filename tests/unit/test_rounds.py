@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.clients import selected
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
-    ClientSeen,
+    ClientsSeen,
     CloseRound,
     EndRounds,
     RefuseReport,
@@ -54,7 +54,7 @@ def reported(
 
 
 def seen(*clients: int, at_s: float = 0.0) -> list[RoundEvent]:
-    return [ClientSeen(client=client, at_s=at_s) for client in clients]
+    return [ClientsSeen(clients=(client,), at_s=at_s) for client in clients]
 
 
 def report(client: int, attempt: int = 1, digest: str = "a", at_s: float = 1.0) -> ReportCame:
@@ -278,13 +278,13 @@ class Course(RuleBasedStateMachine):
 
     @rule(client=st.integers(0, 5), later=st.sampled_from([0.0, 0.1, 3.0]), dies=st.booleans())
     def joins(self, client: int, later: float, dies: bool) -> None:
-        self.tell(ClientSeen(client=client, at_s=self.state.now_s + later), dies_before_saving=dies)
+        self.tell(ClientsSeen(clients=(client,), at_s=self.state.now_s + later), dies_before_saving=dies)
 
     @rule(later=st.sampled_from([0.0, 1.0]))
     def all_join(self, later: float) -> None:
         at_s = self.state.now_s + later
         for client in range(6):
-            self.tell(ClientSeen(client=client, at_s=at_s))
+            self.tell(ClientsSeen(clients=(client,), at_s=at_s))
 
     @rule(client=st.integers(0, 5))
     def leaves(self, client: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.primitives import PRIME, SHARE_BYTES, ProtocolRefused, sign
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
     Delivery,
@@ -22,7 +21,7 @@ from manyhands.strategies.federated.secure.secure_messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
+from manyhands.strategies.federated.secure.secure_protocol import RoundAbandoned, SecureStage
 from securely import Party
 
 
@@ -31,58 +30,58 @@ def at(stage: SecureStage, clients: int = 4, **more: Any) -> tuple[Party, int, b
     party = Party(clients, **more)
     party.play(stage)
     number = list(party.roster)[1]
-    return party, number, party.letters[number]
+    return party, number, party.messages[number]
 
 
-def refuses(party: Party, number: int, letter: bytes, why: str) -> None:
+def refuses(party: Party, number: int, message: bytes, why: str) -> None:
     """The client refuses, and answers nothing more, not even what is right."""
-    right = party.letters[number]
+    right = party.messages[number]
     with pytest.raises(ProtocolRefused, match=why):
-        party.answer(number, letter)
+        party.answer(number, message)
     for step in ("share", "confirm", "unmask"):
         with pytest.raises(ProtocolRefused, match="is at ABANDONED"):
             getattr(party.clients[number], step)(right)
 
 
-def forged(letter: bytes, other: int, **changed: Any) -> bytes:
+def forged(message: bytes, other: int, **changed: Any) -> bytes:
     """A list of keys in which one client's advertisement was changed."""
-    listed = KeyList.decode(letter).advertisements
+    listed = KeyList.decode(message).advertisements
     return KeyList(
         advertisements=tuple(replace(one, **changed) if one.client == other else one for one in listed)
     ).encode()
 
 
 def test_a_client_refuses_a_list_of_keys_that_is_not_as_signed() -> None:
-    party, number, letter = at(SecureStage.SHARE)
-    refuses(party, number, forged(letter, 3, mask_key=bytes(range(32))), "signature of client 3 .* is wrong")
-    party, number, letter = at(SecureStage.SHARE)
-    refuses(party, number, forged(letter, 3, signature=bytes(64)), "signature of client 3 .* is wrong")
-    party, number, letter = at(SecureStage.SHARE)
-    refuses(party, number, forged(letter, 3, terms=bytes(32)), "client 3 has signed keys of another round")
-    party, number, letter = at(SecureStage.SHARE)
-    refuses(party, number, forged(letter, 3, model=bytes(32)), "client 3 was given another model")
-    party, number, letter = at(SecureStage.SHARE)
+    party, number, message = at(SecureStage.SHARE)
+    refuses(party, number, forged(message, 3, mask_key=bytes(range(32))), "signature of client 3 .* is wrong")
+    party, number, message = at(SecureStage.SHARE)
+    refuses(party, number, forged(message, 3, signature=bytes(64)), "signature of client 3 .* is wrong")
+    party, number, message = at(SecureStage.SHARE)
+    refuses(party, number, forged(message, 3, terms=bytes(32)), "client 3 has signed keys of another round")
+    party, number, message = at(SecureStage.SHARE)
+    refuses(party, number, forged(message, 3, model=bytes(32)), "client 3 was given another model")
+    party, number, message = at(SecureStage.SHARE)
     refuses(
-        party, number, forged(letter, number, mask_key=bytes(range(32))), "has not what client 5 has sent"
+        party, number, forged(message, number, mask_key=bytes(range(32))), "has not what client 5 has sent"
     )
-    party, number, letter = at(SecureStage.SHARE)
-    first = KeyList.decode(letter).advertisements[0]
-    refuses(party, number, forged(letter, 7, mask_key=first.mask_key), "public key is on the list twice")
-    party, number, letter = at(SecureStage.SHARE)
-    fewer = KeyList(advertisements=KeyList.decode(letter).advertisements[:2]).encode()
+    party, number, message = at(SecureStage.SHARE)
+    first = KeyList.decode(message).advertisements[0]
+    refuses(party, number, forged(message, 7, mask_key=first.mask_key), "public key is on the list twice")
+    party, number, message = at(SecureStage.SHARE)
+    fewer = KeyList(advertisements=KeyList.decode(message).advertisements[:2]).encode()
     refuses(party, number, fewer, "2 clients have keys, and it takes 3")
-    party, number, letter = at(SecureStage.SHARE)
-    refuses(party, number, letter + letter[4 : 4 + 228], "ends 228 bytes before its body")
-    party, number, letter = at(SecureStage.SHARE)
-    twice = (5).to_bytes(4, "little") + letter[4:] + letter[-228:]
+    party, number, message = at(SecureStage.SHARE)
+    refuses(party, number, message + message[4 : 4 + 228], "ends 228 bytes before its body")
+    party, number, message = at(SecureStage.SHARE)
+    twice = (5).to_bytes(4, "little") + message[4:] + message[-228:]
     refuses(party, number, twice, "client 9 is in a table twice")
-    party, number, letter = at(SecureStage.SHARE)
-    swapped = letter[:4] + letter[-228:] + letter[4:-228]
+    party, number, message = at(SecureStage.SHARE)
+    swapped = message[:4] + message[-228:] + message[4:-228]
     refuses(party, number, swapped, "the clients of a KeyList are out of order")
-    party, number, letter = at(SecureStage.SHARE)
+    party, number, message = at(SecureStage.SHARE)
     foreign_row = Party(4, seed=9)
     foreign_row.play(SecureStage.SHARE)
-    refuses(party, number, foreign_row.letters[number], "has not what client 5 has sent")
+    refuses(party, number, foreign_row.messages[number], "has not what client 5 has sent")
 
 
 def test_a_client_with_another_model_or_of_another_round_is_not_taken_in() -> None:
@@ -97,30 +96,30 @@ def test_a_client_with_another_model_or_of_another_round_is_not_taken_in() -> No
     for one in (other, replayed):  # a server that lies does not mind, and the clients do
         lying = Party(4)
         lying.play(SecureStage.SHARE)
-        listed = KeyList.decode(lying.letters[5]).advertisements
-        letter = KeyList(advertisements=(Advertisement.decode(one), *listed[1:])).encode()
+        listed = KeyList.decode(lying.messages[5]).advertisements
+        message = KeyList(advertisements=(Advertisement.decode(one), *listed[1:])).encode()
         with pytest.raises(ProtocolRefused, match="client 3"):
-            lying.clients[5].share(letter)
+            lying.clients[5].share(message)
 
 
 def test_a_client_refuses_shares_that_were_changed_or_sent_to_another() -> None:
-    party, number, letter = at(SecureStage.MASK)
-    refuses(party, number, letter[:-1] + bytes([letter[-1] ^ 1]), "does not open")
-    party, number, letter = at(SecureStage.MASK)
-    refuses(party, number, party.letters[7], "does not open")
-    party, number, letter = at(SecureStage.MASK)
-    shares = SealedShares.decode(letter).shares
+    party, number, message = at(SecureStage.MASK)
+    refuses(party, number, message[:-1] + bytes([message[-1] ^ 1]), "does not open")
+    party, number, message = at(SecureStage.MASK)
+    refuses(party, number, party.messages[7], "does not open")
+    party, number, message = at(SecureStage.MASK)
+    shares = SealedShares.decode(message).shares
     refuses(party, number, SealedShares(shares={99: shares[3]}).encode(), "client 99, who is not on the list")
-    party, number, letter = at(SecureStage.MASK)
+    party, number, message = at(SecureStage.MASK)
     fewer = SealedShares(shares={3: shares[3]}).encode()
     refuses(party, number, fewer, "2 clients have shared their secrets, and it takes 3")
-    party, number, letter = at(SecureStage.MASK)
+    party, number, message = at(SecureStage.MASK)
     none = SealedShares(shares={}).encode()
     refuses(party, number, none, "1 clients have shared their secrets, and it takes 3")
 
 
 def test_a_client_refuses_an_input_beyond_its_bounds() -> None:
-    party, number, letter = at(SecureStage.MASK)
+    party, number, message = at(SecureStage.MASK)
     fixed = party.terms.fixed
     good = party.inputs[number]
     for wrong, why in (
@@ -132,7 +131,7 @@ def test_a_client_refuses_an_input_beyond_its_bounds() -> None:
     ):
         party.clients[number].stage = SecureStage.MASK
         with pytest.raises(ProtocolRefused, match=why):
-            party.clients[number].mask(letter, wrong)
+            party.clients[number].mask(message, wrong)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def test_a_client_refuses_lists_of_survivors_that_do_not_add_up(
 
 
 def test_a_client_unmasks_once_and_only_what_enough_have_signed() -> None:
-    party, number, letter = at(SecureStage.UNMASK)
-    right = UnmaskRequest.decode(letter)
+    party, number, message = at(SecureStage.UNMASK)
+    right = UnmaskRequest.decode(message)
     other = SurvivorList(survivors=(3, 5, 7), dropped=(9,))
     refuses(
         party, number, UnmaskRequest(lists=other, signatures=right.signatures).encode(), "other survivors"
@@ -170,11 +169,11 @@ def test_a_client_unmasks_once_and_only_what_enough_have_signed() -> None:
     refuses(
         party, number, UnmaskRequest(lists=right.lists, signatures=foreign_row).encode(), "client 99 did not"
     )
-    party, number, letter = at(SecureStage.UNMASK)
+    party, number, message = at(SecureStage.UNMASK)
     client = party.clients[number]
-    reply = UnmaskReply.decode(client.unmask(letter))
+    reply = UnmaskReply.decode(client.unmask(message))
     assert (tuple(reply.seeds), tuple(reply.keys)) == ((3, 5, 7, 9), ())
-    for again in (letter, UnmaskRequest(lists=other, signatures=right.signatures).encode()):
+    for again in (message, UnmaskRequest(lists=other, signatures=right.signatures).encode()):
         with pytest.raises(ProtocolRefused, match="is at DONE, and was asked for UNMASK"):
             client.unmask(again)
 
@@ -204,7 +203,7 @@ def test_a_server_that_gives_clients_different_lists_of_keys_is_found_out_before
     party, _, full = at(SecureStage.SHARE)
     three = [one for one in KeyList.decode(full).advertisements if one.client != 9]
     lists = {3: KeyList(advertisements=tuple(three)).encode(), 5: full, 7: full}
-    shared = {k: SealedShares.decode(party.clients[k].share(letter)).shares for k, letter in lists.items()}
+    shared = {k: SealedShares.decode(party.clients[k].share(message)).shares for k, message in lists.items()}
     for client in lists:
         mail = {source: sealed[client] for source, sealed in shared.items() if source != client}
         party.clients[client].mask(Delivery(shares=mail).encode(), party.inputs[client])
@@ -254,23 +253,23 @@ def test_the_server_refuses_strangers_doubles_and_what_is_not_as_it_should_be() 
         party.server.receive(3, mine)
     assert party.server.waits_for == {5, 7, 9}
 
-    party, number, letter = at(SecureStage.SHARE)
-    shares = SealedShares.decode(party.clients[number].share(letter)).shares
+    party, number, message = at(SecureStage.SHARE)
+    shares = SealedShares.decode(party.clients[number].share(message)).shares
     with pytest.raises(ProtocolRefused, match="not a share for each"):
         party.server.receive(number, SealedShares(shares={3: shares[3]}).encode())
     with pytest.raises(ProtocolRefused, match="4294967295 announced"):
         party.server.receive(number, b"\xff\xff\xff\xff")
 
-    party, number, letter = at(SecureStage.MASK)
+    party, number, message = at(SecureStage.MASK)
     with pytest.raises(ProtocolRefused, match="48 bytes"):
         party.server.receive(number, bytes(47))
 
-    party, number, letter = at(SecureStage.CONFIRM)
+    party, number, message = at(SecureStage.CONFIRM)
     with pytest.raises(ProtocolRefused, match="signature of client 5"):
         party.server.receive(number, bytes(64))
 
-    party, number, letter = at(SecureStage.UNMASK)
-    reply = UnmaskReply.decode(party.clients[number].unmask(letter))
+    party, number, message = at(SecureStage.UNMASK)
+    reply = UnmaskReply.decode(party.clients[number].unmask(message))
     with pytest.raises(ProtocolRefused, match="not sent the shares"):
         party.server.receive(number, UnmaskReply(seeds={}, keys=reply.seeds).encode())
 
@@ -288,8 +287,8 @@ def test_wrong_shares_abandon_the_round_and_make_no_wrong_sum(of: str, added: in
     """By one, which moves the secret by a little and leaves it one, and by more than a secret has room for."""
     party = Party(4)
     party.play(SecureStage.UNMASK, {9: SecureStage.MASK})
-    for number, letter in party.letters.items():
-        reply = UnmaskReply.decode(party.answer(number, letter))
+    for number, message in party.messages.items():
+        reply = UnmaskReply.decode(party.answer(number, message))
         if number == 3:
             wrong = {
                 client: ((int.from_bytes(share, "big") + added) % PRIME).to_bytes(SHARE_BYTES, "big")
@@ -337,10 +336,10 @@ def test_a_client_that_masks_wrongly_ends_the_round_and_not_the_model(ring: int)
     """The sum is random then, and moved the model to anywhere; a weight of nought would be divided by."""
     party = Party(4, ring=ring, bits=8)
     party.play(SecureStage.MASK)
-    for number, letter in party.letters.items():
-        answer = party.answer(number, letter)
+    for number, message in party.messages.items():
+        answer = party.answer(number, message)
         party.server.receive(number, answer if number != 7 else party.draw(len(answer)))
-    party.letters = party.server.advance()
+    party.messages = party.server.advance()
     with pytest.raises(RoundAbandoned, match="did not keep to the terms"):
         party.play(SecureStage.DONE)
     assert not party.server._sum.any()

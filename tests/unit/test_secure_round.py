@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from manyhands.strategies.federated.secure.primitives import SHARE_BYTES, ProtocolRefused, combine, public_key
-from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import (
     MaskedInput,
     RoundKeys,
@@ -19,14 +18,11 @@ from manyhands.strategies.federated.secure.secure_messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
-from manyhands.strategies.federated.secure.secure_tally import (
-    MESSAGES,
-    client_bytes,
+from manyhands.strategies.federated.secure.secure_protocol import RoundAbandoned, SecureStage
+from manyhands.strategies.federated.update_tally import (
     play_round,
-    published_bits,
 )
-from securely import MODEL, Party, drawing
+from securely import MESSAGES, MODEL, Party, client_bytes, drawing, published_bits
 
 STAGES = [stage for stage in SecureStage if stage < SecureStage.DONE]
 
@@ -92,11 +88,11 @@ def test_a_late_input_can_never_be_unmasked() -> None:
     party = Party(4, items=400)
     party.play(SecureStage.MASK)
     seed = party.clients[9]._seed
-    late = party.answer(9, party.letters[9])
+    late = party.answer(9, party.messages[9])
     party.play(SecureStage.UNMASK, {9: SecureStage.MASK})
     with pytest.raises(ProtocolRefused, match="client 9 is not asked at UNMASK: it is unknown or too late"):
         party.server.receive(9, late)
-    replies = {k: UnmaskReply.decode(party.answer(k, letter)) for k, letter in party.letters.items()}
+    replies = {k: UnmaskReply.decode(party.answer(k, message)) for k, message in party.messages.items()}
     secret = combine([(k + 1, reply.keys[9]) for k, reply in replies.items()], 3)
     words = MaskedInput.decode(late, party.terms).words
     keys, advertised = RoundKeys(party.terms, MODEL), party.server._advertised
@@ -130,8 +126,8 @@ def test_masked_words_look_uniform_whatever_is_under_them() -> None:
         party.inputs = {k: party.terms.fixed.encode(np.full(4000, value), 1) for k in party.roster}
         assert chi_square(party.inputs[3]) > 100 * FAR, "the test would see it"
         party.play(SecureStage.MASK)
-        for number, letter in party.letters.items():
-            words = MaskedInput.decode(party.answer(number, letter), party.terms).words
+        for number, message in party.messages.items():
+            words = MaskedInput.decode(party.answer(number, message), party.terms).words
             assert chi_square(words) < FAR
             assert abs(np.corrcoef(words[:-1:2], words[1::2])[0, 1]) < 6 / 2000**0.5
 

@@ -8,7 +8,7 @@ import torch
 from manyhands.errors import NonFinite, UserError
 from manyhands.strategies.federated.algorithms.algorithm import ClientUpdate
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.secure_tally import SecureTally, hash_of
+from manyhands.strategies.federated.update_tally import SecureTally, hash_of
 
 WEIGHTS = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
 FIXED = FixedPoint(clip=1.0, bits=12)

@@ -21,12 +21,12 @@ from manyhands.cli.command_options import (
 from manyhands.cli.command_process import child_command
 from manyhands.cli.runs import ended_by_signal, leave_findings, progress_line, start_own_workers
 from manyhands.cli.simulate_command import network_model
-from manyhands.errors import UserError
+from manyhands.errors import UserError, num_of
 from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.scaling.scaling_curve import ScalingCurve, ScalingProgress
+    from manyhands.lab.scaling.scaling_curve import ScalingCurve
 
 __all__ = ["scaling_app"]
 
@@ -75,17 +75,14 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
     require_empty(out)
     with (
         ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"),
-        progress_line(_progress_words) as report,
+        progress_line(
+            lambda one: f"run {one.done + 1} of {one.runs} · {num_of(one.workers, 'worker')}"
+        ) as report,
     ):
         rates, waiting = curves.measure_scaling(words, strategy, counts, out, settings, child_command, report)
     step_s = task.batch_size / statistics.median(rates[1])
     forecast = curves.forecast_speedups(task, strategy, counts, step_s, settings)
     _leave(entry.name, str(strategy), curves.scaling_curve(rates, forecast, waiting, len(cores)), common, out)
-
-
-def _progress_words(progress: ScalingProgress) -> str:
-    workers = f"{progress.workers} worker{'s' * (progress.workers > 1)}"
-    return f"run {progress.done + 1} of {progress.runs} · {workers}"
 
 
 def _counts(text: str | None, cores: int) -> list[int]:

@@ -27,7 +27,6 @@ from manyhands.workloads.task_options import Option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.sweep.run_sweep import SweepProgress
     from manyhands.lab.sweep.sweep_report import SweepRow
 
 __all__ = ["sweep_app"]
@@ -72,16 +71,12 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sweep
     again = command_to_resume(sys.argv, out)
     with (
         ended_by_signal(lambda: f"what is done is kept in {out}; continue with: {again}"),
-        progress_line(_progress_words) as report,
+        progress_line(lambda one: f"{one.done} of {one.trials} done · {one.running} under way") as report,
     ):
         rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, on_progress=report)
     _leave(plan, rows, out, common.json)
     if any(row.failure for row in rows):
         raise typer.Exit(1)
-
-
-def _progress_words(progress: SweepProgress) -> str:
-    return f"{progress.done} of {progress.trials} done · {progress.running} under way"
 
 
 def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _SweepOptions) -> SweepPlan:

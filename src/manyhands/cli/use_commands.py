@@ -108,7 +108,7 @@ class _GenerateOptions(_Model):
 def generate_command(asked: _GenerateOptions) -> None:
     """For runs of `train language` and `train recurrent`; `manyhands serve RUN` answers the same over HTTP."""
     from manyhands.serving.opening import open_predictor
-    from manyhands.serving.predict_text import Prompt, TextGenerator
+    from manyhands.serving.torch_predictors import Prompt, TextGenerator
     from manyhands.workloads.task_options import narrowed
 
     run, prompt = asked.run, narrowed(Prompt, asked)

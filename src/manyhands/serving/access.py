@@ -61,11 +61,13 @@ class Guard:
                 400, "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
             )
         host = headers.get("host", "")
-        if host and _host_name(host) is None:
+        name = _host_name(host)
+        if host and name is None:
             return GuardRefusal(
                 400, "The Host header is not a name and a port; use the address that was printed."
             )
-        if not self._is_ours(host):
+        ours = name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
+        if not ours:
             return GuardRefusal(403, "This server does not go by that name; use the address that it printed.")
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
@@ -80,12 +82,7 @@ class Guard:
             )
         return None
 
-    def _is_ours(self, host: str) -> bool:
-        name = _host_name(host) or ""
-        return name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
-
     def has_token(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the headers have the run's token, as `Authorization: Bearer TOKEN`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
 
@@ -96,9 +93,9 @@ def _host_name(host: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def _is_address(name: str) -> bool:
+def _is_address(name: str | None) -> bool:
     try:
-        ipaddress.ip_address(name)
+        ipaddress.ip_address(name or "")
     except ValueError:
         return False
     return True

@@ -14,20 +14,16 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "connections_of", "room_here"]
+__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "PageConnection", "room_here"]
 
 MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
-
 ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
-
 REQUEST_S = 3.0
 """How long a request may take to come: from the connection, or from the end of the answer before it."""
 
@@ -65,10 +61,7 @@ class Admission(Generic[Who]):
 
 
 def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
-    """Return how many connections fit without taking the descriptors that a run needs to recover.
-
-    At most `most`, and one of every `share` free descriptors.
-    """
+    """How many connections leave a run the descriptors to recover: one of every `share` free ones, at most `most`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return most
@@ -76,11 +69,7 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
     return max(_LEAST, min(most, free // share))
 
 
-def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:
-    return partial(_Connection, admission)
-
-
-class _Connection(H11Protocol):
+class PageConnection(H11Protocol):
     """One connection, which may be closed to free capacity, and which closes itself if no request arrives in time.
 
     The application finds `know` in its scope's state, and calls it for a request with a good token.
@@ -88,7 +77,7 @@ class _Connection(H11Protocol):
 
     def __init__(
         self,
-        admission: Admission[_Connection],
+        admission: Admission[PageConnection],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],

@@ -38,7 +38,12 @@ def export_program(asked: ExportAsked) -> Export:
             f"{asked.run} is of the task {predictor.task!r}, whose model is no PyTorch module; leave --format out"
         )
     file = asked.target(PROGRAM_FILE)
-    content = _written(predictor)
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
+        example, sizes = (predictor.example_batch(_MADE_FROM),), ({0: torch.export.Dim("batch")},)
+        torch.export.save(torch.export.export(predictor.model, example, dynamic_shapes=sizes), stream)
+    content = stream.getvalue()
     difference = _largest_difference(predictor, content)
     if not difference <= _EQUAL_TO:
         raise ManyhandsError(
@@ -54,19 +59,6 @@ def export_program(asked: ExportAsked) -> Export:
         full_bytes=sum(value.nbytes for value in predictor.model.state_dict().values()),
         largest_difference=difference,
     )
-
-
-def _written(predictor: ModulePredictor[object]) -> bytes:
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
-        made = torch.export.export(
-            predictor.model,
-            (predictor.example_batch(_MADE_FROM),),
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-        )
-        torch.export.save(made, stream)
-    return stream.getvalue()
 
 
 def _largest_difference(predictor: ModulePredictor[object], content: bytes) -> float:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
@@ -25,6 +26,7 @@ _START_S = 10.0
 _STOP_S = 5.0
 _LOOK_S = 0.01
 _WAITING = 1024
+_FAREWELL_S = 3.0
 _MAX_HEADER_BYTES = 16 << 10
 
 
@@ -33,7 +35,15 @@ class Listening:
 
     def __init__(self, host: str, port: int, what: str) -> None:
         self.what = what  # what messages call it
-        self.socket = _listen(host, port, what)
+        if not 0 <= port <= 65535:
+            raise UserError(f"port {port} is not allowed; 0 (any free one) to 65535")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self.socket = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise UserError(
+                f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+            ) from error
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
@@ -48,7 +58,7 @@ class WebThread:
     def __init__(self, app: Any, listening: Listening, room: int) -> None:
         import uvicorn
 
-        from manyhands.serving.connections import ACCEPTED_AT_ONCE, Admission, connections_of
+        from manyhands.serving.connections import ACCEPTED_AT_ONCE, Admission, PageConnection
 
         self._listening = listening
         self._failure: BaseException | None = None
@@ -61,7 +71,7 @@ class WebThread:
             lifespan="off",
             ws="none",
             server_header=False,
-            http=connections_of(Admission(room)),  # type: ignore[arg-type]
+            http=partial(PageConnection, Admission(room)),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
@@ -70,15 +80,13 @@ class WebThread:
         self._thread = threading.Thread(target=self._serve, name=listening.what, daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and wait until the server answers."""
         self._thread.start()
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if self._failure is not None or time.monotonic() > deadline:
                 self.stop()
-                raise ManyhandsError(
-                    f"{self._listening.what} did not start within {_START_S:g} s: {self._failure}"
-                )
+                what = self._listening.what
+                raise ManyhandsError(f"{what} did not start within {_START_S:g} s: {self._failure}")
             time.sleep(_LOOK_S)
         # Connections in the kernel's queue take no descriptor; uvicorn sets the queue to its accept limit.
         self._listening.socket.listen(_WAITING)
@@ -89,34 +97,18 @@ class WebThread:
         self._thread.join(_STOP_S)
         self._listening.socket.close()
         if self._thread.is_alive():
-            _log.warning(
-                "%s was still answering somebody %.0f s after its end", self._listening.what, _STOP_S
-            )
+            what = self._listening.what
+            _log.warning("%s was still answering somebody %.0f s after its end", what, _STOP_S)
 
     def _serve(self) -> None:
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self._server.serve(sockets=[self._listening.socket])
+
         try:
-            asyncio.run(self._in_loop())
+            asyncio.run(serve())
         except BaseException as failure:  # reported by the thread that waits for the start
             self._failure = failure
-
-    async def _in_loop(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        await self._server.serve(sockets=[self._listening.socket])
-
-
-def _listen(host: str, port: int, what: str) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise UserError(f"port {port} is not allowed; 0 (any free one) to 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise UserError(
-            f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
-        ) from error
-
-
-_FAREWELL_S = 3.0
 
 
 class Dashboard:
@@ -151,13 +143,9 @@ class Dashboard:
     def __exit__(self, *error: object) -> None:
         self._app.end(self._farewell)
         deadline = time.monotonic() + _FAREWELL_S
-        while self.num_pages and time.monotonic() < deadline:
+        while self._app.num_streams and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         self.stop()
-
-    @property
-    def num_pages(self) -> int:
-        return self._app.num_streams
 
     def stop(self) -> None:
         """Stop at once, without notifying open pages."""

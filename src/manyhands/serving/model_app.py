@@ -15,15 +15,15 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.serving_view import Answered, ServingTally
 from manyhands.serving.access import Guard
+from manyhands.serving.batching import Switchboard
 from manyhands.serving.model_replica import MAX_FRAME_BYTES
 from manyhands.serving.page_app import SECURE_HEADERS, PageApp
-from manyhands.serving.switchboard import Switchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 
 __all__ = ["BodyLimits", "ModelApp", "RequestRefused", "checked_body"]
@@ -80,35 +80,31 @@ class ModelApp:
         refused = self._guard.refusal(scope["method"], headers, methods=_POST)
         if refused is not None:  # of an unknown peer, and not counted
             allow = {"allow": "POST"} if refused.status == 405 else {}
-            reply = _Reply(refused.status, _error(refused.sentence), allow)
-            await self._refuse_unread(reply, receive, send)
+            await self._refuse_unread(refused.status, _error(refused.sentence), allow, receive, send)
             return
         scope.get("state", {}).get("know", lambda: None)()
-        body = _Body()
-        size = 0
+        body, size = _Body(), 0
         try:
             await self._read(body, headers, receive)
-            content = body.content()
-            size = checked_body(content, self._limits)
-            status, answer = await self._switchboard.ask(content, size)
+            size = checked_body(body.content, self._limits)
+            status, answer = await self._switchboard.ask(body.content, size)
         except RequestRefused as refusal:
             status, answer = refusal.status, _error(refusal.sentence)
         finally:
-            self._held_bytes -= body.num_bytes
+            self._held_bytes -= len(body.content)
         self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
-        reply = _Reply(status, answer, {"retry-after": "1"} if status == 503 else {})
+        more = {"retry-after": "1"} if status == 503 else {}
         if body.is_whole:
-            await _begin(send, reply, {})
-            await send({"type": "http.response.body", "body": reply.body})
+            await _begin(send, status, answer, more)
+            await send({"type": "http.response.body", "body": answer})
         else:
-            await self._refuse_unread(reply, receive, send)
+            await self._refuse_unread(status, answer, more, receive, send)
 
     async def _read(self, body: _Body, headers: Mapping[str, str], receive: Receive) -> None:
         """Read the whole body; one that declares too large a size is rejected before it is read."""
         most = self._limits.num_bytes
-        too_large = RequestRefused(
-            413, f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
-        )
+        sentence = f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
+        too_large = RequestRefused(413, sentence)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large
@@ -118,8 +114,10 @@ class ModelApp:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise RequestRefused(400, "The connection ended before the request did.")
-                    self._held_bytes += body.take(message)
-                    if body.num_bytes > most:
+                    body.content += message.get("body", b"")
+                    body.is_whole = not message.get("more_body", False)
+                    self._held_bytes += len(message.get("body", b""))
+                    if len(body.content) > most:
                         raise too_large
                     if self._held_bytes > self._limits.held_bytes:
                         sentence = "Too many requests are being answered; try again in a moment."
@@ -128,14 +126,16 @@ class ModelApp:
             sentence = f"The request did not come whole within {self._limits.slowest_s:g} s."
             raise RequestRefused(408, sentence) from None
 
-    async def _refuse_unread(self, reply: _Reply, receive: Receive, send: SendMessage) -> None:
+    async def _refuse_unread(
+        self, status: int, answer: bytes, more: Mapping[str, str], receive: Receive, send: SendMessage
+    ) -> None:
         """Answer a request before its body was read, then drain the body for a while.
 
         Most clients read the answer only after sending everything. If the connection were closed before, it would be
         reset and they would never see the reason.
         """
-        await _begin(send, reply, {"connection": "close"})
-        await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+        await _begin(send, status, answer, {**more, "connection": "close"})
+        await send({"type": "http.response.body", "body": answer, "more_body": True})
         left = self._limits.refused_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.refused_s):
@@ -147,56 +147,30 @@ class ModelApp:
         await send({"type": "http.response.body", "body": b""})
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
-
-
+@dataclass(slots=True)
 class _Body:
     """The part of a request's body received so far."""
 
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self.num_bytes = 0
-        self.is_whole = False
-
-    def take(self, message: Mapping[str, Any]) -> int:
-        piece: bytes = message.get("body", b"")
-        self._pieces.append(piece)
-        self.num_bytes += len(piece)
-        self.is_whole = not message.get("more_body", False)
-        return len(piece)
-
-    def content(self) -> bytes:
-        content = b"".join(self._pieces)
-        self._pieces.clear()
-        return content
+    content: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False
 
 
-async def _begin(send: SendMessage, reply: _Reply, more: Mapping[str, str]) -> None:
-    shown = {
-        **SECURE_HEADERS,
-        "content-type": "application/json",
-        "content-length": str(len(reply.body)),
-        **reply.headers,
-        **more,
-    }
-    pairs = [(name.encode(), value.encode()) for name, value in shown.items()]
-    await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
+async def _begin(send: SendMessage, status: int, body: bytes, more: Mapping[str, str]) -> None:
+    length = {"content-type": "application/json", "content-length": str(len(body))}
+    pairs = [(name.encode(), value.encode()) for name, value in {**SECURE_HEADERS, **length, **more}.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-def checked_body(body: bytes, limits: BodyLimits) -> int:
+def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
     """Return the number of inputs of a body; rejects one that is not `{"inputs": [...]}`."""
     wanted = 'send {"inputs": [...]}'
     try:
         value = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"The body is no JSON ({str(error)[:100]}); {wanted}.") from error
-    if json_depth(body) > MOST_NESTED:
+    if json_depth(bytes(body)) > MOST_NESTED:
         raise RequestRefused(
-            400, f"The body is nested more than {MOST_NESTED} deep, which no input is; {wanted}."
+            400, f"The body is nested more than {MOST_NESTED} deep, as no input is; {wanted}."
         )
     inputs = value.get("inputs") if isinstance(value, dict) else None
     if not isinstance(inputs, list) or not inputs:

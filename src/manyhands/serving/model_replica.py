@@ -31,7 +31,6 @@ _MOST_SAID = 500  # characters of an error message
 
 
 def replica(context: RoleContext) -> None:
-    """Answer batches until the other end closes the socket."""
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
@@ -84,7 +83,6 @@ def _computed(
 
 
 def _failed(error: Exception) -> dict[str, Any]:
-    """Return the error of a request; the traceback goes to the server's terminal."""
     traceback.print_exception(error, file=sys.stderr)
     return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SAID]}
 
@@ -94,31 +92,24 @@ def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
     try:
         return frame(said)
     except ValueError:
-        return frame([one if _is_finite(one) else _NOT_FINITE for one in said])
-
-
-_NOT_FINITE = {
-    "status": 500,
-    "error": "the model's answer is no finite number: the input is too large for it, or its training diverged",
-}
-
-
-def _is_finite(said: dict[str, Any]) -> bool:
-    try:
-        json.dumps(said, allow_nan=False)
-    except ValueError:
-        return False
-    return True
+        pass
+    why = "the model's answer is no finite number: the input is too large for it, or its training diverged"
+    finite = []
+    for one in said:
+        try:
+            frame(one)
+            finite.append(one)
+        except ValueError:
+            finite.append({"status": 500, "error": why})
+    return frame(finite)
 
 
 def frame(value: Any) -> bytes:
-    """Encode one frame; ValueError where a number in it is not finite."""
     body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def _received(connection: socket.socket) -> Any:
-    """Return the next frame; None at the end of the stream."""
     head = _exactly(connection, LENGTH.size)
     if head is None:
         return None

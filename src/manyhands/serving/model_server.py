@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -31,12 +32,11 @@ from manyhands.observe.draw.serving_page import (
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Silent, Supervisor
 from manyhands.places.local.template import warm
-from manyhands.serving.batching import BatchLimits
+from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
 from manyhands.serving.model_app import BodyLimits, ModelApp
 from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import Drawn, PageApp, require_web
-from manyhands.serving.switchboard import Switchboard
 from manyhands.workloads.predictor import Predictor
 
 __all__ = ["ModelServer", "Replicas", "ServeOptions", "Staffing"]
@@ -85,10 +85,10 @@ class Replicas:
         self._predictor, self._count = predictor, count
         self._on_start, self._on_note = on_start, on_note
         self._last = 0
-        self._to_kill: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.to_kill: queue.SimpleQueue[int] = queue.SimpleQueue()  # workers, each of which is then replaced
         self._wanted = threading.Event()
         self._answers = threading.Event()
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # on their own; `failure` says why
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 
@@ -101,21 +101,11 @@ class Replicas:
         try:
             while not self._answers.wait(_POLL_S):
                 if self.failure is not None or time.monotonic() > deadline:
-                    raise ManyhandsError(
-                        f"no worker could serve the model: {self.failure or 'none was ready in time'}"
-                    )
+                    why = self.failure or "none was ready in time"
+                    raise ManyhandsError(f"no worker could serve the model: {why}")
         except BaseException:  # Ctrl-C as well: workers that load their model would be left behind
             self.stop()
             raise
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker, which is then replaced; from any thread."""
-        self._to_kill.put(worker)
-
-    @property
-    def over(self) -> bool:
-        """Whether the workers have ended on their own; `failure` says why."""
-        return self._ended.is_set()
 
     def stop(self) -> None:
         self._wanted.clear()
@@ -123,24 +113,23 @@ class Replicas:
 
     def _run(self) -> None:
         try:
-            packed = pack(self._predictor)
-            try:
-                with Supervisor(num_members=self._count, start_timeout_s=START_S) as supervisor:
-                    self._watch(supervisor, packed)
-            finally:
-                os.close(packed)
+            with ExitStack() as resources:
+                packed = pack(self._predictor)
+                resources.callback(os.close, packed)
+                supervisor = Supervisor(num_members=self._count, start_timeout_s=START_S)
+                self._watch(resources.enter_context(supervisor), packed)
         except BaseException as failure:  # reported by `start`, and on the server's page
             self.failure = failure
         finally:
-            self._ended.set()
+            self.ended.set()
 
     def _watch(self, supervisor: Supervisor, packed: int) -> None:
         staffing = Staffing()
         for _ in range(self._count):
             self._start(supervisor, packed)
         while self._wanted.is_set():
-            while not self._to_kill.empty():
-                supervisor.kill(self._to_kill.get())
+            while not self.to_kill.empty():
+                supervisor.kill(self.to_kill.get())
             for event in supervisor.poll(_POLL_S):
                 match event:
                     case Said(member=worker):
@@ -207,13 +196,10 @@ class ModelServer:
         self.token = self._listening.guard.token
         self._tally = ServingTally(time.monotonic())
         self._replicas = Replicas(predictor, self._options.workers, self._on_start, self._tally.note)
-        self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.kill)
-        self._page: PageApp[ServingView] = PageApp(
-            self.view, self._listening.guard, serving_metrics, drawn=_PAGE
-        )
-        app = ModelApp(
-            self._switchboard, self._page, self._listening.guard, self._tally, self._options.bodies
-        )
+        self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.to_kill.put)
+        guard = self._listening.guard
+        self._page: PageApp[ServingView] = PageApp(self.view, guard, serving_metrics, drawn=_PAGE)
+        app = ModelApp(self._switchboard, self._page, guard, self._tally, self._options.bodies)
         self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
         self._example = json.dumps(predictor.example)
 
@@ -238,7 +224,7 @@ class ModelServer:
 
     def wait(self) -> None:
         """Block until interrupted; raises where no worker could be kept alive."""
-        while not self._replicas.over:
+        while not self._replicas.ended.is_set():
             time.sleep(_LOOK_S)
         raise ManyhandsError(f"the workers could not be kept alive: {self._replicas.failure}")
 

@@ -31,7 +31,6 @@ def open_predictor(path: str | Path) -> Predictor[Any]:
 
 
 def workload_of(place: Path) -> tuple[str, Workload]:
-    """Return the name of the task of `place`, and its entry in the registry."""
     name = task_name(place)
     workload = find(name)
     if workload is None or not workload.predictor:
@@ -55,20 +54,13 @@ def task_name(place: Path) -> str:
         raise UserError(
             f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
         )
-    return _begun_like(file) or _header_name(file)
-
-
-def _begun_like(file: Path) -> str:
-    most = max(len(use.begins) for use in WORKLOADS.values())
     try:
         with file.open("rb") as opened:
-            start = opened.read(most)
+            start = opened.read(max(len(one.begins) for one in WORKLOADS.values()))
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror}") from error
-    for name, use in WORKLOADS.items():
-        if use.begins and start.startswith(use.begins):
-            return name
-    return ""
+    begun = [name for name, one in WORKLOADS.items() if one.begins and start.startswith(one.begins)]
+    return begun[0] if begun else _header_name(file)
 
 
 def _header_name(file: Path) -> str:

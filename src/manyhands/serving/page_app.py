@@ -55,21 +55,10 @@ def _hash(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"script-src {_hash(_SCRIPT)}",
-        f"style-src {_hash(_STYLE)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)  # what a browser lets the page do: run this script, use this style, ask its own server
-
 SECURE_HEADERS = {
-    "content-security-policy": _POLICY,
+    # what a browser lets the page do: run this script, use this style, ask its own server
+    "content-security-policy": f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -80,7 +69,6 @@ SECURE_HEADERS = {
 
 
 def require_web() -> None:
-    """Raise an error that names what to install where the web packages are missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -101,7 +89,6 @@ RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=repor
 
 
 def live_page() -> str:
-    """Return the page frame, the same for every run and requester; the event stream fills it."""
     lead = (
         '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
         '<button id="save" type="button">Save as a report</button></div>\n'
@@ -112,7 +99,6 @@ def live_page() -> str:
 
 
 def as_event(name: str, value: object) -> bytes:
-    """Format one server-sent event; JSON keeps it on one line."""
     return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
 
 
@@ -128,11 +114,8 @@ class PageApp(Generic[View]):
         drawn: Drawn[View] = RUN_PAGE,  # type: ignore[assignment] # views of a run, unless told otherwise
         period_s: float = _PERIOD_S,
     ) -> None:
-        self._source = source
-        self._guard = guard
-        self._metrics = metrics
-        self._drawn = drawn
-        self._period_s = period_s
+        self._source, self._guard, self._metrics = source, guard, metrics
+        self._drawn, self._period_s = drawn, period_s
         self._lock = asyncio.Lock()
         self._view: View | None = None
         self._sections: dict[str, str] = {}
@@ -164,9 +147,7 @@ class PageApp(Generic[View]):
             response = await self._answer(scope, headers, is_full=is_full)
             for name, value in SECURE_HEADERS.items():
                 response.headers[name] = value
-            if (
-                not is_known or response.status_code == 400
-            ):  # after which the start of the next request may be unknown
+            if not is_known or response.status_code == 400:  # the start of the next request may be unknown
                 response.headers["connection"] = "close"
             await response(scope, receive, send)  # type: ignore[arg-type]
         finally:
@@ -175,7 +156,7 @@ class PageApp(Generic[View]):
     async def _answer(
         self, scope: Mapping[str, Any], headers: Mapping[str, str], *, is_full: bool
     ) -> Response:
-        from starlette.responses import PlainTextResponse
+        from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
         path = scope["path"]
         refused = self._guard.refusal(scope["method"], headers, needs_token=path != "/")
@@ -188,31 +169,24 @@ class PageApp(Generic[View]):
             return PlainTextResponse("", media_type="text/event-stream")
         if is_full:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
+        if path == "/":
+            return HTMLResponse(live_page())
+        if path == "/events":
+            return StreamingResponse(self.stream(), media_type="text/event-stream")
         try:
-            return await self._content(path)
+            view = await self._newest()
+            if path == "/report":
+                named = {"content-disposition": 'attachment; filename="report.html"'}
+                return HTMLResponse(self._drawn.report(view), headers=named)
+            prometheus = "text/plain; version=0.0.4; charset=utf-8"
+            return PlainTextResponse(self._metrics(view), media_type=prometheus)
         except ManyhandsError as error:
             return PlainTextResponse(f"{error}\n", 500)
-
-    async def _content(self, path: str) -> Response:
-        from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
-
-        match path:
-            case "/":
-                return HTMLResponse(live_page())
-            case "/events":
-                return StreamingResponse(self.stream(), media_type="text/event-stream")
-            case "/metrics":
-                text = self._metrics(await self._newest())
-                return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-            case _:
-                named = {"content-disposition": 'attachment; filename="report.html"'}
-                return HTMLResponse(self._drawn.report(await self._newest()), headers=named)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the events of one live page: title, all sections, then changed ones, heartbeats, the farewell."""
         sent: dict[str, str] = {}
-        title = ""
-        spoke_at = time.monotonic()
+        title, spoke_at = "", time.monotonic()
         while True:
             farewell = self._farewell  # read before the view, so that the last view is newer
             view = await self._newest(at_once=farewell is not None)
@@ -234,11 +208,8 @@ class PageApp(Generic[View]):
     async def _newest(self, *, at_once: bool = False) -> View:
         """Return the latest view, or a new one where it is too old; made in a thread, because it reads files."""
         async with self._lock:
-            if (
-                self._view is None
-                or at_once
-                or time.monotonic() - self._seen_at > min(_FRESH_S, self._period_s)
-            ):
+            old = time.monotonic() - self._seen_at > min(_FRESH_S, self._period_s)
+            if self._view is None or at_once or old:
                 view = await asyncio.to_thread(self._source)
                 if view != self._view:
                     self._view, self._sections = view, await asyncio.to_thread(self._drawn.sections, view)

@@ -62,23 +62,23 @@ _CORE = ("waiting", "group", "records")
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(
         task="manyhands.workloads.tasks.digits:DIGITS",
-        predictor="manyhands.serving.predict_arrays:open_images",
+        predictor="manyhands.serving.torch_predictors:open_images",
     ),
     "mnist": Workload(
         task="manyhands.workloads.tasks.mnist:MNIST",
-        predictor="manyhands.serving.predict_arrays:open_images",
+        predictor="manyhands.serving.torch_predictors:open_images",
     ),
     "language": Workload(
         task="manyhands.workloads.tasks.language:LANGUAGE",
-        predictor="manyhands.serving.predict_text:open_text",
+        predictor="manyhands.serving.torch_predictors:open_text",
     ),
     "recurrent": Workload(
         task="manyhands.workloads.tasks.recurrent:RECURRENT",
-        predictor="manyhands.serving.predict_text:open_text",
+        predictor="manyhands.serving.torch_predictors:open_text",
     ),
     "line": Workload(
         task="manyhands.workloads.tasks.line:LINE",
-        predictor="manyhands.serving.predict_arrays:open_numbers",
+        predictor="manyhands.serving.torch_predictors:open_numbers",
     ),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

@@ -33,7 +33,6 @@ def new_group(
 
 
 def _create(given: c10d._DistributedBackendOptions, options: Any) -> ManyhandsGroup:
-    """Called by torch on every rank of a new group."""
     if options is not None and not isinstance(options, Options):
         raise UserError(f"pg_options={options!r}: must be manyhands.c10d.Options")
     place = SessionPlace(

@@ -15,23 +15,41 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.native.dtypes import BY_CODE, CODES
+from manyhands.native.segment import CACHE_LINE, PAGE, round_up
 
 __all__ = [
+    "ABORT_OFFSET",
+    "ARRIVED",
     "COMPARED_WORDS",
+    "DONE",
     "EXTENT_WORD",
+    "HALF_BYTES",
+    "HEADER_WORDS",
+    "MAGIC",
+    "RECORDS",
+    "RECORD_BYTES",
     "RECORD_WORDS",
+    "REGIONS",
+    "STATE_LEFT",
+    "STATE_WAIT",
+    "TABLES",
+    "VERSION",
+    "WAKEUP",
     "CallKind",
     "CollectiveCall",
+    "MemoryLayout",
     "Reduction",
+    "block_items",
     "call_of",
+    "chunk_bytes",
     "describe_lateness",
     "describe_mismatch",
     "describe_uneven",
     "dtype_code",
+    "layout_of",
 ]
 
-Label = Callable[[int], str]
-"""How a rank is called in a sentence."""
+Label = Callable[[int], str]  # how a rank is called in a sentence
 
 
 class CallKind(IntEnum):
@@ -69,9 +87,8 @@ _SHOWN_DIMS: Final = 6
 
 RECORD_WORDS: Final = 16
 COMPARED_WORDS: Final = 7  # the first words of a record must be the same on all ranks
-EXTENT_WORD: Final = (
-    7  # the most bytes this rank lays out for any other: the longest decides the number of rounds
-)
+# the most bytes this rank lays out for any other: the longest decides the number of rounds
+EXTENT_WORD: Final = 7
 
 
 class CollectiveCall(NamedTuple):
@@ -99,14 +116,12 @@ class CollectiveCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The collective, as in `all_reduce(sum)` or `broadcast(root 2)`."""
         facts = [Reduction(self.reduction).name.lower()] if self.reduction else []
         facts += [f"root {self.root}"] if self.root != _NO_ROOT else []
         return CallKind(self.kind).name.lower() + (f"({', '.join(facts)})" if facts else "")
 
     @property
     def load(self) -> str:
-        """What the rank contributes, as in `float32[4, 3]`, or nothing."""
         if not self.dtype:
             return "nothing"
         sizes = ", ".join(map(str, self.shape)) + (", …" if self.dims > _SHOWN_DIMS else "")
@@ -121,17 +136,15 @@ def call_of(
     number: int,
     kind: CallKind,
     tensors: Sequence[torch.Tensor],
-    *,
-    reduction: Reduction = Reduction.NONE,
-    root: int = _NO_ROOT,
     items: int,
     extent_bytes: int,
+    reduction: Reduction = Reduction.NONE,
+    root: int = _NO_ROOT,
 ) -> CollectiveCall:
     """The record of a call; tensors to be reduced must have one shape (up to sizes of 1) on all ranks."""
     first, count = tensors[0], len(tensors)
-    digest = 0
-    if reduction:
-        digest = hash(tuple([tuple([size for size in tensor.shape if size != 1]) for tensor in tensors]))
+    shapes = [tuple([size for size in tensor.shape if size != 1]) for tensor in tensors] if reduction else []
+    digest = hash(tuple(shapes)) if reduction else 0
     code, shape = dtype_code(first.dtype), tuple(first.shape[:_SHOWN_DIMS])
     return CollectiveCall(
         number, kind, code, reduction, root, items, digest, extent_bytes, count, first.dim(), shape
@@ -182,10 +195,76 @@ def describe_lateness(
 
 
 def _grouped(texts: Sequence[str], label: Label, plural: str, singular: str) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    groups = {text: [rank for rank, one in enumerate(texts) if one == text] for text in texts}
     return ", ".join(
         f"{ranks_text(group, label)} {plural if len(group) > 1 else singular} {text}"
-        for text, group in ranks.items()
+        for text, group in groups.items()
     )
+
+
+# Where everything lies in the shared memory of one process group, and how a call is cut into rounds.
+#
+#     line 0                 magic, version, world size, number of the round before the first (u32)
+#     line 1                 the abort word (u32): 0 while all is well, else who stopped the group and why
+#     a region per rank      lines with one writer each, see below
+#     an area per rank       two halves: round n is staged in half n % 2, so that a fast rank can begin round n + 1
+#                            while a slow one still reads round n
+#
+#     region   0  arrived (word)     the last round whose data this rank has laid out
+#            128  done (word)        the last round of which this rank has read all it needs
+#            256  wake-up (word)     raised by ranks that have sent this rank something, or freed space for it
+#            384  state              left (u32) · what it waits for outside collectives: kind, peer, tag (i64)
+#            512  two records        the call that round n belongs to, by n % 2
+#            768  two tables         bytes brought for each rank and expected from each rank, by n % 2
+#
+# A rank is done with round n - 1 before it arrives at round n, and every round waits until all have arrived. So a
+# rank that lays out round n knows that all are done with round n - 2, which lay in the same half: this is all the flow
+# control there is.
+
+MAGIC: Final = 0x6D683130
+VERSION: Final = 1
+HEADER_WORDS: Final = 4
+ABORT_OFFSET: Final = CACHE_LINE
+REGIONS: Final = 2 * CACHE_LINE
+
+ARRIVED: Final = 0
+DONE: Final = CACHE_LINE
+WAKEUP: Final = 2 * CACHE_LINE
+STATE_LEFT: Final = 3 * CACHE_LINE
+STATE_WAIT: Final = STATE_LEFT + 8
+RECORDS: Final = 4 * CACHE_LINE
+RECORD_BYTES: Final = CACHE_LINE
+TABLES: Final = RECORDS + 2 * RECORD_BYTES
+
+HALF_BYTES: Final = 256 * 1024
+"""One staged block of one rank: small enough for what is staged to stay in the cache until it is read."""
+
+assert RECORD_WORDS * 8 <= RECORD_BYTES, "a record does not fit"
+
+
+class MemoryLayout(NamedTuple):
+    """The sizes that depend on the number of ranks."""
+
+    region_bytes: int
+    areas: int  # offset of the first rank's area
+    num_bytes: int
+
+
+def layout_of(world: int) -> MemoryLayout:
+    region_bytes = round_up(TABLES + 2 * 2 * 8 * world, CACHE_LINE)
+    areas = round_up(REGIONS + world * region_bytes, PAGE)
+    return MemoryLayout(region_bytes, areas, areas + world * 2 * HALF_BYTES)
+
+
+def block_items(count: int, item_bytes: int, half_bytes: int = HALF_BYTES) -> int:
+    """Items per round of an all-reduce: as few rounds as fit, of about equal size, in whole cache lines."""
+    num_bytes = count * item_bytes
+    if num_bytes <= half_bytes:
+        return max(count, 1)
+    rounds = -(-num_bytes // half_bytes)
+    return round_up(-(-num_bytes // rounds), CACHE_LINE) // item_bytes
+
+
+def chunk_bytes(chunks: int, half_bytes: int = HALF_BYTES) -> int:
+    """The room in one half for what goes to one rank, where `chunks` ranks get something of their own."""
+    return half_bytes // max(chunks, 1) // CACHE_LINE * CACHE_LINE

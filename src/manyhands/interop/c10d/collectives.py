@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Final
 
 import torch
 
 from manyhands.errors import UserError
 from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Reduction, call_of
-from manyhands.interop.c10d.compiled_calls import Lane, Read, RoundReducer
+from manyhands.interop.c10d.compiled_calls import Chunk, Read, RoundReducer
 from manyhands.interop.c10d.shared_stage import CollectiveStage, ReductionPlan, StageReason
 from manyhands.native.dtypes import HALVES, SUMMED
 from manyhands.native.group import reduction_kernels
@@ -50,27 +51,21 @@ def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer |
     return RoundReducer(reduction_kernels.reducer_address(kind), operation, dtype.itemsize)
 
 
+@cache
 def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
-    reason = _refusal(dtype, reduction)
+    """UserError where a reduction cannot be done; asked of torch itself, on tensors of one item."""
+    reason = ""
+    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        reason = "only integers have bits to combine"
+    elif reduction is Reduction.AVG and dtype is torch.bool:
+        reason = "truth values have no mean; sum them as int64"
+    elif compiled_reducer(dtype, reduction) is None:
+        try:
+            combine([torch.zeros(1, dtype=dtype)] * 2, reduction)
+        except RuntimeError as error:
+            reason = f"torch has none on the CPU ({str(error).splitlines()[0]})"
     if reason:
         raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
-
-
-@cache
-def _refusal(dtype: torch.dtype, reduction: Reduction) -> str:
-    """Why a reduction cannot be done, or nothing; asked of torch itself, on tensors of one item."""
-    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        return "only integers have bits to combine"
-    if reduction is Reduction.AVG and dtype is torch.bool:
-        return "truth values have no mean; sum them as int64"
-    if compiled_reducer(dtype, reduction) is not None:
-        return ""
-    one = torch.zeros(1, dtype=dtype)
-    try:
-        combine([one, one], reduction)
-    except RuntimeError as error:
-        return f"torch has none on the CPU ({str(error).splitlines()[0]})"
-    return ""
 
 
 def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
@@ -99,8 +94,7 @@ class Collectives:
 
     def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
         self._stage, self._executor = stage, executor
-        self._rank = stage.rank
-        self._world = stage.world
+        self._rank, self._world = stage.rank, stage.world
         self._others = tuple(rank for rank in range(self._world) if rank != self._rank)
         self._number = 0
         self._plans: dict[tuple[object, ...], ReductionPlan] = {}
@@ -111,9 +105,8 @@ class Collectives:
 
     def all_reduce(self, tensors: _Tensors, reduction: Reduction, timeout_s: float) -> None:
         """Each tensor becomes that of all ranks, combined; several of one dtype are reduced as one vector."""
-        first = tensors[0]
-        if len(tensors) == 1 and _is_plain(first):
-            self._all_reduce_whole(first, tensors, reduction, timeout_s)
+        if len(tensors) == 1 and _is_plain(tensors[0]):
+            self._all_reduce_whole(tensors[0], tensors, reduction, timeout_s)
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -155,27 +148,24 @@ class Collectives:
         flat = _dense(tensor).view(-1)
         reducer = compiled_reducer(tensor.dtype, reduction)
         here = self._rank == root
-        extent = 0 if here else flat.nbytes
-        call = self._call(
-            CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, root=root, extent_bytes=extent
-        )
+        facts = {"root": root, "extent_bytes": 0 if here else flat.nbytes}
+        call = self._call(CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, **facts)
         if reducer is None:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
-            lanes = [] if here else [_lane(flat)]
-            reads = _reads(self._others, 0, flat) if here else []
-            self._stage.exchange(call, lanes, reads, timeout_s, reducer=reducer)
+            chunks = [] if here else [_chunk(flat)]
+            reads = _reads(self._others, 0, [flat] * self._world) if here else []
+            self._stage.exchange(call, chunks, reads, timeout_s, reducer=reducer)
         if here:
             _give_back(flat, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         flat = _dense(tensor).view(-1)
         here = self._rank == root
-        call = self._call(
-            CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
-        )
-        lanes, reads = ([_lane(flat)], []) if here else ([], _reads([root], 0, flat))
-        self._stage.exchange(call, lanes, reads, timeout_s)
+        extent = flat.nbytes if here else 0
+        call = self._call(CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=extent)
+        chunks, reads = ([_chunk(flat)], []) if here else ([], _reads([root], 0, [flat] * self._world))
+        self._stage.exchange(call, chunks, reads, timeout_s)
         if not here:
             _give_back(flat, tensor)
 
@@ -184,14 +174,11 @@ class Collectives:
         self._check_list("output", outputs, tensor)
         even = all(output.numel() == tensor.numel() for output in outputs)
         source, rooms = _dense(tensor).view(-1), [_dense(output).view(-1) for output in outputs]
-        call = self._call(
-            CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
-        )
-        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
-        self._stage.exchange(call, [_lane(source)], reads, timeout_s, even=even)
-        rooms[self._rank].copy_(source)
-        for room, output in zip(rooms, outputs, strict=True):
-            _give_back(room, output)
+        items = tensor.numel() if even else -1
+        call = self._call(CallKind.ALL_GATHER, [tensor], items, extent_bytes=source.nbytes)
+        reads = _reads(self._others, 0, rooms)
+        self._stage.exchange(call, [_chunk(source)], reads, timeout_s, even=even)
+        self._fill(rooms, outputs, source)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
         self._check_whole("output", output, tensor)
@@ -209,28 +196,22 @@ class Collectives:
             rooms = [_dense(output).view(-1) for output in outputs]
         extent = 0 if here else source.nbytes
         call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
-        others = self._others if here else ()
-        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in others]
-        self._stage.exchange(call, [] if here else [_lane(source)], reads, timeout_s)
+        reads = _reads(self._others, 0, rooms) if here else []
+        self._stage.exchange(call, [] if here else [_chunk(source)], reads, timeout_s)
         if here:
-            rooms[root].copy_(source)
-            for room, output in zip(rooms, outputs, strict=True):
-                _give_back(room, output)
+            self._fill(rooms, outputs, source)
 
     def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
         here = self._rank == root
         room = _dense(output).view(-1)
-        lanes: list[Lane] = []
         pieces: list[torch.Tensor] = []
         if here:
             self._check_list("input", tensors, output, even=True)
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
-            lanes = _lanes(pieces, self._rank)
-        call = self._call(
-            CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
-        )
-        reads = [] if here else _reads([root], self._rank, room)
-        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True)
+        extent = room.nbytes if here else 0
+        call = self._call(CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=extent)
+        reads = [] if here else _reads([root], self._rank, [room] * self._world)
+        self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         if here:
             room.copy_(pieces[root])
         _give_back(room, output)
@@ -249,9 +230,9 @@ class Collectives:
             room.copy_(combine(self._exchange_slices(call, pieces, timeout_s), reduction))
         else:
             room.copy_(pieces[self._rank])
-            reads = _reads(self._others, self._rank, room)
-            lanes = _lanes(pieces, self._rank)
-            self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, reducer=reducer)
+            reads = _reads(self._others, self._rank, [room] * self._world)
+            chunks = _chunks(pieces, self._rank)
+            self._stage.exchange(call, chunks, reads, timeout_s, per_rank=True, reducer=reducer)
         _give_back(room, output)
 
     def reduce_scatter_from(
@@ -268,12 +249,9 @@ class Collectives:
         pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
         extent = max(piece.nbytes for piece in pieces)
         call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
-        reads = [(rank, self._rank, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
-        lanes = _lanes(pieces, self._rank)
-        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
-        rooms[self._rank].copy_(pieces[self._rank])
-        for room, output in zip(rooms, outputs, strict=True):
-            _give_back(room, output)
+        reads, chunks = _reads(self._others, self._rank, rooms), _chunks(pieces, self._rank)
+        self._stage.exchange(call, chunks, reads, timeout_s, per_rank=True, even=False)
+        self._fill(rooms, outputs, pieces[self._rank])
 
     def all_to_all_split(
         self,
@@ -298,49 +276,43 @@ class Collectives:
         root: int = -1,
         extent_bytes: int = 0,
     ) -> CollectiveCall:
-        """The record of the next call; everything that can be refused alone has been."""
         self._number += 1
-        return call_of(
-            self._number,
-            kind,
-            tensors,
-            reduction=reduction,
-            root=root,
-            items=items,
-            extent_bytes=extent_bytes,
-        )
+        return call_of(self._number, kind, tensors, items, extent_bytes, reduction, root)
 
     def _reduce_by_torch(
         self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
         """Each rank combines one slice and gives the result to all, or to the root of the call."""
-        sizes = [
-            flat.numel() * (rank + 1) // self._world - flat.numel() * rank // self._world
-            for rank in range(self._world)
-        ]
+        ends = [flat.numel() * rank // self._world for rank in range(self._world + 1)]
+        sizes = [end - begin for begin, end in pairwise(ends)]
         pieces = flat.split_with_sizes(sizes)
         cut = call._replace(extent_bytes=max(sizes) * flat.itemsize)
         result = combine(self._exchange_slices(cut, pieces, timeout_s), reduction)
         reads: list[Read] = []
         if call.root in (-1, self._rank):
             pieces[self._rank].copy_(result)
-            reads = [(rank, 0, pieces[rank].data_ptr(), pieces[rank].nbytes) for rank in self._others]
-        self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_lane(result)], reads, timeout_s)
+            reads = _reads(self._others, 0, pieces)
+        self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_chunk(result)], reads, timeout_s)
 
     def _exchange_slices(
         self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
     ) -> list[torch.Tensor]:
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
-        reads = [(rank, self._rank, parts[rank].data_ptr(), mine.nbytes) for rank in self._others]
-        self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
+        reads = _reads(self._others, self._rank, parts)
+        self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
+
+    def _fill(self, rooms: _Tensors, outputs: _Tensors, own: torch.Tensor) -> None:
+        """What came from others is there; put this rank's own beside it, and all into the caller's tensors."""
+        rooms[self._rank].copy_(own)
+        for room, output in zip(rooms, outputs, strict=True):
+            _give_back(room, output)
 
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
-            raise UserError(
-                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
-            )
+            wanted = f"there must be one for each of {self._world} ranks"
+            raise UserError(f"{name} list of {len(tensors)} tensors: {wanted}")
         for rank, tensor in enumerate(tensors):
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:
@@ -360,14 +332,12 @@ class Collectives:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._world:
-                raise UserError(
-                    f"{name} has {rows} rows, which do not divide among {self._world} ranks; give split sizes"
-                )
+                wrong = f"{rows} rows, which do not divide among {self._world} ranks"
+                raise UserError(f"{name} has {wrong}; give split sizes")
             splits = [rows // self._world] * self._world
         if len(splits) != self._world or sum(splits) != rows:
-            raise UserError(
-                f"{name} split sizes {list(splits)}: need one for each of {self._world} ranks, {rows} in sum"
-            )
+            wanted = f"one for each of {self._world} ranks, {rows} in sum"
+            raise UserError(f"{name} split sizes {list(splits)}: need {wanted}")
         return tensor.split_with_sizes(list(splits))
 
 
@@ -382,19 +352,18 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Where `dense` had to be a copy, copy it back."""
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense.view(tensor.shape))
 
 
-def _lane(tensor: torch.Tensor) -> Lane:
+def _chunk(tensor: torch.Tensor) -> Chunk:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _lanes(pieces: _Tensors, rank: int) -> list[Lane]:
+def _chunks(pieces: _Tensors, rank: int) -> list[Chunk]:
     """One for each other rank; what a rank has for itself does not travel."""
-    return [_lane(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
+    return [_chunk(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
 
 
-def _reads(ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:
-    return [(rank, lane, target.data_ptr(), target.nbytes) for rank in ranks]
+def _reads(ranks: Iterable[int], chunk: int, rooms: _Tensors) -> list[Read]:
+    return [(rank, chunk, *_chunk(rooms[rank])) for rank in ranks]

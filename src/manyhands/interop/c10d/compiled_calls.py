@@ -8,6 +8,7 @@ made again to continue: that is how Python sees signals during a long wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
@@ -15,18 +16,18 @@ from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.interop.c10d.collective_calls import COMPARED_WORDS, EXTENT_WORD, RECORD_WORDS
-from manyhands.interop.c10d.shared_layout import (
+from manyhands.interop.c10d.collective_calls import (
     ABORT_OFFSET,
     ARRIVED,
+    COMPARED_WORDS,
     DONE,
-    HALF_BYTES,
+    EXTENT_WORD,
     RECORD_BYTES,
+    RECORD_WORDS,
     RECORDS,
     REGIONS,
     TABLES,
     WAKEUP,
-    MemoryLayout,
 )
 from manyhands.native.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.native.decorators import njit
@@ -53,12 +54,11 @@ __all__ = [
     "SCRATCH_ROOM",
     "SETTLE",
     "STEP",
-    "Lane",
+    "Chunk",
     "Read",
     "RoundReducer",
     "abort",
     "all_reduce",
-    "all_reduce_words",
     "call_head",
     "copy",
     "exchange",
@@ -69,7 +69,6 @@ __all__ = [
     "record",
     "reduce",
     "region",
-    "stage_words",
 ]
 
 MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records differ, and nothing was read
@@ -94,12 +93,9 @@ _PART_EVERY_NS = 1_000_000  # moving costs some 20 microseconds
 # A call: its record, where it stands, and the reducer's address, operation and size of an item, or zeros.
 PHASE, ROUND, STEP, REDUCER, _OPERATION, ITEM_BYTES = range(RECORD_WORDS, RECORD_WORDS + 6)
 CALL_WORDS: Final = RECORD_WORDS + 6
-BEGIN: Final = 0
-"""Nothing is laid out yet."""
-GATHER: Final = 1
-"""This rank has laid its data out and waits until all have arrived."""
-SETTLE: Final = 2
-"""This rank has reduced its slice and waits until all are done."""
+BEGIN: Final = 0  # nothing is laid out yet
+GATHER: Final = 1  # this rank has laid its data out and waits until all have arrived
+SETTLE: Final = 2  # this rank has reduced its slice and waits until all are done
 
 
 class RoundReducer(NamedTuple):
@@ -108,14 +104,6 @@ class RoundReducer(NamedTuple):
     address: int
     operation: int
     item_bytes: int
-
-
-def stage_words(
-    *, control: int, where: MemoryLayout, rank: int, world: int, spins: int, scratch: int, before: int
-) -> list[int]:
-    """The stage of a rank: `control` is the address of the shared memory, `before` the round before the first."""
-    areas = control + where.areas
-    return [control, where.region_bytes, areas, HALF_BYTES, rank, world, spins, scratch, before, 0]
 
 
 def call_head(record_words: Sequence[int], reducer: RoundReducer | None) -> list[int]:
@@ -171,11 +159,6 @@ def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
     return REACHED
 
 
-@njit(nogil=True, inline="always")
-def next_round(stage: Any) -> int:
-    return stage[_ROUND] + 1  # type: ignore[no-any-return]
-
-
 @njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
     stage[_ROUND] = number
@@ -190,7 +173,7 @@ def leave(stage: Any, number: int) -> None:
 @njit(nogil=True)
 def begin(stage: Any, call: Any) -> int:
     """Lay the record of a call out for its first round, whose number is returned."""
-    number = next_round(stage)
+    number = stage[_ROUND] + 1
     call[ROUND] = number
     own = record(stage, stage[RANK], number)
     for word in range(RECORD_WORDS):
@@ -231,23 +214,15 @@ def abort(stage_address: int, word: int) -> None:
             futex_wake(region(stage, rank) + which)
 
 
-# The compiled all-reduce: direct, staged in blocks that stay in the cache.
+# The compiled all-reduce: direct, staged in blocks that stay in the cache. Rank j combines slice j of the block of all
+# ranks, in rank order, and puts the result back into all of them. Its own slice it takes from, and leaves in, the
+# caller's tensor: only what others need is copied into shared memory, and only what others have computed is copied out.
+# While a rank waits for the results of one block, its part of the next is already laid out.
 #
-# Rank j combines slice j of the block of all ranks, in rank order, and puts the result back into all of them. Its own
-# slice it takes from, and leaves in, the caller's tensor: only what others need is copied into shared memory, and only
-# what others have computed is copied out. While a rank waits for the results of one block, its part of the next is
-# already laid out.
-
-
 # After the words of every call: where the caller's items are, how many, and how many go in one block. Then comes a
 # word for each rank.
 ADDRESS, _COUNT, _BLOCK_ITEMS = range(CALL_WORDS, CALL_WORDS + 3)
 _PARTS: Final = CALL_WORDS + 3
-
-
-def all_reduce_words(head: Sequence[int], items: int, block_items: int, world: int) -> list[int]:
-    """The block of an all-reduce that has not begun; `head` is what `rounds.call_head` gives, ADDRESS is to be set."""
-    return [*head, 0, items, block_items, *(0,) * world]
 
 
 @njit(nogil=True, inline="always")
@@ -266,7 +241,6 @@ def _block(call: Any, step: int) -> Any:
 
 @njit(nogil=True)
 def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> None:
-    """Copy what other ranks reduce into this rank's half, or their results `out` of it."""
     address, size = _block(call, step)
     first = _cut(size, stage[RANK], stage[WORLD])
     end = _cut(size, stage[RANK] + 1, stage[WORLD])
@@ -281,7 +255,6 @@ def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> No
 
 @njit(nogil=True)
 def _reduce_block(stage: Any, call: Any, call_address: int, number: int) -> None:
-    """Combine this rank's slice of the block, its own part in the caller's tensor."""
     address, size = _block(call, call[STEP])
     world = stage[WORLD]
     first, end = _cut(size, stage[RANK], world), _cut(size, stage[RANK] + 1, world)
@@ -331,41 +304,31 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
         call[PHASE] = GATHER
 
 
-# The compiled exchange: every rank lays out lanes and reads lanes of others. All collectives but one are of this kind.
-#
-# A lane is bytes for one rank, or one lane for all. Broadcast, gathers, scatter, all-to-all and barrier are exchanges
+# The compiled exchange: every rank lays out chunks and reads those of others; all collectives but one are of this kind.
+# A chunk is bytes for one rank, or one chunk for all. Broadcast, gathers, scatter, all-to-all and barrier are exchanges
 # that differ only in their tables. With a reducer, a rank does not copy what it reads but combines it with its own, in
-# rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each lane
-# at a time; the longest lane of any rank says how many.
+# rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each
+# chunk at a time; the longest chunk of any rank says how many.
 
+Chunk = tuple[int, int]  # address and size of bytes for one rank, or for all
+Read = tuple[int, int, int, int]  # rank and chunk to read, address and size of where it goes
 
-Lane = tuple[int, int]
-"""Address and size of bytes for one rank, or for all."""
-Read = tuple[int, int, int, int]
-"""Rank and lane to read, address and size of where it goes."""
-
-# After the words of every call: how many steps, lanes and reads there are, whether the ranks need not compare how much
-# they bring and expect, and the room of a lane in one round. Then the tables, and for a reducer a word for each rank.
-_STEPS, _LANES, _READS, _EVEN, _LANE_BYTES = range(CALL_WORDS, CALL_WORDS + 5)
+# After the words of every call: how many steps, chunks and reads there are, whether the ranks need not compare how much
+# they bring and expect, and the room of a chunk in one round. Then the tables, and for a reducer a word for each rank.
+_STEPS, _CHUNKS, _READS, _EVEN, _CHUNK_BYTES = range(CALL_WORDS, CALL_WORDS + 5)
 _TABLE: Final = CALL_WORDS + 5
-_LANE_WORDS: Final = 2
+_CHUNK_WORDS: Final = 2
 _READ_WORDS: Final = 4
 
 
 def exchange_words(
-    head: Sequence[int], lanes: Sequence[Lane], reads: Sequence[Read], *, even: bool, lane_bytes: int
+    head: Sequence[int], chunks: Sequence[Chunk], reads: Sequence[Read], *, even: bool, chunk_bytes: int
 ) -> list[int]:
-    words = [*head, 0, len(lanes), len(reads), even, lane_bytes]
-    for lane in lanes:
-        words += lane
-    for read in reads:
-        words += read
-    return words
+    return [*head, 0, len(chunks), len(reads), even, chunk_bytes, *chain(*chunks), *chain(*reads)]
 
 
 def most_words(world: int) -> int:
-    """The largest block of an exchange among `world` ranks, with room for a reducer's table."""
-    return _TABLE + (_LANE_WORDS + _READ_WORDS + 1) * world
+    return _TABLE + (_CHUNK_WORDS + _READ_WORDS + 1) * world
 
 
 @njit(nogil=True, inline="always")
@@ -391,32 +354,32 @@ def _publish_table(stage: Any, call: Any, number: int) -> None:
     world, rank = stage[WORLD], stage[RANK]
     table = _brought(stage, rank, number)
     for other in range(world):
-        lane = other if call[_LANES] == world else 0  # one lane for each, or one for all
-        table[other] = call[_TABLE + lane * _LANE_WORDS + 1]
+        chunk = other if call[_CHUNKS] == world else 0  # one chunk for each, or one for all
+        table[other] = call[_TABLE + chunk * _CHUNK_WORDS + 1]
     for read in range(call[_READS]):
-        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS + read * _READ_WORDS
         table[world + call[at]] = call[at + 3]
     table[world + rank] = table[rank]  # what a rank keeps for itself does not travel
 
 
 @njit(nogil=True)
 def _lay_out(stage: Any, call: Any, number: int) -> None:
-    room = call[_LANE_BYTES]
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
     target = half(stage, stage[RANK], number)
-    for lane in range(call[_LANES]):
-        at = _TABLE + lane * _LANE_WORDS
+    for chunk in range(call[_CHUNKS]):
+        at = _TABLE + chunk * _CHUNK_WORDS
         size = min(room, call[at + 1] - first)
         if size > 0:
-            copy(target + lane * room, call[at] + first, size)
+            copy(target + chunk * room, call[at] + first, size)
 
 
 @njit(nogil=True)
 def _read(stage: Any, call: Any, number: int) -> None:
-    room = call[_LANE_BYTES]
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
     for read in range(call[_READS]):
-        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS + read * _READ_WORDS
         size = min(room, call[at + 3] - first)
         if size > 0:
             copy(call[at + 2] + first, half(stage, call[at], number) + call[at + 1] * room, size)
@@ -424,10 +387,10 @@ def _read(stage: Any, call: Any, number: int) -> None:
 
 @njit(nogil=True)
 def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
-    """Combine this step's window of the lane that this rank reads from all others with its own, in rank order."""
-    room = call[_LANE_BYTES]
+    """Combine this step's window of the chunk that this rank reads from all others with its own, in rank order."""
+    room = call[_CHUNK_BYTES]
     first = call[STEP] * room
-    at = _TABLE + call[_LANES] * _LANE_WORDS
+    at = _TABLE + call[_CHUNKS] * _CHUNK_WORDS
     if call[_READS] == 0 or call[at + 3] <= first:
         return
     parts = array_at(parts_address, stage[WORLD], int64)
@@ -442,7 +405,7 @@ def _steps(stage: Any, call: Any, number: int) -> int:
     longest = 0
     for rank in range(stage[WORLD]):
         longest = max(longest, record(stage, rank, number)[EXTENT_WORD])
-    return (longest + call[_LANE_BYTES] - 1) // call[_LANE_BYTES]  # type: ignore[no-any-return]
+    return (longest + call[_CHUNK_BYTES] - 1) // call[_CHUNK_BYTES]  # type: ignore[no-any-return]
 
 
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
@@ -450,7 +413,7 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an exchange, from where it stands to its end: REACHED, or why not."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     head = array_at(call_address, _TABLE, int64)
-    words = _TABLE + head[_LANES] * _LANE_WORDS + head[_READS] * _READ_WORDS
+    words = _TABLE + head[_CHUNKS] * _CHUNK_WORDS + head[_READS] * _READ_WORDS
     call = array_at(call_address, words, int64)
     if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
         return ABORTED
@@ -461,7 +424,7 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
                 if call[_EVEN] == 0:
                     _publish_table(stage, call, call[ROUND])
             else:
-                call[ROUND] = next_round(stage)
+                call[ROUND] = stage[_ROUND] + 1
             _lay_out(stage, call, call[ROUND])
             arrive(stage, call[ROUND])
             call[PHASE] = GATHER

@@ -28,8 +28,7 @@ from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
 __all__ = ["SHARED", "Options", "Session", "SessionPlace", "open_session"]
 
-SHARED = "shared"
-"""The default: all-reduce in shared memory, without messages."""
+SHARED = "shared"  # the default: all-reduce in shared memory, without messages
 _PATIENCE_S: Final = 5.0  # calls under way when a group is closed may take this long to end
 
 
@@ -58,9 +57,7 @@ class FallbackGroup:
     """
 
     def __init__(self, store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
-        self._store = store
-        self._place = (rank, world)
-        self._timeout = timeout
+        self._store, self._place, self._timeout = store, (rank, world), timeout
         self._lock = threading.Lock()
         self._group: dist.ProcessGroup | None = None
         self._made: set[str] = set()
@@ -197,7 +194,6 @@ def _open_local(
         executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
     post = PointToPoint(rings, stage, f"process group {place.name}", place.label)
     resources.callback(post.close)
-
     rendezvous.watch(lambda rank, in_peace: None if in_peace else stage.abort(rank, StageReason.DIED))
     return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
 

@@ -11,13 +11,14 @@ matches yet is set aside only when it stands before another that a receive waits
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -53,16 +54,14 @@ class PointToPoint:
     def __init__(
         self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
     ) -> None:
-        self._descriptor, self._stage, self._name = descriptor, stage, name
-        self._label = label
+        self._descriptor, self._stage, self._name, self._label = descriptor, stage, name, label
         self._rank, self._world = stage.rank, stage.world
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # a message ended, or no thread drives any more
         self._needed = threading.Condition(lock)  # the thread has work, or is to end
         self._asleep = False  # the thread will not poll again by itself
         self._segment: Segment | None = None
-        self._rings: dict[int, int] = {}
-        """By peer: the address of the ring that leads to it."""
+        self._rings: dict[int, int] = {}  # by peer: the address of the ring that leads to it
         self._outgoing: dict[int, deque[OutgoingMessage]] = {}
         self._requests: list[PendingReceive] = []
         self._inboxes: dict[int, Inbox] = {}
@@ -82,7 +81,6 @@ class PointToPoint:
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
     ) -> PointToPointWork:
-        """Fill a contiguous tensor with the next message of `tag`, from `source` or from any rank."""
         work = PointToPointWork(CallKind.RECV, tensor, source, tag, self._drive)
         request = PendingReceive(work, tensor)
         with self._changed:
@@ -99,9 +97,8 @@ class PointToPoint:
             if self._closed:
                 return
             self._closed = True
-            ended = self._fail_all(
-                lambda work: UserError(f"{work.describe(self._label)}: {self._name} was closed")
-            )
+            closed = f"{self._name} was closed"
+            ended = self._fail_all(lambda work: UserError(f"{work.describe(self._label)}: {closed}"))
             self._needed.notify_all()
             thread, self._thread = self._thread, None
         nudge(self._stage.wakeup_address(self._rank))  # for whoever of this process waits for it
@@ -154,9 +151,8 @@ class PointToPoint:
         if not work.is_completed():
             with self._changed:
                 if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(
-                        target=self._carry_on, name=f"manyhands post of {self._name}", daemon=True
-                    )
+                    name = f"manyhands messages of {self._name}"
+                    self._thread = threading.Thread(target=self._carry_on, name=name, daemon=True)
                     self._thread.start()
                 if self._asleep:
                     self._needed.notify()
@@ -210,10 +206,8 @@ class PointToPoint:
             while not work.is_completed() and time.monotonic_ns() < until_ns:
                 with self._changed:
                     if self._driven:
-                        left_s = (until_ns - time.monotonic_ns()) / 1e9
-                        self._changed.wait_for(
-                            lambda: work.is_completed() or not self._driven, max(left_s, 0)
-                        )
+                        left_s = max((until_ns - time.monotonic_ns()) / 1e9, 0)
+                        self._changed.wait_for(lambda: work.is_completed() or not self._driven, left_s)
                         continue
                     self._driven = True
                 self._wait_for_wakeup(work.is_completed, min(until_ns, time.monotonic_ns() + _SLICE_NS))
@@ -228,28 +222,27 @@ class PointToPoint:
                 with self._changed:
                     if self._closed:
                         return
-                    rung = self._stage.wakeup_count()
+                    woken = ctypes.c_uint32.from_address(wakeup).value
                     moved, ended = self._advance()
                 _complete(ended)
-                now_ns = time.monotonic_ns()
                 if moved:
                     continue
-                if now_ns >= until_ns:
+                if time.monotonic_ns() >= until_ns:
                     break
-                if wait_until(wakeup, rung + 1, stop, until_ns, self._stage.spins) != REACHED:
+                if wait_until(wakeup, woken + 1, stop, until_ns, self._stage.spins) != REACHED:
                     break
             with self._changed:  # messages that can no longer complete fail
                 if self._closed:
                     return
                 _, ended = self._advance()
-                ended += self._fail_all(self._doom)
+                ended += self._fail_all(self._failure)
             _complete(ended)
         finally:
             with self._changed:
                 self._driven = False
                 self._changed.notify_all()
 
-    def _doom(self, work: PointToPointWork) -> ManyhandsError | None:
+    def _failure(self, work: PointToPointWork) -> ManyhandsError | None:
         """Why it can no longer complete: the group has stopped, a peer has left, or the time is over."""
         what = work.describe(self._label)
         if self._stage.has_stopped:
@@ -265,18 +258,14 @@ class PointToPoint:
         self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
-    def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
-        """Withdraw, with the lock held, every message that can no longer complete."""
+    def _fail_all(self, failure: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
         ended: Ended = []
-        for outgoing in self._outgoing.values():
-            for message in list(outgoing):
-                if (error := doom(message.work)) is not None:
-                    outgoing.remove(message)
+        queues: list[Any] = [*self._outgoing.values(), self._requests]
+        for pending in queues:
+            for message in list(pending):
+                if (error := failure(message.work)) is not None:
+                    pending.remove(message)
                     ended.append((message.work, error))
-        for request in list(self._requests):
-            if (error := doom(request.work)) is not None:
-                self._requests.remove(request)
-                ended.append((request.work, error))
         if ended:
             self._changed.notify_all()
         return ended
@@ -289,7 +278,6 @@ def _complete(ended: Ended) -> None:
 
 # Messages under way between two ranks, without their waiting: from here on nothing blocks, and everything is called
 # with the lock of `PointToPoint` held.
-
 
 HEADER_WORDS: Final = 8  # tag, bytes, dtype, number of dimensions, the first four sizes
 HEADER_BYTES: Final = 8 * HEADER_WORDS
@@ -314,7 +302,6 @@ class PointToPointWork(PendingWork):
         self._drive = drive
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end, and raise what went wrong; TimeoutError after `timeout`, unless that is zero."""
         if not self.is_completed():
             self._drive(self, timeout.total_seconds() or None)
         return super().wait(timeout)
@@ -360,33 +347,28 @@ class PendingReceive:
         self.work, self.tensor = work, tensor
         self.begun = False  # its message is being read
 
-    def takes(self, source: int, tag: int) -> bool:
-        return self.work.tag == tag and self.may_come_from(source)
-
-    def may_come_from(self, source: int) -> bool:
-        """Whether this receive may still match a message of `source`."""
-        return not self.begun and self.work.peer in (None, source)
+    def takes(self, source: int, tag: int | None = None) -> bool:
+        """Whether this receive may still match a message of `source`, with this tag if it is known."""
+        return not self.begun and self.work.peer in (None, source) and tag in (None, self.work.tag)
 
     def refusal(self, header: Sequence[int], source: str) -> UserError | None:
         tag, num_bytes, dtype = header[:3]
         if num_bytes == self.tensor.nbytes and dtype == dtype_code(self.tensor.dtype):
             return None
         shown = min(header[3], _SHOWN_DIMS)
-        sent = CollectiveCall(
-            0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=tuple(header[4 : 4 + shown])
-        )
+        shape = tuple(header[4 : 4 + shown])
+        sent = CollectiveCall(0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=shape)
         return UserError(
             f"recv: rank {source} sends {sent.load} (tag {tag}), which does not fit into {_load(self.tensor)}; both "
             "sides must agree on shape and dtype"
         )
 
 
-class _Aside:
+class _Aside(NamedTuple):
     """A message that came before a receive for it."""
 
-    def __init__(self, header: Sequence[int]) -> None:
-        self.header = list(header)
-        self.bytes = torch.empty(header[1], dtype=torch.uint8)
+    header: Sequence[int]
+    bytes: torch.Tensor
 
 
 class Inbox:
@@ -401,7 +383,6 @@ class Inbox:
         self._aside: deque[_Aside] = deque()
 
     def take_aside(self, request: PendingReceive, ended: Ended) -> bool:
-        """Serve a new receive from what was set aside, if the first message of its tag is there."""
         for message in self._aside:
             if request.takes(self.source, message.header[0]):
                 self._aside.remove(message)
@@ -419,7 +400,7 @@ class Inbox:
         A receive that is served is removed from `requests`.
         """
         moved = False
-        while self._target is not None or any(request.may_come_from(self.source) for request in requests):
+        while self._target is not None or any(request.takes(self.source) for request in requests):
             if self._target is None:
                 before, self._read = self._read, self._take(self._header_address, HEADER_BYTES)
                 moved |= self._read > before
@@ -457,7 +438,7 @@ class Inbox:
             requests.remove(request)
             ended.append((request.work, refusal))
             header[0] = -1  # read to its end, and dropped
-        return _Aside(header)
+        return _Aside(header, torch.empty(header[1], dtype=torch.uint8))
 
 
 def _load(tensor: torch.Tensor) -> str:

@@ -16,18 +16,35 @@ from typing import Final, NoReturn
 import numpy as np
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.interop.c10d import compiled_calls, shared_layout
+from manyhands.interop.c10d import compiled_calls
 from manyhands.interop.c10d.collective_calls import (
+    ABORT_OFFSET,
+    ARRIVED,
     COMPARED_WORDS,
+    DONE,
+    HALF_BYTES,
+    HEADER_WORDS,
+    MAGIC,
+    RECORD_BYTES,
     RECORD_WORDS,
+    RECORDS,
+    REGIONS,
+    STATE_LEFT,
+    STATE_WAIT,
+    TABLES,
+    VERSION,
+    WAKEUP,
     CallKind,
     CollectiveCall,
+    block_items,
+    chunk_bytes,
     describe_lateness,
     describe_mismatch,
     describe_uneven,
+    layout_of,
 )
 from manyhands.interop.c10d.compiled_calls import (
-    Lane,
+    Chunk,
     Read,
     RoundReducer,
     exchange,
@@ -47,16 +64,11 @@ _REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it 
 class StageReason(IntEnum):
     """Why a group stopped."""
 
-    DIED = 1
-    """A rank's process ended without leaving the group."""
-    LEFT = 2
-    """A rank closed the group while another waited for it."""
-    LATE = 3
-    """A rank did not come in time."""
-    FAILED = 4
-    """A rank raised, or was interrupted, in the middle of a call."""
-    ENDED = 5
-    """The group was aborted on purpose."""
+    DIED = 1  # a rank's process ended without leaving the group
+    LEFT = 2  # a rank closed the group while another waited for it
+    LATE = 3  # a rank did not come in time
+    FAILED = 4  # a rank raised, or was interrupted, in the middle of a call
+    ENDED = 5  # the group was aborted on purpose
 
 
 class ReductionPlan:
@@ -65,21 +77,22 @@ class ReductionPlan:
     def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
         self.call = call
         head = compiled_calls.call_head(call.words(), reducer)
-        block = shared_layout.block_items(call.items, reducer.item_bytes)
-        self.words = np.array(compiled_calls.all_reduce_words(head, call.items, block, world), np.int64)
+        block = block_items(call.items, reducer.item_bytes)
+        # the address is set for each call, a word for each rank by the kernel
+        self.words = np.array([*head, 0, call.items, block, *(0,) * world], np.int64)
         self.address = self.words.ctypes.data
 
 
 def create_segment(world: int, *, first_round: int = 1) -> Segment:
     """The memory of a group of `world` ranks, whose rounds are numbered from `first_round`; for all of them."""
-    where = shared_layout.layout_of(world)
+    where = layout_of(world)
     segment = Segment.create(where.num_bytes, "a process group")
     before = (first_round - 1) & 0xFFFFFFFF
-    header = (shared_layout.MAGIC, shared_layout.VERSION, world, before)
-    segment.array(0, shared_layout.HEADER_WORDS, np.uint32)[:] = header
+    header = (MAGIC, VERSION, world, before)
+    segment.array(0, HEADER_WORDS, np.uint32)[:] = header
     for rank in range(world):
-        for which in (shared_layout.ARRIVED, shared_layout.DONE):
-            offset = shared_layout.REGIONS + rank * where.region_bytes + which
+        for which in (ARRIVED, DONE):
+            offset = REGIONS + rank * where.region_bytes + which
             segment.array(offset, 1, np.uint32)[0] = before
     return segment
 
@@ -97,37 +110,29 @@ class CollectiveStage:
         self._lock = threading.Lock()  # nobody unmaps what another thread is about to write
         self._closing = self._closed = False
         self._segment = Segment.attach(descriptor)
-        where = shared_layout.layout_of(world)
+        where = layout_of(world)
         is_ours = self._segment.num_bytes == where.num_bytes
-        header = self._u32(0, shared_layout.HEADER_WORDS) if is_ours else []
-        if header[:-1] != [shared_layout.MAGIC, shared_layout.VERSION, world]:
+        header = self._u32(0, HEADER_WORDS) if is_ours else []
+        if header[:-1] != [MAGIC, VERSION, world]:
             self._segment.close()
             raise ManyhandsError(f"the shared memory is not that of a process group of {world}")
-        self._regions = [shared_layout.REGIONS + one * where.region_bytes for one in range(world)]
+        self._regions = [REGIONS + one * where.region_bytes for one in range(world)]
         self._scratch = np.zeros(compiled_calls.SCRATCH_ROOM, np.uint8)
-        words = compiled_calls.stage_words(
-            control=self._segment.address,
-            where=where,
-            rank=rank,
-            world=world,
-            spins=self.spins,
-            scratch=self._scratch.ctypes.data,
-            before=header[-1],
-        )
+        control, scratch = self._segment.address, self._scratch.ctypes.data
+        areas = control + where.areas
+        memory = [control, where.region_bytes, areas, HALF_BYTES]
+        words = [*memory, rank, world, self.spins, scratch, header[-1], 0]  # see `compiled_calls.CONTROL`
         self._stage = np.array(words, np.int64)
         self._address = self._stage.ctypes.data
         self._call = np.zeros(most_words(world), np.int64)  # the exchange under way
         self._call_address = self._call.ctypes.data
 
     def wakeup_address(self, rank: int) -> int:
-        return self._segment.address + self._regions[rank] + shared_layout.WAKEUP
-
-    def wakeup_count(self) -> int:
-        return self._u32(self._regions[self.rank] + shared_layout.WAKEUP, 1)[0]
+        return self._segment.address + self._regions[rank] + WAKEUP
 
     @property
     def abort_address(self) -> int:
-        return self._segment.address + shared_layout.ABORT_OFFSET
+        return self._segment.address + ABORT_OFFSET
 
     def all_reduce(self, plan: ReductionPlan, number: int, address: int, timeout_s: float) -> None:
         """Collective: the items at `address` become those of all ranks, combined in rank order."""
@@ -141,7 +146,7 @@ class CollectiveStage:
     def exchange(
         self,
         call: CollectiveCall,
-        lanes: Sequence[Lane],
+        chunks: Sequence[Chunk],
         reads: Sequence[Read],
         timeout_s: float,
         *,
@@ -149,21 +154,21 @@ class CollectiveStage:
         even: bool = True,
         reducer: RoundReducer | None = None,
     ) -> None:
-        """Collective: lay out `lanes`, and read those of others.
+        """Collective: lay out `chunks`, and read those of others.
 
-        `per_rank` says that lane i is for rank i, on the ranks that have lanes; else there is at most one, for all.
+        `per_rank` says that chunk i is for rank i, on the ranks that have chunks; else there is at most one, for all.
         Without `even`, what each rank brings for each is compared with what that one expects. With a `reducer`, all
-        reads are of one lane to one place, where this rank's own contribution lies.
+        reads are of one chunk to one place, where this rank's own contribution lies.
         """
-        room = shared_layout.lane_bytes(self.world if per_rank else 1)
+        room = chunk_bytes(self.world if per_rank else 1)
         head = compiled_calls.call_head(call.words(), reducer)
-        words = exchange_words(head, lanes, reads, even=even, lane_bytes=room)
+        words = exchange_words(head, chunks, reads, even=even, chunk_bytes=room)
         self._call[: len(words)] = words
         self._run(exchange, self._call, self._call_address, call, timeout_s)
 
     def waiting_in(self, kind: CallKind | None, peer: int = 0, tag: int = 0) -> None:
         """Show the others what this rank waits for outside collectives, or that it no longer does."""
-        offset = self._regions[self.rank] + shared_layout.STATE_WAIT
+        offset = self._regions[self.rank] + STATE_WAIT
         self._segment.array(offset, 3, np.int64)[:] = kind or 0, peer, tag
 
     def abort(self, rank: int, reason: StageReason) -> None:
@@ -174,42 +179,39 @@ class CollectiveStage:
 
     @property
     def has_stopped(self) -> bool:
-        return self._u32(shared_layout.ABORT_OFFSET, 1) != [0]
+        return self._u32(ABORT_OFFSET, 1) != [0]
 
     def stopped(self, what: str) -> ManyhandsError:
-        (word,) = self._u32(shared_layout.ABORT_OFFSET, 1)
+        (word,) = self._u32(ABORT_OFFSET, 1)
         rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, StageReason(word >> _REASON_SHIFT)
         who = f"rank {self._label(rank)}"
-        match reason:
-            case StageReason.DIED:
-                return WorkerFailed(f"{what}: {who} died: its process ended without leaving the group", rank)
-            case StageReason.LEFT:
-                return WorkerFailed(f"{what}: {who} left the group while others waited for it", rank)
-            case StageReason.LATE:
-                return PeerTimeout(f"{what}: {who} did not come in time; it {self.last_seen(rank)}", rank)
-            case StageReason.FAILED:
-                cause = "failed or was interrupted in the middle of a call"
-            case StageReason.ENDED:
-                cause = "aborted the group"
+        if reason is StageReason.DIED:
+            return WorkerFailed(f"{what}: {who} died: its process ended without leaving the group", rank)
+        if reason is StageReason.LEFT:
+            return WorkerFailed(f"{what}: {who} left the group while others waited for it", rank)
+        if reason is StageReason.LATE:
+            return PeerTimeout(f"{what}: {who} did not come in time; it {self.last_seen(rank)}", rank)
+        failed = "failed or was interrupted in the middle of a call"
+        cause = failed if reason is StageReason.FAILED else "aborted the group"
         return Aborted(f"{what}: stopped, because {who} {cause}")
 
     def has_left(self, rank: int) -> bool:
-        return self._u32(self._regions[rank] + shared_layout.STATE_LEFT, 1) != [0]
+        return self._u32(self._regions[rank] + STATE_LEFT, 1) != [0]
 
     def last_seen(self, rank: int) -> str:
         region = self._regions[rank]
         if self.has_left(rank):
             return "has left the group"
-        kind, peer, tag = self._segment.array(region + shared_layout.STATE_WAIT, 3, np.int64).tolist()
+        kind, peer, tag = self._segment.array(region + STATE_WAIT, 3, np.int64).tolist()
         if kind:
             whom = "any rank" if peer < 0 else f"rank {self._label(peer)}"
             way = "to" if kind == CallKind.SEND else "from"
             return f"waits in {CallKind(kind).name.lower()} {way} {whom} (tag {tag})"
-        records = self._segment.array(region + shared_layout.RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
+        records = self._segment.array(region + RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
         last = max(map(CollectiveCall.from_words, (records[:RECORD_WORDS], records[RECORD_WORDS:])))
         if not last.number:
             return "has made no call yet"
-        arrived, done = (self._u32(region + at, 1) for at in (shared_layout.ARRIVED, shared_layout.DONE))
+        arrived, done = (self._u32(region + at, 1) for at in (ARRIVED, DONE))
         return f"is in {'' if arrived != done else 'no call since '}{last} #{last.number}"
 
     def interrupt(self) -> None:
@@ -222,7 +224,7 @@ class CollectiveStage:
             if self._closed:
                 return
             self._closed = True
-            self._segment.array(self._regions[self.rank] + shared_layout.STATE_LEFT, 1, np.uint32)[0] = 1
+            self._segment.array(self._regions[self.rank] + STATE_LEFT, 1, np.uint32)[0] = 1
             self._segment.close()
 
     def _run(
@@ -245,8 +247,7 @@ class CollectiveStage:
                 if status != TIMED_OUT:
                     break
                 now_ns = time.monotonic_ns()
-                over_s = timeout_s if now_ns >= deadline_ns else None
-                self._look_around(words, call, began_ns, over_s)
+                self._check_peers(words, call, began_ns, timeout_s if now_ns >= deadline_ns else None)
         except BaseException:
             self.abort(self.rank, StageReason.FAILED)  # an earlier reason stands
             raise
@@ -254,13 +255,11 @@ class CollectiveStage:
         if status == compiled_calls.MISMATCH:
             self._refuse(call, int(words[compiled_calls.ROUND]) & 1)
         error, late = self.stopped(f"{call} #{call.number}"), self._late(words)
-        if (
-            isinstance(error, PeerTimeout) and late
-        ):  # a rank was late for another call: the one that is for this one
+        if isinstance(error, PeerTimeout) and late:  # that was for another call: who is late for this one
             error = PeerTimeout(self._lateness(call, began_ns, late), error.peer)
         raise error
 
-    def _look_around(
+    def _check_peers(
         self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None
     ) -> None:
         """Raise if a rank that is waited for has left, or if the call's time of `over_s` is over."""
@@ -282,7 +281,7 @@ class CollectiveStage:
 
     def _late(self, words: np.ndarray) -> list[int]:
         phase, number = words[[compiled_calls.PHASE, compiled_calls.ROUND]].tolist()
-        which = shared_layout.DONE if phase == compiled_calls.SETTLE else shared_layout.ARRIVED
+        which = DONE if phase == compiled_calls.SETTLE else ARRIVED
         seen = [self._u32(self._regions[rank] + which, 1)[0] for rank in range(self.world)]
         return [rank for rank, word in enumerate(seen) if (word - number) & 0x80000000]
 
@@ -294,10 +293,10 @@ class CollectiveStage:
         calls, tables = [], []
         for rank in range(self.world):
             region, size = self._regions[rank], 2 * self.world
-            record = region + shared_layout.RECORDS + slot * shared_layout.RECORD_BYTES
+            record = region + RECORDS + slot * RECORD_BYTES
             words = self._segment.array(record, RECORD_WORDS, np.int64).tolist()
             calls.append(CollectiveCall.from_words(words))
-            table = region + shared_layout.TABLES + slot * 8 * size
+            table = region + TABLES + slot * 8 * size
             tables.append(self._segment.array(table, size, np.int64).tolist())
         compiled_calls.leave_round(self._address)
         if any(other[:COMPARED_WORDS] != call[:COMPARED_WORDS] for other in calls):

@@ -99,10 +99,8 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._route(tensors[0], name, args[:1], opts, tensors, Collectives.all_reduce, *args)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        (tensor,), reduction, root = tensors, _reduction(opts), _root(opts)
-        return self._route(
-            tensor, "reduce", (tensors,), opts, tensors, Collectives.reduce, tensor, reduction, root
-        )
+        args = (tensors[0], _reduction(opts), _root(opts))
+        return self._route(tensors[0], "reduce", (tensors,), opts, tensors, Collectives.reduce, *args)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
         (output,), (parts,) = outputs, inputs
@@ -131,16 +129,13 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
     # Moves.
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        (tensor,), root = tensors, _root(opts)
-        return self._route(
-            tensor, "broadcast", (tensors,), opts, tensors, Collectives.broadcast, tensor, root
-        )
+        args = (tensors[0], _root(opts))
+        return self._route(tensors[0], "broadcast", (tensors,), opts, tensors, Collectives.broadcast, *args)
 
     def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        (rooms,), (tensor,) = outputs, inputs
-        return self._route(
-            tensor, "allgather", (outputs, inputs), opts, rooms, Collectives.all_gather, rooms, tensor
-        )
+        (rooms,), (tensor,), given = outputs, inputs, (outputs, inputs)
+        args = (rooms, tensor)
+        return self._route(tensor, "allgather", given, opts, rooms, Collectives.all_gather, *args)
 
     def allgather_coalesced(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
         def each(on: Collectives, timeout_s: float) -> None:
@@ -163,21 +158,18 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._route(inputs[0], "allgather_into_tensor_coalesced", given, opts, outputs, each)
 
     def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        (tensor,), root, rooms = inputs, _root(opts), outputs[0] if outputs else []
-        return self._route(
-            tensor, "gather", (outputs, inputs), opts, rooms, Collectives.gather, rooms, tensor, root
-        )
+        (tensor,), rooms, given = inputs, outputs[0] if outputs else [], (outputs, inputs)
+        args = (rooms, tensor, _root(opts))
+        return self._route(tensor, "gather", given, opts, rooms, Collectives.gather, *args)
 
     def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
-        (output,), root, parts = outputs, _root(opts), inputs[0] if inputs else []
-        return self._route(
-            output, "scatter", (outputs, inputs), opts, outputs, Collectives.scatter, output, parts, root
-        )
+        (output,), parts, given = outputs, inputs[0] if inputs else [], (outputs, inputs)
+        args = (output, parts, _root(opts))
+        return self._route(output, "scatter", given, opts, outputs, Collectives.scatter, *args)
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        return self._route(
-            outputs[0], "alltoall", (outputs, inputs), opts, outputs, Collectives.all_to_all, outputs, inputs
-        )
+        given = (outputs, inputs)
+        return self._route(outputs[0], "alltoall", given, opts, outputs, Collectives.all_to_all, *given)
 
     def all_to_all_single(
         self,
@@ -189,9 +181,8 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
     ) -> c10d.Work:
         given = (output, tensor, list(output_splits), list(input_splits))
         args = (output, tensor, (output_splits, input_splits))
-        return self._route(
-            tensor, "alltoall_base", given, opts, [output], Collectives.all_to_all_split, *args
-        )
+        split = Collectives.all_to_all_split
+        return self._route(tensor, "alltoall_base", given, opts, [output], split, *args)
 
     def barrier(self, opts: Any = None) -> c10d.Work:
         """Wait until every rank is here, and on GPUs also until the queued work of `device_ids` is done."""
@@ -219,7 +210,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         (tensor,) = tensors
         if self._local is not None and self._takes(tensor):
             return self._local.post.send(tensor.detach().contiguous(), to, tag, self._timeout_s)
-        work: c10d.Work = self._fallback(tensor).send(tensors, to, tag)
+        work: c10d.Work = self._session.fallback.for_device(tensor.device).send(tensors, to, tag)
         return work
 
     def recv(self, tensors: _Tensors, source: int, tag: int) -> c10d.Work:
@@ -236,7 +227,8 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
             if not tensor.is_contiguous():
                 raise UserError(f"recv into a tensor of strides {tensor.stride()}: it must be contiguous")
             return self._local.post.receive(tensor.detach(), source, tag, self._timeout_s)
-        work: c10d.Work = getattr(self._fallback(tensor), name)(tensors, *given)
+        under = getattr(self._session.fallback.for_device(tensor.device), name)
+        work: c10d.Work = under(tensors, *given)
         return work
 
     # Calls that torch would collect: on the CPU each is made when it comes, and the last work is that of all.
@@ -265,24 +257,19 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         """Do `method` in shared memory if that takes the tensor, else call torch's method `name` on the fallback."""
         if self._takes(tensor):
             return self._perform(opts, result, method, *args)
-        under = getattr(self._fallback(tensor), name)
+        under = getattr(self._session.fallback.for_device(tensor.device), name)
         work: c10d.Work = under(*given) if opts is None else under(*given, opts)
         return work
 
     def _perform(self, opts: Any, result: _Tensors, method: Callable[..., None], *args: Any) -> c10d.Work:
         assert self._local is not None
-        timeout_s, background = self._timeout_s, True
-        if opts is not None:
-            given_s, background = opts.timeout.total_seconds(), opts.asyncOp
-            timeout_s = given_s if given_s > 0 else timeout_s
+        given_s, background = (opts.timeout.total_seconds(), opts.asyncOp) if opts is not None else (0, True)
+        timeout_s = given_s if given_s > 0 else self._timeout_s
         job = partial(method, self._local.collectives, *args, timeout_s)
         return self._session.conductor.perform(job, result, background=background)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return self._local is not None and tensor.is_cpu and tensor.layout is torch.strided
-
-    def _fallback(self, tensor: torch.Tensor) -> Any:
-        return self._session.fallback.for_device(tensor.device)
 
 
 def _reduction(opts: Any) -> Reduction:
@@ -291,9 +278,8 @@ def _reduction(opts: Any) -> Reduction:
     operation = opts.reduceOp.op
     reduction = _REDUCTIONS.get(int(operation))
     if reduction is None:
-        raise UserError(
-            f"reduction {operation.name}: allowed: {', '.join(one.name for one in _REDUCTIONS.values())}"
-        )
+        allowed = ", ".join(one.name for one in _REDUCTIONS.values())
+        raise UserError(f"reduction {operation.name}: allowed: {allowed}")
     return reduction
 
 

@@ -36,7 +36,6 @@ class FinishedWork(c10d.Work):
         self._result = result
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:  # noqa: ARG002
-        """True at once: there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
@@ -71,7 +70,6 @@ class PendingWork(c10d.Work):
         self._future: Future[Any] = Future()
 
     def complete(self, error: BaseException | None) -> None:
-        """Release the waiters, and run the callbacks of the future."""
         self._error = error
         self._complete.set()
         if error is None:
@@ -82,9 +80,8 @@ class PendingWork(c10d.Work):
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Wait for the end, and raise what the call raised; TimeoutError after `timeout`, unless that is zero."""
         if not self._complete.wait(timeout.total_seconds() if timeout > _AT_ONCE else None):
-            raise TimeoutError(
-                f"timed out: the call is not complete after the timeout of {timeout.total_seconds():g} s"
-            )
+            after = f"{timeout.total_seconds():g} s"
+            raise TimeoutError(f"timed out: the call is not complete after the timeout of {after}")
         if self._error is not None:
             raise self._error
         return True

@@ -96,7 +96,7 @@ def _measured(
     idle_s = _waits_for_evaluations(by_workers, evaluations)
     sent = [(one.messages_sent, one.bytes_sent) for one in workers]
     for role in events.roles:
-        if role not in by_workers:  # those of workers are in their own totals
+        if not role.name.startswith("worker"):  # those of workers are in their own totals
             sends = role.of(EventKind.SEND)
             sent.append((int(sends["count"].sum()), int(sends["num_bytes"].sum())))
     stale = summary.get("staleness") or summary.get("overlap") or {"mean": 0.0, "max": 0}
@@ -105,7 +105,7 @@ def _measured(
         repeat=trial.repeat,
         steps=_whole(summary, "steps"),
         samples=_whole(summary, "samples"),
-        seconds=max((point.at_s for point in losses or measured), default=0.0),  # some tell no losses
+        seconds=max((point.at_s for point in losses or measured), default=0.0),  # some report no losses
         losses=tuple(losses),
         evaluations=tuple(sorted(measured, key=lambda point: point.step)),
         accounted_s=sum(worker.accounted_s for worker in workers) - sum(idle_s.values()),

@@ -108,18 +108,9 @@ class _Steps:
     name: str
     keys: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
-    compute: _Floats
-    exchange: _Floats
-    wait: _Floats
-    apply: _Floats
-    input: _Floats
-    other: _Floats
+    columns: tuple[_Floats, ...]  # in the order of the fields of `Parts`
     evaluate_ns: float  # over all steps
     checkpoint_ns: float
-
-    @property
-    def columns(self) -> tuple[_Floats, ...]:
-        return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
 
     def parts(self) -> Parts:
         return _middle(np.sum(self.columns, axis=0), self.columns)
@@ -150,7 +141,7 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
     # In a synchronous run the other workers wait while one evaluates or saves.
     evaluate_ms, checkpoint_ms = shares.max(axis=0) if synchronous else shares.mean(axis=0)
     paces = [
-        Pace(worker.worker, worker.name, worker.keys, worker.start, worker.compute) for worker in workers
+        Pace(worker.worker, worker.name, worker.keys, worker.start, worker.columns[0]) for worker in workers
     ]
     seen, numbers = Slowness(), {worker.worker for worker in workers}
     for events in roles:
@@ -233,12 +224,14 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
         name=role_name(events.name),
         keys=unique,
         start=begin,
-        compute=spent(EventKind.COMPUTE),
-        exchange=spent(EventKind.EXCHANGE) - spent(EventKind.EXCHANGE, of=applied),
-        wait=spent(EventKind.WAIT) - spent(EventKind.WAIT, of=applied),
-        apply=spent(EventKind.EXCHANGE, EventKind.WAIT, of=applied),
-        input=spent(EventKind.INPUT),
-        other=np.maximum(0.0, whole - known),
+        columns=(
+            spent(EventKind.COMPUTE),
+            spent(EventKind.EXCHANGE) - spent(EventKind.EXCHANGE, of=applied),
+            spent(EventKind.WAIT) - spent(EventKind.WAIT, of=applied),
+            spent(EventKind.EXCHANGE, EventKind.WAIT, of=applied),
+            spent(EventKind.INPUT),
+            np.maximum(0.0, whole - known),
+        ),
         evaluate_ns=float(durations[records["kind"] == EventKind.EVALUATE].sum()),
         checkpoint_ns=float(durations[records["kind"] == EventKind.CHECKPOINT].sum()),
     )

@@ -82,7 +82,7 @@ class Seen:
         self.last_ns = 0
         self.first_step_ns = 0
         self.last_step_ns = 0  # end of the newest step
-        self._step_ns: dict[int, int] = {}  # duration of each role's newest step
+        self.step_ns: dict[int, int] = {}  # duration of each role's newest step
         self.last_event: dict[int, tuple[int, EventKind, int]] = {}
         self.lost: Counter[int] = Counter()
         self.shown: list[tuple[int, int, EventKind]] = []
@@ -100,7 +100,7 @@ class Seen:
             self.last_step_ns = max(self.last_step_ns, int(ends[is_step].max()))
             # Of several assignments for one role, numpy keeps the last.
             took = (ends - starts)[is_step].tolist()
-            self._step_ns.update(zip(records["role"][is_step].tolist(), took, strict=True))
+            self.step_ns.update(zip(records["role"][is_step].tolist(), took, strict=True))
         for role in np.unique(records["role"]).tolist():
             own, own_ends = records[records["role"] == role], ends[records["role"] == role]
             self.last_event[role] = (int(own_ends[-1]), EventKind(int(own[-1]["kind"])), int(own[-1]["step"]))
@@ -115,10 +115,6 @@ class Seen:
             record = records[index]
             self.shown.append((int(ends[index]), int(record["role"]), EventKind(int(record["kind"]))))
         self.shown = sorted(self.shown)[-_MAX_KEPT:]
-
-    @property
-    def newest_step_ns(self) -> int:
-        return max(self._step_ns.values(), default=0)
 
     def has_left(self, role: int) -> bool:
         return role in self.last_event and self.last_event[role][1] is EventKind.LEAVE

@@ -170,7 +170,8 @@ class Gather:
         snapshot = self._totals.snapshot(now_ns)
         first_ns, last_ns = self.seen.first_ns, self.seen.last_ns
         limit_ns = max(
-            _QUIET_NS if snapshot.step else _QUIET_START_NS, _QUIET_STEPS * self.seen.newest_step_ns
+            _QUIET_NS if snapshot.step else _QUIET_START_NS,
+            _QUIET_STEPS * max(self.seen.step_ns.values(), default=0),
         )
         phase = Phase.RUNNING if snapshot.step else Phase.STARTING
         if self.summary is not None:

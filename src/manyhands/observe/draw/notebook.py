@@ -27,7 +27,6 @@ __all__ = [
     "run_line",
     "running_html",
     "running_line",
-    "table_html",
 ]
 
 _WIDTH = 480
@@ -71,14 +70,6 @@ def run_line(facts: Iterable[tuple[str, str]]) -> str:
     return " · ".join(words)
 
 
-def table_html(facts: Iterable[tuple[str, str]]) -> str:
-    left = 'style="text-align: left"'  # overrides the notebook's style
-    rows = "".join(
-        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
-    )
-    return f"<table><tbody>{rows}</tbody></table>"
-
-
 def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the loss over the steps as an image with inline data; empty where there is no step."""
     if not steps:
@@ -99,7 +90,12 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
-    html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
+    left = 'style="text-align: left"'  # overrides the notebook's style
+    rows = "".join(
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>"
+        for name, value in facts_of(summary, steps, path)
+    )
+    html = f"<div><table><tbody>{rows}</tbody></table>{loss_curve(steps)}</div>"
     return html.encode(errors="backslashreplace").decode()  # a task may return something that is not text
 
 

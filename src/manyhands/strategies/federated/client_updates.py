@@ -9,9 +9,11 @@ A tally may wrap another: what is done to each update before it is added (coding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -19,14 +21,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.engine.exchange import Traffic
+from manyhands.errors import NonFinite, UserError
 
 __all__ = [
+    "ClassSums",
     "ClientAssignment",
     "ClientUpdate",
+    "RoundNorms",
     "RoundPlace",
     "RoundTally",
     "TallySum",
     "WeighedUpdate",
+    "check_norm_ratio",
+    "described_clients",
+    "described_norms",
+    "largest_class",
+    "norm_class",
+    "rejected_by_norm",
+    "require_finite",
     "shaped",
 ]
 
@@ -36,12 +48,9 @@ class ClientAssignment:
     """The work assigned to a client in a round."""
 
     client: int
-    weights: Sequence[Tensor]
-    """The model that it begins with."""
-    number: int
-    """The round in which the client was given the work, from 0; its random numbers follow from it."""
-    staleness: int = 0
-    """How many rounds ago that was, when its update is counted."""
+    weights: Sequence[Tensor]  # the model that it begins with
+    number: int  # the round in which the client was given the work, from 0; its random numbers follow from it
+    staleness: int = 0  # how many rounds ago that was, when its update is counted
     samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Indices of the client's samples, once an algorithm has said who takes part."""
 
@@ -50,14 +59,10 @@ class ClientAssignment:
 class RoundPlace:
     """The round that a worker is in: its number, the clients asked, and this worker's rank."""
 
-    number: int
-    """Number of the round, from 0."""
-    clients: Sequence[int]
-    """The clients that were asked."""
-    rank: int
-    """Rank of this worker."""
-    total: Callable[[Tensor], Tensor]
-    """Collective: the sum over the workers."""
+    number: int  # number of the round, from 0
+    clients: Sequence[int]  # the clients that were asked
+    rank: int  # rank of this worker
+    total: Callable[[Tensor], Tensor]  # collective: the sum over the workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +74,9 @@ class ClientUpdate:
     """In the order of the model's parameters, then its floating-point buffers, then what the algorithm adds."""
     samples: int
     steps: int
-    loss: float
-    """The mean over its steps."""
-    staleness: int = 0
-    """How many rounds old the model was that it began with."""
-    encoded_bytes: int | None = None
-    """What a codec made of it; None: it travels as it is."""
+    loss: float  # the mean over its steps
+    staleness: int = 0  # how many rounds old the model was that it began with
+    encoded_bytes: int | None = None  # what a codec made of it; None: it travels as it is
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,9 @@ class ClientUpdate:
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and all(map(_all_finite, self.change))
+        """Extremes are not finite where any item is not: one pass, without a tensor of results."""
+        extremes = (torch.stack(one.aminmax()).tolist() for one in self.change if one.numel())
+        return math.isfinite(self.loss) and all(map(math.isfinite, chain.from_iterable(extremes)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,23 +112,18 @@ class TallySum:
 
     sums: Sequence[Tensor]
     """Sums of weight times update, one tensor for each of an update's, in double precision."""
-    weight: float
-    """Sum of the weights; 0: no client's update was counted."""
-    loss: float
-    """The sum of weight times mean loss."""
-    traffic: Traffic
-    """What the clients sent that this worker simulated."""
+    weight: float  # sum of the weights; 0: no client's update was counted
+    loss: float  # the sum of weight times mean loss
+    traffic: Traffic  # what the clients sent that this worker simulated
     updates: Sequence[WeighedUpdate] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
-    missing: int = 0
-    """Of the clients that `updates` would list, how many sent none that counts."""
+    missing: int = 0  # of the clients that `updates` would list, how many sent none that counts
 
 
 class RoundTally(Protocol):
-    """Collects the updates of one round."""
+    """Collects the updates of one round, of the clients that this worker simulated."""
 
-    def add(self, update: ClientUpdate, weight: float) -> None:
-        """Add an update of a client that this worker simulated; its numbers are finite."""
+    def add(self, update: ClientUpdate, weight: float) -> None: ...
 
     def total(self, largest: int | None = None) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
@@ -133,14 +132,166 @@ class RoundTally(Protocol):
         """
 
 
-def _all_finite(tensor: Tensor) -> bool:
-    """Check the extremes, which are not finite where any item is not: one pass, without a tensor of results."""
-    if not tensor.numel():
-        return True
-    return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
-
-
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A row of all items as tensors of these shapes, on their devices."""
     pieces = torch.split(flat, [one.numel() for one in like])
     return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
+
+
+# Norms of updates: how one that is far larger than the others of its round is found and left out. Updates are summed in
+# double precision, grouped by the power of two of their norm. Once the median of a round's norms is known, whole groups
+# can be left out without keeping single updates. Norms of honest clients lie within a few powers of two, so there are
+# only a few sums. Workers of a simulation exchange the norms of the clients that they simulated.
+
+FEWEST_NORMS: Final = 3  # fewest norms for a check: with two clients it is not clear which one is wrong
+_ZERO_CLASS: Final = -2000  # below that of every number
+_ONE: Final = 0  # the class of all, where no norm matters
+_SHOWN: Final = 5
+
+
+def check_norm_ratio(ratio: float) -> None:
+    """UserError where about half of all updates would be rejected, or the number is not one."""
+    if ratio and not 1 <= ratio < math.inf:
+        raise UserError(f"norm_ratio={ratio:g}: must be a number of at least 1, or 0 for updates of any norm")
+
+
+def norm_class(norm: float) -> int:
+    """The exponent of the power of two above a norm: 2 ** (class - 1) ≤ norm < 2 ** class."""
+    return math.frexp(norm)[1] if norm else _ZERO_CLASS
+
+
+def largest_class(norms: Collection[float], ratio: float) -> int | None:
+    """The largest class that counts; None where all do: too few norms to judge, most of them 0, or a ratio of 0."""
+    if not ratio or len(norms) < FEWEST_NORMS:
+        return None
+    bound = ratio * statistics.median(norms)
+    return norm_class(bound) if 0 < bound < math.inf else None
+
+
+def rejected_by_norm(norms: Mapping[int, float], ratio: float) -> tuple[int, ...]:
+    largest = largest_class(norms.values(), ratio)
+    if largest is None:
+        return ()
+    return tuple(sorted(client for client, norm in norms.items() if norm_class(norm) > largest))
+
+
+def described_norms(norms: Mapping[int, float]) -> str:
+    """Who sent what, the largest first: `client 2 (norm 1.8e+19), client 0 (norm 0.52) and 3 with at most 0.5`."""
+    ranked = sorted(norms.items(), key=lambda one: (-one[1], one[0]))
+    shown = ", ".join(f"client {client} (norm {norm:.2g})" for client, norm in ranked[:_SHOWN])
+    rest = ranked[_SHOWN:]
+    return shown if not rest else f"{shown} and {len(rest)} with at most {rest[0][1]:.2g}"
+
+
+def described_clients(clients: Sequence[int]) -> str:
+    rest = len(clients) - _SHOWN
+    shown = ", ".join(f"client {client}" for client in clients[:_SHOWN])
+    return shown if rest <= 0 else f"{shown} and {rest} more"
+
+
+def require_finite(measured: Mapping[str, float], number: int, came: str, *, weights: bool = True) -> None:
+    """NonFinite where round `number`, from 1, has spoiled the model; `came` names what it was made of.
+
+    It is judged by the evaluation loss, and by whether all `weights` are finite: a metric may be undefined in peace.
+    """
+    loss = measured.get("evaluation_loss", 0.0)
+    if weights and math.isfinite(loss):
+        return
+    what = f"its evaluation_loss is {loss}" if weights else "a weight of it is not finite"
+    raise NonFinite(
+        f"round {number} has spoiled the model: {what}; the round was made of the updates of {came}; leave out a "
+        "client whose norm stands out, or use a smaller learning rate"
+    )
+
+
+@dataclass(slots=True)
+class PartialSum:
+    """A partial sum of weight times update, with its weights and losses."""
+
+    sums: list[Tensor]
+    weight: float = 0.0
+    loss: float = 0.0
+
+
+class ClassSums:
+    """The partial sums of a round's updates so far, by norm class."""
+
+    def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
+        """Of tensors like these; not `by_norm`: all in one sum."""
+        self._like, self._by_norm = like, by_norm
+        self._classes: dict[int, PartialSum] = {}
+
+    @classmethod
+    def whole(cls, sums: Sequence[Tensor], weight: float, loss: float) -> ClassSums:
+        made = cls(sums, by_norm=False)
+        made._classes[_ONE] = PartialSum(list(sums), weight, loss)
+        return made
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        which = norm_class(update.norm) if self._by_norm else _ONE
+        if which not in self._classes:
+            self._classes[which] = self._empty()
+        part = self._classes[which]
+        for total, change in zip(part.sums, update.change, strict=True):
+            total.add_(change, alpha=weight)
+        part.weight += weight
+        part.loss += weight * update.loss
+
+    def total(self, largest: int | None = None) -> PartialSum:
+        """Up to the class `largest`, if given; it may be the stored sum, not a copy."""
+        parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
+        if len(parts) == 1:
+            return parts[0]
+        found = self._empty()
+        for part in parts:
+            for total, one in zip(found.sums, part.sums, strict=True):
+                total.add_(one)
+            found.weight += part.weight
+            found.loss += part.loss
+        return found
+
+    def _empty(self) -> PartialSum:
+        return PartialSum([torch.zeros_like(one, dtype=torch.float64) for one in self._like])
+
+
+class RoundNorms:
+    """One worker's view of the norms of a round; with a ratio of 0 norms are not checked."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._mine: dict[int, float] = {}
+        self._all: dict[int, float] = {}
+        self.rejected: dict[int, float] = {}  # whose updates of this round do not count, and their norms
+        self.total_rejected = 0  # rejected updates of clients that this worker simulated, over all rounds
+
+    def begin_round(self) -> None:
+        self._mine, self._all, self.rejected = {}, {}, {}
+
+    def add(self, update: ClientUpdate) -> None:
+        if self._ratio:
+            self._mine[update.client] = update.norm
+
+    def judge(self, clients: Sequence[int], total: Callable[[Tensor], Tensor]) -> int | None:
+        """Collective: which updates are rejected; returns the largest class of norms that counts, if there is one.
+
+        `clients` are those of the round, in the same order on every worker.
+        """
+        if not self._ratio:
+            return None
+        place = {client: at for at, client in enumerate(clients)}
+        rows = torch.zeros(2, len(place), dtype=torch.float64)  # whether an update came, and its norm
+        for client, norm in self._mine.items():
+            rows[:, place[client]] = torch.tensor([1.0, norm], dtype=torch.float64)
+        came, norms = total(rows.flatten()).view(2, -1).tolist()
+        self._all = {client: norms[at] for client, at in place.items() if came[at]}
+        self.rejected = {client: self._all[client] for client in rejected_by_norm(self._all, self._ratio)}
+        self.total_rejected += len(self.rejected_here)
+        return largest_class(self._all.values(), self._ratio)
+
+    @property
+    def rejected_here(self) -> list[int]:
+        return [client for client in self.rejected if client in self._mine]
+
+    def describe(self, clients: Sequence[int]) -> str:
+        if not self._ratio:
+            return f"{described_clients(clients) or 'its clients'}, whose norms were not looked at"
+        return described_norms({one: norm for one, norm in self._all.items() if one not in self.rejected})

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -21,13 +23,22 @@ from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
+from manyhands.strategies.federated.client_data import Batches, Samples
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.samples import Batches, Samples
-from manyhands.strategies.federated.small_products import plain_products
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected", "steps_in", "work_of"]
+__all__ = [
+    "ClientTrainer",
+    "LocalWork",
+    "batches",
+    "held",
+    "held_names",
+    "plain_products",
+    "selected",
+    "steps_in",
+    "work_of",
+]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -86,17 +97,9 @@ class ClientTrainer:
     """Simulates clients one after another, on one copy of the model."""
 
     def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        algorithm: FederatedAlgorithm,
-        work: LocalWork,
-        seed: int,
+        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
     ) -> None:
-        self._task = task
-        self._algorithm = algorithm
-        self._work = work
-        self._seed = seed
+        self._task, self._algorithm, self._work, self._seed = task, algorithm, work, seed
         self._copy = copy.deepcopy(model)
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
@@ -114,19 +117,15 @@ class ClientTrainer:
             self._after = after
             yield self._train(one, like)
 
-    @property
-    def notice(self) -> str:
-        return ""
+    notice = ""
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
         start = algorithm.layers.put(one.client, algorithm.begin(one.client, one.weights))
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
-        correct = (
-            (lambda: algorithm.correct(one.client, self._parameters, start)) if algorithm.corrects else None
-        )
-        loss, steps = self._run(one, correct)
+        correct = partial(algorithm.correct, one.client, self._parameters, start)
+        loss, steps = self._run(one, correct if algorithm.corrects else None)
         with torch.no_grad():
             change = algorithm.reported(one.client, start, self._tensors, steps)
         if algorithm.trains_personal:
@@ -148,7 +147,15 @@ class ClientTrainer:
         with plain_products(self._copy):
             after = self._batches_of(self._after) if self._after is not None else None
             for batch in self.samples.each(self._batches_of(one), after):
-                losses += self._step(batch, correct)
+                loss = self._task.loss(self._copy, batch)
+                require_loss(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if correct is not None:
+                    correct()
+                clip_own(self._task, self._copy)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                losses += loss.detach().reshape(())
                 steps += 1
         return float(losses) / max(1, steps), steps
 
@@ -167,13 +174,22 @@ class ClientTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
         self._copy.train()
 
-    def _step(self, batch: Any, correct: Callable[[], None] | None) -> Tensor:
-        loss = self._task.loss(self._copy, batch)
-        require_loss(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if correct is not None:
-            correct()
-        clip_own(self._task, self._copy)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach().reshape(())
+
+@contextmanager
+def plain_products(model: nn.Module) -> Iterator[None]:
+    """While this is open, a client's steps of a model of linear layers are computed by BLAS, without oneDNN.
+
+    Clients have small batches. On ARM oneDNN takes half a millisecond to set up each product, many times what BLAS
+    takes to compute it; elsewhere the two are alike. A model with convolutions or recurrent layers, which are oneDNN's,
+    keeps it.
+    """
+    of_onednn = (nn.modules.conv._ConvNd, nn.RNNBase)
+    backend: Any = torch.backends.mkldnn
+    if not backend.enabled or any(isinstance(module, of_onednn) for module in model.modules()):
+        yield
+        return
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = True

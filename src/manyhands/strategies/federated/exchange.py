@@ -33,43 +33,37 @@ from manyhands.engine.exchange import (
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_data import Partition, held_back, reading_ahead
+from manyhands.strategies.federated.client_measures import ClientEvaluation
+from manyhands.strategies.federated.client_states import (
+    ClientStates,
+    LocalLayers,
+    UpdateCoding,
+    gathered,
+    restored,
+)
 from manyhands.strategies.federated.client_updates import (
-    ClientAssignment,
     ClientUpdate,
+    RoundNorms,
     RoundPlace,
     RoundTally,
     TallySum,
+    require_finite,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
-from manyhands.strategies.federated.norms import RoundNorms, require_finite
-from manyhands.strategies.federated.partition import Partition, held_back
-from manyhands.strategies.federated.personal import AFTER_ALL, Tuned, tuned
-from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.rounds.simulated_rounds import (
-    SimulatedCourse,
-    SimulatedRounds,
-    simulated_rounds,
-)
-from manyhands.strategies.federated.samples import Samples, reading_ahead
+from manyhands.strategies.federated.private_rounds import PrivateRounds
+from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
     ClientSimulation,
     Cohort,
+    Tuned,
     client_runner_for,
+    tuned,
 )
-from manyhands.strategies.federated.spread import (
-    DURING,
-    ClientMeasures,
-    measured,
-    samples_each,
-    shown_clients,
-    spread_over,
-)
-from manyhands.strategies.federated.states import ClientStates, LocalLayers, gathered, restored
 from manyhands.strategies.federated.strategy import Federated, Tuning
-from manyhands.strategies.federated.update_encoding import UpdateCoding
 from manyhands.strategies.federated.update_tally import tally_for
-from manyhands.task import Metric, Task
+from manyhands.task import Task
 from manyhands.wire.parcels import Parcel
 
 if TYPE_CHECKING:
@@ -82,7 +76,6 @@ _T = TypeVar("_T")
 
 
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
-    """Which samples each client has; UserError where the data cannot be split so."""
     parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
     strategy.check_parties(len(parts))
     return parts
@@ -97,7 +90,6 @@ def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRound
 
 
 def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Callable[[nn.Module, Any], _T]:
-    """A loss or metric, computed in the precision of the run."""
 
     def computed(model: nn.Module, batch: Any) -> _T:
         with computer.precision():
@@ -131,9 +123,7 @@ class FederatedExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._trainer: ClientRunner | None = None
         self._simulation: ClientSimulation | None = None
-        self._trained: tuple[Task, nn.Module] | None = None
-        self._measures: dict[str, Metric] = {}
-        self._samples: Samples | None = None  # to be measured by
+        self._evaluation: ClientEvaluation | None = None
         self._loaders: Loaders[tuple[int, ...]] | None = None
         self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
         self._clients: list[int] = []
@@ -167,15 +157,24 @@ class FederatedExchange(Exchange):
         assert self._optimizer is not None, "attach comes before compute"
         trainer = self._client_runner(computer, model)
         begin = time.monotonic()
-        assigned = self._assigned(step)
+        if self._private is not None and self._private.draws_itself:
+            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
+        else:
+            assert self._rounds is not None, "clients are met before they are asked"
+            self._course = self._rounds.begin(step)
+            chosen = list(self._course.counted)
+        assigned = [  # the same on every worker
+            replace(one, samples=self._samples_of[one.client])
+            for one in self._algorithm.given(step, chosen, self._weights)
+        ]
         self._clients = [one.client for one in assigned]
         # A tally knows those that report and, with secure sums, those that drop out.
-        secure = self._course is not None and self._strategy.secure
-        known = list(self._course.asked) if self._course is not None and secure else self._clients
-        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
-        self._tally = tally_for(
-            self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
+        known = (
+            list(self._course.asked) if self._course is not None and self._strategy.secure else self._clients
         )
+        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
+        like = self._algorithm.layers.shared(self._algorithm.sent(self._weights))
+        self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, like, self._private)
         # This worker simulates the clients whose state it has, or an equal share.
         mine = assigned[self.rank :: self.world]
         if self._kept_by_clients():
@@ -199,8 +198,10 @@ class FederatedExchange(Exchange):
             return self._trainer
         self._meet_clients(computer.task)
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
-        self._trained = (task, model)
-        self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        self._evaluation = ClientEvaluation(
+            task=task, model=model, measures=measures, tested=self._tested, rank=self.rank, world=self.world
+        )
         sizes, strategy = [len(samples) for samples in self._samples_of], self._strategy
         per_round = strategy.per_round(len(sizes))
         self._algorithm.facts = FederatedFacts(
@@ -227,7 +228,6 @@ class FederatedExchange(Exchange):
         return self._trainer
 
     def _meet_clients(self, task: Task) -> None:
-        """Learn who has which samples, and what is kept about them, once."""
         if self._samples_of:
             return
         parts = split_over(self._strategy, task, self._seed)
@@ -238,28 +238,13 @@ class FederatedExchange(Exchange):
         if self._private is not None and self._loaded_state is not None:
             self._private.restore(self._loaded_state.get("privacy"))
 
-    def _assigned(self, step: int) -> list[ClientAssignment]:
-        """What the clients of round `step` are given, the same on every worker."""
-        if self._private is not None and self._private.draws_itself:
-            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
-        else:
-            assert self._rounds is not None, "clients are met before they are asked"
-            self._course = self._rounds.begin(step)
-            chosen = list(self._course.counted)
-        given = self._algorithm.given(step, chosen, self._weights)
-        return [replace(one, samples=self._samples_of[one.client]) for one in given]
-
-    def _sent_by_clients(self) -> Sequence[Tensor]:
-        return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
-
     def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
-        """All that clients keep, by name, and what it is like; for a checkpoint."""
         algorithm, layers = self._algorithm, self._algorithm.layers
-        shared = len(layers.shared(self._weights))
+        shared, sent = len(layers.shared(self._weights)), layers.shared(algorithm.sent(self._weights))
         found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
             "algorithm": (algorithm.states, algorithm.kept(self._weights)),
             "layers": (layers.states, layers.kept(self._weights)),
-            "codec": (self._coding.states, self._coding.kept(self._sent_by_clients(), shared)),
+            "codec": (self._coding.states, self._coding.kept(sent, shared)),
         }
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
@@ -269,7 +254,7 @@ class FederatedExchange(Exchange):
         finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
             shared = len(self._algorithm.layers.shared(self._weights))
-            sent, update = update, self._coding.carried(update, step, shared)
+            sent, update = update, self._coding.encoded(update, step, shared)
             finite = update is sent or update.is_finite
             if not finite:
                 self._coding.refused(update.client)
@@ -286,7 +271,6 @@ class FederatedExchange(Exchange):
         self._counted += update.samples
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: the total of all updates, and whether any worker wants to stop."""
         assert self._tally is not None, "compute comes before agree"
         largest = self._norms.judge(self._clients, self.total)
         for client in self._norms.rejected_here:  # they keep what they had before the round
@@ -298,24 +282,20 @@ class FederatedExchange(Exchange):
         refused = float(len(self._refused_now))
         words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
         self._counted = round(float(words[1]))
-        broken = not self._closed(bool(words[2])) or found.weight == 0
+        counts = True
+        if self._course is not None and self._rounds is not None:
+            left_out: list[int] = []
+            if self._clients == list(self._course.counted) and (words[2] or self._norms.rejected):
+                whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
+                whose[self._refused_now] = 1
+                left_out = [*self.total(whose).nonzero().flatten().tolist(), *self._norms.rejected]
+            counts = self._rounds.close(left_out)
+        broken = not counts or found.weight == 0
         return SharedStep(
             loss=math.nan if broken else found.loss / found.weight,
             bad_workers=(0,) if broken else (),
             stop=bool(words[0] > 0),
         )
-
-    def _closed(self, some_refused: bool) -> bool:
-        """Whether the round counts without rejected updates; collective where some were rejected."""
-        if self._course is None or self._rounds is None:
-            return True
-        of_round = self._clients == list(self._course.counted)
-        if not of_round or not (some_refused or self._norms.rejected):
-            return self._rounds.close()
-        whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
-        whose[self._refused_now] = 1
-        refused = [int(one) for one in self.total(whose).nonzero().flatten()]
-        return self._rounds.close([*refused, *self._norms.rejected])
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -326,7 +306,6 @@ class FederatedExchange(Exchange):
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
-        """The weights that a client uses for itself, where this worker simulates it."""
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -351,7 +330,6 @@ class FederatedExchange(Exchange):
         self._algorithm.load_state(memory.get("algorithm", {}))
 
     def cannot_continue(self, computer: Computer, step: int) -> str:
-        """A budget of privacy that does not allow the next round."""
         if not self._strategy.epsilon:
             return ""
         self._meet_clients(computer.task)
@@ -383,9 +361,30 @@ class FederatedExchange(Exchange):
     def summary(self) -> Mapping[str, Any]:
         """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
-        summary: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
-        summary["updates_rejected"] = self._norms.total_rejected
-        summary["algorithm"] = dict(self._algorithm.summary())
+        summary: dict[str, Any] = {
+            "updates_refused": self._refused,
+            "updates_rejected": self._norms.total_rejected,
+            "played": played,
+            "algorithm": dict(self._algorithm.summary()),
+        }
+        if self._evaluation is not None and not self._strategy.noise:  # no promise of noise holds for them
+            evaluated, tuning = self._evaluation, self._tuning
+
+            def own_models(mine: list[int]) -> Tuned:
+                models = ((client, self.personal(client)) for client in mine)
+                if tuning is None:
+                    return models
+                assert self._optimizer is not None, "attach comes before the first round"
+                work, wanted = replace(self._work, epochs=tuning.epochs), self._strategy.together
+                settings = work, self._optimizer, self._seed
+                return tuned(
+                    evaluated.task, evaluated.model, models, self._samples_of, *settings, together=wanted
+                )
+
+            kinds: dict[str, Callable[[list[int]], Tuned]] = {"measured": own_models}
+            if self._strategy.gives_own_models:
+                kinds["measured_common"] = lambda mine: ((client, self._weights) for client in mine)
+            summary |= self._evaluation.summary(kinds)
         if self._rounds is not None and not self._rounds.all_report:
             summary["participation"] = self._rounds.summary()
         return summary if self._private is None else {**summary, "privacy": self._private.summary()}
@@ -400,70 +399,15 @@ class FederatedExchange(Exchange):
             who = [] if self._strategy.noise else self._clients  # with noise that is a secret
             require_finite(found[0], self._round, self._norms.describe(who))
         self._spread = {}
-        if found is not None and not self._strategy.noise:
-            most, samples = DURING
-            shown = shown_clients(len(self._tested), most)
-            models = ((client, self.personal(client)) for client in self._simulated_here(shown))
-            measures = self._measure(models, samples_each(len(shown), samples))
-            self._spread = spread_over(measures, shown, list(self._measures), self.total)
+        if found is not None and self._evaluation is not None and not self._strategy.noise:
+            self._spread = self._evaluation.spread(
+                lambda mine: ((client, self.personal(client)) for client in mine), self.total
+            )
         return found
 
     def evaluation_facts(self) -> Mapping[str, Any]:
         """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
         return {"fairness": self._spread} if self._spread else {}
-
-    def _simulated_here(self, clients: Sequence[int]) -> list[int]:
-        return [one for one in clients if one % self.world == self.rank]
-
-    def _measure(self, models: Tuned, each: int) -> ClientMeasures:
-        assert self._trained is not None, "clients are met before they are measured"
-        task, model = self._trained
-        if self._samples is None:
-            device = next((one.device for one in self._weights), torch.device("cpu"))
-            self._samples = Samples(task, device)
-        return measured(task, self._measures, model, models, self._tested, each, self._samples)
-
-    def _measured(self) -> dict[str, Any]:
-        """The measures of this worker's clients, and which could not be taken, and why.
-
-        By the models that they use themselves; where these are not the common one, by that as well.
-        """
-        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
-            return {}
-        shown = shown_clients(len(self._tested))
-        mine, each = self._simulated_here(shown), samples_each(len(shown))
-        kinds = {"measured": self._own_models(*self._trained, mine)}
-        if self._strategy.gives_own_models:
-            kinds["measured_common"] = ((client, self._weights) for client in mine)
-        summary: dict[str, Any] = {}
-        failed: dict[str, str] = {}
-        for kind, models in kinds.items():
-            found = self._measure(models, each)
-            summary[kind] = {str(client): one for client, one in found.values.items()}
-            failed |= found.failed
-        summary["failed"] = sorted(failed)
-        summary["unmeasured"] = [
-            f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
-        ]
-        return summary
-
-    def _own_models(self, task: Task, model: nn.Module, clients: Sequence[int]) -> Tuned:
-        """What each of these clients uses itself, fine-tuned where the strategy says so."""
-        if self._tuning is None:
-            yield from ((client, self.personal(client)) for client in clients)
-            return
-        assert self._optimizer is not None, "attach comes before the first round"
-        assigned = [
-            ClientAssignment(
-                client=client,
-                samples=self._samples_of[client],
-                weights=self.personal(client),
-                number=AFTER_ALL,
-            )
-            for client in clients
-        ]
-        work, together = replace(self._work, epochs=self._tuning.epochs), self._strategy.together
-        yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
         if self._loaders is not None:

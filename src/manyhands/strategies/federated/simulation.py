@@ -10,53 +10,47 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import require_loss
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held, steps_in
-from manyhands.strategies.federated.samples import Samples
+from manyhands.strategies.federated.client_data import Partition, Samples, held_back
+from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, restored
+from manyhands.strategies.federated.client_updates import ClientAssignment
+from manyhands.strategies.federated.clients import (
+    ClientTrainer,
+    LocalWork,
+    held,
+    held_names,
+    steps_in,
+    work_of,
+)
 from manyhands.strategies.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
-from manyhands.strategies.federated.strategy import ALL, AUTO
+from manyhands.strategies.federated.strategy import ALL, AUTO, FINE_TUNE, Federated, Tuning
 from manyhands.task import Task
 
-__all__ = ["ClientRunner", "ClientSimulation", "Cohort", "client_runner_for"]
+__all__ = ["ClientRunner", "ClientSimulation", "Cohort", "Tuned", "client_runner_for", "tuned"]
 
 _MOST: Final = 100  # clients at once, where the setting names no number
 _STACK_BYTES: Final = 256 << 20  # of stacked weights, on a CPU
-_PART_OF_MEMORY: Final = (
-    0.02  # of a GPU's free memory, for stacked weights: gradients, moments and activations come on top
-)
+_PART_OF_MEMORY: Final = 0.02  # of a GPU's free memory; gradients, moments and activations come on top
 _LARGE_KERNEL: Final = 1 << 14  # items of a convolution's weights
 _WITHOUT_RULE: Final = "batching rule"  # in a warning of torch
 _OPERATION: Final = re.compile(r"aten::\w+")
 _TRIED: Final = 2  # samples in the batch of a trial
-_FEW_STEPS: Final = (
-    64  # of all clients in a round: loading torch.func takes longer than they do, in every process
-)
+_FEW_STEPS: Final = 64  # of all clients in a round: loading torch.func takes longer in every process
 
 
-class ClientRunner(Protocol):
-    """Trains clients of a round."""
-
-    samples: Samples
-    """The samples of all clients."""
-
-    def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
-        """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
-
-    @property
-    def notice(self) -> str:
-        """A notice for the user about this runner, as the end of a sentence."""
+ClientRunner = ClientTrainer | StackedTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +70,13 @@ class ClientSimulation:
 class Cohort:
     """The clients of a run."""
 
-    sizes: Sequence[int]
-    """The number of each one's samples."""
-    each_round: int
-    """How many of them one worker simulates in a round, at most."""
-    wanted: int
-    """How many at once the user wants, or AUTO."""
+    sizes: Sequence[int]  # the number of each one's samples
+    each_round: int  # how many of them one worker simulates in a round, at most
+    wanted: int  # how many at once the user wants, or AUTO
 
 
 def client_runner_for(
-    task: Task,
-    model: nn.Module,
-    algorithm: FederatedAlgorithm,
-    work: LocalWork,
-    seed: int,
-    cohort: Cohort,
+    task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int, cohort: Cohort
 ) -> tuple[ClientRunner, ClientSimulation]:
     """The runner for a worker's clients; UserError where the requested number at once is not possible."""
     simulation = _choose(task, model, work, cohort)
@@ -111,16 +97,20 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
     mean = math.ceil(sum(cohort.sizes) / len(cohort.sizes))
     if cohort.wanted == AUTO and cohort.each_round * steps_in(work, mean) < _FEW_STEPS:
         return ClientSimulation(1, "a round has few steps")
-    cannot = _cannot(task, model)
+    cannot = _trial(task, copy.deepcopy(model).train())
     if cannot:
         return ClientSimulation(1, cannot)
     if cohort.wanted != AUTO:
         return ClientSimulation(min(cohort.wanted, cohort.each_round), "")
-    slower = _slower(model, work, cohort.sizes)
-    if slower:
-        return ClientSimulation(1, slower)
-    weights = sum(one.numel() * one.element_size() for one in model.parameters())
     device = next(model.parameters()).device
+    for name, module in model.named_modules() if device.type == "cpu" else ():
+        if isinstance(module, nn.modules.conv._ConvNd) and module.weight.numel() >= _LARGE_KERNEL:
+            why = f"a stack of convolutions as large as {name} is slower on a CPU than one after another"
+            return ClientSimulation(1, why)
+    if work.batch == ALL and len(set(cohort.sizes)) > len(cohort.sizes) / 2:
+        why = "with a batch of all that a client has, hardly two clients have batches of one size"
+        return ClientSimulation(1, why)
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
     room = float(_STACK_BYTES)
     if device.type == "cuda":
         room = _PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
@@ -128,31 +118,15 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
     return ClientSimulation(min(cohort.each_round, fitting), "the model is large")
 
 
-def _slower(model: nn.Module, work: LocalWork, sizes: Sequence[int]) -> str:
-    if next(model.parameters()).device.type == "cpu":
-        for name, module in model.named_modules():
-            large = isinstance(module, nn.modules.conv._ConvNd) and module.weight.numel() >= _LARGE_KERNEL
-            if large:
-                return f"a stack of convolutions as large as {name} is slower on a CPU than one after another"
-    if work.batch == ALL and len(set(sizes)) > len(sizes) / 2:
-        return "with a batch of all that a client has, hardly two clients have batches of one size"
-    return ""
-
-
-def _cannot(task: Task, model: nn.Module) -> str:
+def _trial(task: Task, model: nn.Module) -> str:
+    """Why clients cannot be stacked, "" where two have the same gradient stacked as alone; `model` is a copy."""
     if task.collate is not None:
         return "the task has a collate of its own"
-    parameters = list(model.parameters())
-    if not any(one.requires_grad for one in parameters):
+    if not any(one.requires_grad for one in model.parameters()):
         return "the model has nothing to train"
-    kind = type(task.optimizer(copy.deepcopy(model).parameters()))
+    kind = type(task.optimizer(model.parameters()))
     if kind not in ITEM_BY_ITEM:
         return f"{kind.__name__} is not known to work item by item"
-    return _trial(task, copy.deepcopy(model).train())
-
-
-def _trial(task: Task, model: nn.Module) -> str:
-    """Compare the vmapped gradient of two clients with the plain ones; `model` is a copy to spoil."""
     device = next(model.parameters()).device
     length = min(_TRIED, task.samples)
     indices = np.stack([np.arange(length), np.arange(task.samples - length, task.samples)])
@@ -178,9 +152,9 @@ def _trial(task: Task, model: nn.Module) -> str:
             found, _ = StackedGradients(task, model)(stacked, batch)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"torch.func.vmap cannot follow the loss ({_first_line(error)})"
-    for warning in (str(one.message) for one in warned):
-        if _WITHOUT_RULE in warning:
-            [operation] = _OPERATION.findall(warning)[:1] or ["an operation"]
+    for message in (str(one.message) for one in warned):
+        if _WITHOUT_RULE in message:
+            [operation] = _OPERATION.findall(message)[:1] or ["an operation"]
             return f"torch.func.vmap has no rule for {operation}, and would take one client after another"
     for position, gradients in enumerate(plain):
         for gradient, stack in zip(gradients, found, strict=True):
@@ -201,3 +175,82 @@ def _close(one: Tensor, other: Tensor) -> bool:
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n", 1)[0]
     return line if len(line) <= 120 else f"{line[:117]}..."
+
+
+_AFTER_ALL: Final = 2**31 - 1  # a round that no run has: what is random in fine-tuning is drawn apart
+Tuned = Iterator[tuple[int, Sequence[Tensor]]]
+"""Clients, and what their models have become: parameters, then floating-point buffers."""
+
+
+class TuningSteps(FederatedAlgorithm):
+    """Plain training steps after which a client reports its tensors as they are: they are not averaged."""
+
+    word: ClassVar[str] = FINE_TUNE
+    about: ClassVar[str] = "steps on a client's own samples after the last round"
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        del client, start, steps
+        return [one.clone() for one in trained]
+
+
+def fine_tuned(
+    task: Task,
+    strategy: Federated,
+    model: nn.Module,
+    *,
+    epochs: int | None = None,
+    seed: int = 0,
+    kept: Mapping[int, Sequence[Tensor]] | None = None,
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Each client, and what the model becomes after so many epochs on its own samples alone, with the task's optimizer.
+
+    Tensors are the model's parameters, then its floating-point buffers. The split is that of a run of this strategy
+    with this seed, and so are the epochs, unless they are given; the model is not changed. With `keep=` a client begins
+    with its own layers, which `models_kept(…, "layers")` reads.
+    """
+    setting = Tuning.parse(strategy.personal) or Tuning(1)
+    if epochs is not None and epochs < 1:
+        raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
+    parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+    samples_of, _ = held_back(parts, strategy.held_out, seed)
+    layers = LocalLayers(held_names(model), strategy.keep)
+    layers.states.update({client: list(own) for client, own in (kept or {}).items()})
+    models = [(client, layers.put(client, held(model))) for client in range(len(samples_of))]
+    work = replace(work_of(strategy), epochs=epochs or setting.epochs)
+    like, together = task.optimizer(model.parameters()), strategy.together
+    for client, tensors in tuned(task, model, models, samples_of, work, like, seed, together=together):
+        yield client, list(tensors)
+
+
+def tuned(
+    task: Task,
+    model: nn.Module,
+    models: Iterable[tuple[int, Sequence[Tensor]]],
+    samples_of: Sequence[NDArray[np.int64]],
+    work: LocalWork,
+    like: Optimizer,
+    seed: int,
+    *,
+    together: int = AUTO,
+) -> Tuned:
+    assigned = [
+        ClientAssignment(client=client, samples=samples_of[client], weights=weights, number=_AFTER_ALL)
+        for client, weights in models
+    ]
+    if not assigned:
+        return
+    sizes = [len(one.samples) for one in assigned]
+    wanted = 1 if together == 1 else AUTO  # too little capacity must not end the run without any
+    cohort = Cohort(sizes=sizes, each_round=len(sizes), wanted=wanted)
+    runner, _ = client_runner_for(task, model, TuningSteps(), work, seed, cohort)
+    yield from ((update.client, update.change) for update in runner.play(assigned, like))
+
+
+def models_kept(memory: Mapping[str, Any], name: str = "algorithm") -> ClientStates:
+    """What each client had kept when a checkpoint was written, by what its `extra["exchange"]` has.
+
+    `algorithm`: Ditto's models, or SCAFFOLD's control variates; `layers`: those of `keep=`.
+    """
+    return restored(memory.get("clients", {}).get(name, {}), 0, 1, torch.device("cpu"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +25,9 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from manyhands.data.randomness import mix
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
+from manyhands.strategies.federated.client_data import Batches, Samples, apart
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import LocalWork, batches
-from manyhands.strategies.federated.samples import Batches, Samples, apart
-from manyhands.strategies.federated.small_products import plain_products
+from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
 from manyhands.task import Task
 
 __all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
@@ -57,13 +56,10 @@ class ReplayedGradients:
     """Gradients of the first rows of `stacks`, from samples on the GPU; a shape that comes often has a graph."""
 
     def __init__(self, gradients: Gradients, samples: Samples, stacks: Sequence[Tensor]) -> None:
-        self._gradients = gradients
-        self._samples = samples
-        self._stacks = stacks
+        self._gradients, self._samples, self._stacks = gradients, samples, stacks
         self._seen: dict[tuple[int, ...], int] = {}
         self._captured: dict[tuple[int, ...], _Captured] = {}
-        self.refused = ""
-        """Why no graph could be made, where that was tried."""
+        self.refused = ""  # why no graph could be made, where that was tried
 
     def __call__(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
         """For samples (clients, batch) of the first so many clients; valid until the next call."""
@@ -74,9 +70,7 @@ class ReplayedGradients:
         if self._seen[shape] > _WORTH and len(self._captured) < _GRAPHS and not self.refused:
             try:
                 self._captured[shape] = self._capture(shape)
-            except (
-                RuntimeError
-            ) as error:  # a loss may do what a graph cannot hold, and is then launched as before
+            except RuntimeError as error:  # a graph cannot hold every loss; it is then launched as before
                 self.refused = str(error).split("\n", 1)[0]
             else:
                 return self._captured[shape].replay(indices)
@@ -112,20 +106,15 @@ class StackedStep:
     """One step of the first `active` clients: for each size of batch, which of them, and their samples."""
 
     active: int
-    parts: Sequence[tuple[Indices, Indices]]
-    """Positions (clients,) and samples (clients, batch)."""
+    parts: Sequence[tuple[Indices, Indices]]  # positions (clients,) and samples (clients, batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A client's assignment, and its batches in order."""
 
     given: ClientAssignment
     batches: list[Indices]
-
-    @property
-    def client(self) -> int:
-        return self.given.client
+    client: int
 
 
 def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
@@ -178,9 +167,9 @@ class StackedGradients:
 
     def __call__(self, stacked: Sequence[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
         """For tensors (clients, …), a batch (clients, samples, …): gradients of what is trained, losses (clients,)."""
-        named = dict(zip(self._names, stacked, strict=True))
         trained = {self._names[one]: stacked[one] for one in self.trained}
-        fixed = {name: one for name, one in named.items() if name not in trained}
+        named = zip(self._names, stacked, strict=True)
+        fixed = {name: one for name, one in named if name not in trained}
         found, losses = self._gradients(trained, fixed, batch)
         return [found[name] for name in trained], losses
 
@@ -230,7 +219,7 @@ class StackedTrainer:
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
         works = [
-            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)))
+            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)), one.client)
             for one in assigned
         ]
         works.sort(key=lambda work: -len(work.batches))
@@ -303,7 +292,6 @@ class StackedTrainer:
 
     @torch.no_grad()
     def _begin(self, starts: Sequence[Sequence[Tensor]], like: Optimizer) -> None:
-        """Every client begins with an optimizer without memory, set as `like` is."""
         count = len(starts)
         if not self._stacks:
             self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
@@ -323,13 +311,17 @@ class StackedTrainer:
             group["params"] = [self._rows[place] for place in places]
 
     def _shrink(self, active: int) -> int:
-        """Go on with the first `active` clients; the rows of the others stay as they are."""
         smaller = [self._stacks[one][:active] for one in self._trained]
         state = self._optimizer.state
         for before, after in zip(self._rows, smaller, strict=True):
             kept = state.pop(before, None)
             if kept is not None:
-                state[after] = {name: _rows_of(value, before, active) for name, value in kept.items()}
+                state[after] = {  # a step count is shared by all rows
+                    name: value[:active]
+                    if isinstance(value, Tensor) and value.shape == before.shape
+                    else value
+                    for name, value in kept.items()
+                }
         self._rows = smaller
         for group, places in zip(self._optimizer.param_groups, self._places, strict=True):
             group["params"] = [smaller[place] for place in places]
@@ -359,7 +351,6 @@ class StackedTrainer:
         return apart(next(self._coming), indices.shape)
 
     def _parameters_of(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
-        """One client's parameters with their gradients, as an algorithm corrects them: views of the stacks."""
         parameters = list(start[: self._parameters])  # what is not trained has no gradient
         for row, one in zip(self._rows, self._trained, strict=True):
             assert row.grad is not None, "gradients come before they are corrected"
@@ -378,8 +369,3 @@ class StackedTrainer:
         elif task.clip_value is not None:
             for one in gradients:
                 one.clamp_(-task.clip_value, task.clip_value)
-
-
-def _rows_of(value: Any, before: Tensor, active: int) -> Any:
-    """An optimizer's state for the first rows; a step count is shared by all rows."""
-    return value[:active] if isinstance(value, Tensor) and value.shape == before.shape else value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
@@ -21,11 +22,11 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.strategies.federated.norms import check_norm_ratio
-from manyhands.strategies.federated.partition import NATURAL, Partition
-from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.client_data import NATURAL, Partition
+from manyhands.strategies.federated.client_states import EVERYTHING_SHARED
+from manyhands.strategies.federated.client_updates import check_norm_ratio
+from manyhands.strategies.federated.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
-from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, integer, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
@@ -40,10 +41,6 @@ _NORM_RATIO = 100.0
 _SUMS = 3  # of updates whose norms lie within a factor of 4, and their total
 
 
-def _read_batch(text: str) -> int:
-    return ALL if text == "all" else integer(text)
-
-
 def _read_together(text: str) -> int:
     if text == "auto":
         return AUTO
@@ -53,7 +50,6 @@ def _read_together(text: str) -> int:
 
 
 def _number(kind: str) -> Callable[[str], float]:
-    """Reads a number, or says that the text is not of this kind."""
 
     def read(text: str) -> float:
         try:
@@ -65,10 +61,18 @@ def _number(kind: str) -> Callable[[str], float]:
 
 
 _read_number = _number("a number")
-
-
+_shown = "{:g}".format
 FINE_TUNE: Final = "finetune"
 _NOTHING_PERSONAL: Final = "none"  # clients use the model that the algorithm gives them
+
+
+@contextmanager
+def _named_federated() -> Iterator[None]:
+    """A UserError of what does not know the strategy, with its name before it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"federated {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,15 @@ class Federated(Strategy):
 
     clients: int = setting(_CLIENTS, integer)
     """How many there are; with partition=natural, as many as there are parties."""
-    fraction: float = setting(1.0, _number("a number above 0 and up to 1"), lambda value: f"{value:g}")
+    fraction: float = setting(1.0, _number("a number above 0 and up to 1"), _shown)
     """Which part of them takes part in a round, at least one."""
     epochs: int = setting(1, integer)
     """How often a client goes through its data in a round."""
-    batch: int = setting(_BATCH, _read_batch, lambda value: "all" if value == ALL else str(value))
+    batch: int = setting(
+        _BATCH,
+        lambda text: ALL if text == "all" else integer(text),
+        lambda value: "all" if value == ALL else str(value),
+    )
     """Samples in a client's batch; `all`: one batch of all it has."""
     algorithm: str = setting("fedavg", str)
     """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
@@ -120,17 +128,17 @@ class Federated(Strategy):
     """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
     together: int = setting(AUTO, _read_together, lambda value: "auto" if value == AUTO else str(value))
     """How many clients a worker trains at once, as one stacked model; `auto`: as many as is right for the task."""
-    over: float = setting(1.0, _read_number, lambda value: f"{value:g}")
+    over: float = setting(1.0, _read_number, _shown)
     """How many times as many clients are asked as a round takes; the first to report count."""
-    dropout: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    dropout: float = setting(0.0, _read_number, _shown)
     """How likely a client that was asked says nothing more."""
-    deadline: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    deadline: float = setting(0.0, _read_number, _shown)
     """How long a round waits for reports, where a typical client takes 1; 0: for all that come."""
     min_reports: int = setting(1, integer)
     """Reports without which a round is abandoned, and tried again with others."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
-    range: float = setting(_RANGE, _number("a number above 0"), lambda value: f"{value:g}")
+    range: float = setting(_RANGE, _number("a number above 0"), _shown)
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
     bits: int = setting(_BITS, integer)
     """With secure=yes, how many an item is rounded to, its sign included."""
@@ -138,7 +146,7 @@ class Federated(Strategy):
     """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
     personal: str = setting(_NOTHING_PERSONAL, str)
     """What each client makes of the common model for itself after the last round: `finetune:EPOCHS`, or `none`."""
-    held_out: float = setting(0.0, _number("a number from 0 to below 1"), lambda value: f"{value:g}")
+    held_out: float = setting(0.0, _number("a number from 0 to below 1"), _shown)
     """Which part of its samples a client does not train on, and is measured by instead; 0: by what it trains on."""
     codec: str = codec_setting()
     """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
@@ -146,17 +154,17 @@ class Federated(Strategy):
     """Whether a client keeps what a codec leaves out, and adds it to its next update."""
     max_samples: int = setting(MOST_WEIGHT, integer)
     """For how many samples a client counts at most, whatever it says that it has."""
-    norm_ratio: float = setting(_NORM_RATIO, _read_number, lambda value: f"{value:g}")
+    norm_ratio: float = setting(_NORM_RATIO, _read_number, _shown)
     """How many times the median of a round's norms an update may have, or it is rejected (of 3 or more); 0: any."""
     clip: str = setting("no", str)
     """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
-    noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    noise: float = setting(0.0, _read_number, _shown)
     """The deviation of the Gaussian noise of a round's sum, by the most that one client can change; needs a clip."""
     noise_by: str = setting(SERVER, str)
     """Who adds it: the `server`, or the `clients`, each its share, so that a server sees no sum without it."""
-    epsilon: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    epsilon: float = setting(0.0, _read_number, _shown)
     """The run ends before more than this is given away of a client; 0: it is counted, and no bound."""
-    delta: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    delta: float = setting(0.0, _read_number, _shown)
     """With noise, the chance for which epsilon need not hold: well below one by the number of clients."""
     sampling: str = setting(FIXED, str)
     """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`)."""
@@ -165,26 +173,27 @@ class Federated(Strategy):
 
     def __post_init__(self) -> None:
         for name in ("clients", "epochs", "max_samples", "min_reports"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError(f"federated {name}={getattr(self, name)}: must be an integer of at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"federated {name}={value}: must be an integer of at least 1")
         if not 0 < self.fraction <= 1:
             raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
-        if self.batch < 0:
-            raise UserError(f"federated batch={self.batch}: must be an integer of at least 1, or all")
-        if self.together < 0:
-            raise UserError(f"federated together={self.together}: must be an integer of at least 1, or auto")
+        for name, word in (("batch", "all"), ("together", "auto")):
+            if (value := getattr(self, name)) < 0:
+                raise UserError(f"federated {name}={value}: must be an integer of at least 1, or {word}")
         algorithm = algorithm_named(self.algorithm)
-        self._check_whole_batches(algorithm)
+        for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
+            if algorithm.whole_batches and unused:
+                raise UserError(
+                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step on "
+                    "all it has; leave it out, or use fedavg"
+                )
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))
         one_by_one = "factors are summed over workers, and a server weighs clients one by one; use topk"
+        refused, feedback = {"powersgd": one_by_one}, self.feedback
         check_codec(
-            self.codec,
-            link="",
-            strategy=self.word,
-            feedback=self.feedback,
-            sends_changes=True,
-            refused={"powersgd": one_by_one},
+            self.codec, link="", strategy=self.word, feedback=feedback, sends_changes=True, refused=refused
         )
         if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
             raise UserError(
@@ -192,50 +201,32 @@ class Federated(Strategy):
                 "leave one of the two out"
             )
         self._check_personal(algorithm)
-        self._check_rounds()
-        self._check_secure()
-        self._check_privacy()
-        self._check_norms()
+        self._check_rounds(algorithm)
+        self._check_secure(algorithm)
+        self._check_bounds(algorithm)
 
-    def _check_rounds(self) -> None:
+    def _check_rounds(self, algorithm: FederatedAlgorithm) -> None:
         if not 1 <= self.over < math.inf:
             raise UserError(f"federated over={self.over:g}: must be a number of at least 1")
         if not 0 <= self.dropout < 1:
             raise UserError(f"federated dropout={self.dropout:g}: must be at least 0 and below 1")
         if not 0 <= self.deadline < math.inf:
             raise UserError(f"federated deadline={self.deadline:g}: must be a number above 0, or 0 for none")
-        algorithm, usual = algorithm_named(self.algorithm), Federated.__dataclass_fields__
+        not_with = ""
+        if algorithm.cannot_drop_clients:
+            not_with = f"algorithm={self.algorithm}: {algorithm.cannot_drop_clients}"
+        elif self.clip != "no":
+            not_with = f"clip={self.clip} as yet"
         for name in ("over", "dropout", "deadline", "min_reports"):
-            if getattr(self, name) == usual[name].default:
-                continue
-            if algorithm.cannot_drop_clients:
-                raise UserError(
-                    f"federated {name}={getattr(self, name):g}: not with algorithm={self.algorithm}: "
-                    f"{algorithm.cannot_drop_clients}; leave one of the two out"
-                )
-            if self.clip != "no":
-                raise UserError(
-                    f"federated {name}={getattr(self, name):g}: not with clip={self.clip} as yet; leave one of the two "
-                    "out"
-                )
+            value = getattr(self, name)
+            if not_with and value != Federated.__dataclass_fields__[name].default:
+                raise UserError(f"federated {name}={value:g}: not with {not_with}; leave one of the two out")
         if self.dropout or self.deadline:
             algorithm.check_round(self.min_reports)
 
-    def _check_whole_batches(self, algorithm: FederatedAlgorithm) -> None:
-        if not algorithm.whole_batches:
-            return
-        for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
-            if unused:
-                raise UserError(
-                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step on "
-                    "all it has; leave it out, or use fedavg"
-                )
-
     def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
-        try:
+        with _named_federated():
             tuning = Tuning.parse(self.personal)
-        except UserError as error:
-            raise UserError(f"federated {error}") from error
         if not 0 <= self.held_out < 1:
             raise UserError(f"federated held_out={self.held_out:g}: must be a number from 0 to below 1")
         if tuning is not None and algorithm.trains_personal:
@@ -249,25 +240,24 @@ class Federated(Strategy):
         ):
             if asked and self.noise:
                 raise UserError(
-                    f"federated {name}={value}: with noise nothing is told of single clients, so that nobody would see "
-                    "what comes of it; leave one of the two out"
+                    f"federated {name}={value}: with noise nothing is reported of single clients, so that nobody would "
+                    "see what comes of it; leave one of the two out"
                 )
 
-    def _check_secure(self) -> None:
+    def _check_secure(self, algorithm: FederatedAlgorithm) -> None:
         if not self.secure:
             for name, default in (("range", _RANGE), ("bits", _BITS)):
                 if getattr(self, name) != default:
                     raise UserError(f"federated {name}={getattr(self, name):g}: is for secure=yes; add it")
             return
-        if algorithm_named(self.algorithm).single_updates:
+        if algorithm.single_updates:
             raise UserError(
                 f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
                 "shows none; use another algorithm"
             )
-        if algorithm_named(self.algorithm).cannot_sum_securely:
+        if why := algorithm.cannot_sum_securely:
             raise UserError(
-                f"federated secure=yes: not with algorithm={self.algorithm}: "
-                f"{algorithm_named(self.algorithm).cannot_sum_securely}; leave one of the two out"
+                f"federated secure=yes: not with algorithm={self.algorithm}: {why}; leave one of the two out"
             )
         if self.codec != RAW:
             raise UserError(
@@ -279,22 +269,17 @@ class Federated(Strategy):
         else:
             self.check_round(self.clients)
 
-    def _check_privacy(self) -> None:
-        if self.privacy.rule is None:
-            return
-        if not algorithm_named(self.algorithm).sums_only:
+    def _check_bounds(self, algorithm: FederatedAlgorithm) -> None:
+        clips = self.privacy.rule is not None
+        if clips and not algorithm.sums_only:
             raise UserError(
                 f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its update in a "
                 "sum, which the clip does not bound; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
             )
-        if self.partition != NATURAL:
+        if clips and self.partition != NATURAL:
             self.check_clients(self.clients)
-
-    def _check_norms(self) -> None:
-        try:
+        with _named_federated():
             check_norm_ratio(self.norm_ratio)
-        except UserError as error:
-            raise UserError(f"federated {error}") from error
         if self.seen_norm_ratio == self.norm_ratio or self.norm_ratio == _NORM_RATIO:
             return
         why = f"clip={self.clip}, which bounds every update's norm"
@@ -309,35 +294,20 @@ class Federated(Strategy):
 
     @property
     def privacy(self) -> PrivacyTerms:
-        try:
-            return PrivacyTerms(
-                clip=self.clip,
-                noise=self.noise,
-                noise_by=self.noise_by,
-                epsilon=self.epsilon,
-                delta=self.delta,
-                sampling=self.sampling,
-                randomness=self.randomness,
-                secure=self.secure,
-                fraction=self.fraction,
-            )
-        except UserError as error:
-            raise UserError(f"federated {error}") from error
+        with _named_federated():
+            return PrivacyTerms(**{name: getattr(self, name) for name in PrivacyTerms.__dataclass_fields__})
 
     def check_clients(self, clients: int) -> None:
         """UserError where what is promised is void for so many clients."""
         fixed = self.fixed_point if self.secure else None
-        try:
+        with _named_federated():
             self.privacy.check_clients(clients, self.per_round(clients), fixed)
-        except UserError as error:
-            raise UserError(f"federated {error}") from error
 
     @property
     def fixed_point(self) -> FixedPoint:
         return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_parties(self, clients: int) -> None:
-        """UserError where so many are there, by the data, and another number was asked for."""
         if self.clients not in (_CLIENTS, clients):
             raise UserError(
                 f"federated clients={self.clients}: with partition={self.partition} there are as many as the data has "
@@ -345,7 +315,6 @@ class Federated(Strategy):
             )
 
     def check_round(self, clients: int) -> None:
-        """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
         algorithm_named(self.algorithm).check_round(count)
         if not self.secure:
@@ -358,24 +327,19 @@ class Federated(Strategy):
         self.fixed_point.check_capacity(count)
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Secure sums are of one worker's clients."""
         super().check(workers, device, compiled=compiled)
         if self.secure and workers > 1:
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
 
     @property
     def gives_own_models(self) -> bool:
-        """Whether clients use other models than the common one."""
-        algorithm = algorithm_named(self.algorithm)
-        return (
-            self.personal != _NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
-        )
+        keeps = self.personal != _NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED
+        return keeps or algorithm_named(self.algorithm).trains_personal
 
     def per_round(self, clients: int) -> int:
         return max(1, round(self.fraction * clients))
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """The model, a client's copy of it, and the sums of updates in double precision, by norm."""
         [worker] = super().needs(model, workers)
         what = "a client's weights, and the sum of updates"
         besides = (1 + 2 * (_SUMS if self.seen_norm_ratio else 1)) * model.weights
@@ -392,7 +356,7 @@ class Federated(Strategy):
             what += ", and the models that clients began with"
         if algorithm.single_updates:
             besides += (
-                self.per_round(self.clients) * 3 * model.weights
+                3 * self.per_round(self.clients) * model.weights
             )  # as they are, and in double precision
             what += ", and every update"
         if self.secure:
@@ -405,14 +369,12 @@ class Federated(Strategy):
     def facts(self) -> Facts:
         """The workers of a simulation share the clients of every round, which is many steps of many clients."""
         numbered = "the samples of each client are looked up by number"
+        words = "those of clients trained one after another in one process, but for rounding"
         promises = Promises(
             worker_dies=ENDS,
             server_dies=NO_SERVERS,
             workers_join=NOBODY_JOINS,
-            same_numbers=Promise(
-                answer=Answer.PARTLY,
-                words="those of clients trained one after another in one process, but for rounding",
-            ),
+            same_numbers=Promise(answer=Answer.PARTLY, words=words),
         )
         return Facts(
             promises=promises,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -15,14 +15,14 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.federated.client_data import NATURAL
+from manyhands.strategies.federated.client_measures import skew_of, spread_of
+from manyhands.strategies.federated.client_states import local_names
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
-from manyhands.strategies.federated.partition import NATURAL
-from manyhands.strategies.federated.privacy.spending import need_accountant
-from manyhands.strategies.federated.rounds.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.strategies.federated.spread import skew_of, spread_of
-from manyhands.strategies.federated.states import local_names
+from manyhands.strategies.federated.simulated_rounds import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 
@@ -54,56 +54,53 @@ class FederatedTraining(ExchangeTraining):
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
         samples, besides = super().gather(finished)
         besides |= finished[0]["algorithm"]
-        if "participation" in finished[0]:
-            besides["participation"] = finished[0]["participation"]
-        if "privacy" in finished[0]:
-            besides["privacy"] = finished[0]["privacy"]
+        besides |= {name: finished[0][name] for name in ("participation", "privacy") if name in finished[0]}
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
         if strategy.noise:
             return samples, besides  # no promise holds for the rest
         assert isinstance(task, Task), "a compiled task is refused before"
-        split = split_over(strategy, task, self._request.plan.seed)
-        parties = skew_of(task, split)
-        besides["updates_refused"] = _count(finished, "updates_refused")
-        besides["updates_rejected"] = _count(finished, "updates_rejected")
+        parties = skew_of(task, split_over(strategy, task, self._request.plan.seed))
+        for name in ("updates_refused", "updates_rejected"):
+            besides[name] = sum(one[name] for one in finished)
         parties["held_out"] = strategy.held_out
         failed = {name for one in finished for name in one.get("failed", ())}
-        for reported, here, over in (
-            ("measured", "measures", "fairness"),
-            ("measured_common", "measures_common", "fairness_common"),
-        ):
-            measures = _columns([one.get(reported, {}) for one in finished], parties["numbers"], failed)
-            if measures:
-                parties[here] = measures
-                besides[over] = {name: spread_of(values) for name, values in measures.items()}
+        for suffix in ("", "_common"):
+            # Each measure of these clients, of what each worker reported of its own; None for one without a sample.
+            reports = [one.get(f"measured{suffix}", {}) for one in finished]
+            found = {client: one for worker in reports for client, one in worker.items()}
+            rows = [found.get(str(client), {}) for client in parties["numbers"]]
+            names = dict.fromkeys(name for row in rows for name in row if name not in failed)
+            if measures := {name: [row.get(name) for row in rows] for name in names}:
+                parties[f"measures{suffix}"] = measures
+                spreads = {name: spread_of(values) for name, values in measures.items()}
+                besides[f"fairness{suffix}"] = spreads
         return samples, {**besides, "parties": parties}
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """How the clients were played, what was not counted or measured, and what is promised to whom."""
-        reported = [one.get("played") for one in finished]
-        reported += [sentence for one in finished for sentence in one.get("unmeasured", ())]
+        said = [one.get("played") for one in finished]
+        said += [sentence for one in finished for sentence in one.get("unmeasured", ())]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
         if isinstance(task, Task) and isinstance(task.data, Parties) and strategy.partition != NATURAL:
-            reported.append(
+            said.append(
                 f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
                 f"partition={NATURAL} leaves each its own"
             )
-        refused = _count(finished, "updates_refused")
+        refused, rejected = (
+            sum(one[name] for one in finished) for name in ("updates_refused", "updates_rejected")
+        )
         if refused and not strategy.noise:  # even the number of rejected updates reveals something
-            reported.append(
+            said.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
-        rejected = _count(finished, "updates_rejected")
         if rejected:
-            reported.append(
+            said.append(
                 f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
                 f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
             )
-        reported.append(finished[0].get("privacy", {}).get("sentence"))
-        return (*super().said(finished), *dict.fromkeys(sentence for sentence in reported if sentence))
+        said.append(finished[0].get("privacy", {}).get("sentence"))
+        return (*super().said(finished), *dict.fromkeys(sentence for sentence in said if sentence))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
@@ -111,23 +108,6 @@ class FederatedTraining(ExchangeTraining):
             need_accountant()  # imported here: it takes a second and is not part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
-
-
-def _count(finished: Sequence[Mapping[str, Any]], name: str) -> int:
-    return sum(one[name] for one in finished)
-
-
-def _columns(
-    reported: Sequence[Mapping[str, Mapping[str, float]]], clients: Sequence[int], failed: Collection[str]
-) -> dict[str, list[float | None]]:
-    """Each measure of these clients, of what each worker told of its own; None for those without a sample to measure.
-
-    Left out are those that some worker has `failed` to take.
-    """
-    found = {client: one for worker in reported for client, one in worker.items()}
-    rows = [found.get(str(client), {}) for client in clients]
-    names = dict.fromkeys(name for row in rows for name in row if name not in failed)
-    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands.engine.exchange import Traffic
+from manyhands.errors import NonFinite
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import (
+    ClassSums,
     ClientUpdate,
     RoundPlace,
     RoundTally,
     TallySum,
     WeighedUpdate,
+    norm_class,
     shaped,
 )
-from manyhands.strategies.federated.norms import ClassSums, norm_class
-from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.privacy.update_clipping import clipped
-from manyhands.strategies.federated.secure.secure_tally import SecureTally
+from manyhands.strategies.federated.privacy_noise import clipped
+from manyhands.strategies.federated.private_rounds import PrivateRounds
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words, sum_of, words_of
+from manyhands.strategies.federated.secure.primitives import (
+    Draw,
+    public_identity,
+)
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.secure_protocol import (
+    RoundAbandoned,
+    SecureClient,
+    SecureServer,
+    SecureStage,
+)
 from manyhands.strategies.federated.strategy import Federated
 
-__all__ = ["tally_for"]
+__all__ = ["SecureTally", "hash_of", "tally_for"]
 
-Total = Callable[[Tensor], Tensor]
-"""Collective: the sum of a flat float64 tensor over the workers."""
+Total = Callable[[Tensor], Tensor]  # collective: the sum of a flat float64 tensor over the workers
 
 
 def tally_for(
@@ -64,25 +79,18 @@ class PlainTally:
         self._sums.add(update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective: the sum over all workers."""
         mine = self._sums.total(largest)
         words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
         found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
-        return TallySum(
-            sums=shaped(found[:-2], mine.sums),
-            weight=float(found[-2]),
-            loss=float(found[-1]),
-            traffic=self._sent,
-        )
+        sums, weight, loss = shaped(found[:-2], mine.sums), float(found[-2]), float(found[-1])
+        return TallySum(sums=sums, weight=weight, loss=loss, traffic=self._sent)
 
 
 class KeptTally:
     """Keeps every update: each worker gets all, in the order of the round's clients."""
 
     def __init__(self, total: Total, clients: Sequence[int], like: Sequence[Tensor]) -> None:
-        self._total = total
-        self._clients = clients
-        self._like = like
+        self._total, self._clients, self._like = total, clients, like
         self._mine: dict[int, tuple[ClientUpdate, float]] = {}
         self._sent = Traffic()
 
@@ -91,43 +99,31 @@ class KeptTally:
         self._mine[update.client] = (update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective: share one client's update after another; the worker that simulated it adds it, others zeros."""
         if largest is not None:
-            self._mine = {
-                client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest
-            }
+            counted = [one for one, (update, _) in self._mine.items() if norm_class(update.norm) <= largest]
+            self._mine = {client: self._mine[client] for client in counted}
         items = sum(one.numel() for one in self._like)
         found: list[WeighedUpdate] = []
         weight, loss = 0.0, 0.0
         for client in self._clients:
-            flat = self._total(self._row(client, items))
+            flat = torch.zeros(items + 2, dtype=torch.float64)
+            if client in self._mine:
+                update, mine = self._mine[client]
+                change = [one.detach().flatten().to("cpu", torch.float64) for one in update.change]
+                flat = torch.cat([*change, torch.tensor([mine, mine * update.loss], dtype=torch.float64)])
+            flat = self._total(flat)
             if not float(flat[-2]):
                 continue  # its update was not finite, or its norm too large
-            change = [
-                one.to(mine.dtype)
-                for one, mine in zip(shaped(flat[:-2], self._like), self._like, strict=True)
-            ]
-            found.append(WeighedUpdate(client=client, change=change, weight=float(flat[-2])))
+            pieces = zip(shaped(flat[:-2], self._like), self._like, strict=True)
+            whole = [one.to(like.dtype) for one, like in pieces]
+            found.append(WeighedUpdate(client=client, change=whole, weight=float(flat[-2])))
             weight, loss = weight + float(flat[-2]), loss + float(flat[-1])
         sums = [torch.zeros_like(one, dtype=torch.float64) for one in self._like]
         for each in found:
             for total_of, change_of in zip(sums, each.change, strict=True):
                 total_of.add_(change_of, alpha=each.weight)
-        return TallySum(
-            sums=sums,
-            weight=weight,
-            loss=loss,
-            traffic=self._sent,
-            updates=found,
-            missing=len(self._clients) - len(found),
-        )
-
-    def _row(self, client: int, items: int) -> Tensor:
-        if client not in self._mine:
-            return torch.zeros(items + 2, dtype=torch.float64)
-        update, weight = self._mine[client]
-        words = torch.tensor([weight, weight * update.loss], dtype=torch.float64)
-        return torch.cat([*(one.detach().flatten().to("cpu", torch.float64) for one in update.change), words])
+        missing, traffic = len(self._clients) - len(found), self._sent
+        return TallySum(sums=sums, weight=weight, loss=loss, traffic=traffic, updates=found, missing=missing)
 
 
 class PrivateTally:
@@ -151,7 +147,7 @@ class PrivateTally:
         flat, within = clipped(update.change, noise.bound)
         vector = noise.vector(flat, within)
         if rounds.step:
-            draws = rounds.client_draws(self._place.number, update.client)
+            draws = rounds.draws(self._place.number, update.client)
             vector = torch.from_numpy(noise.in_steps(vector, rounds.step, rounds.fewest, draws) * rounds.step)
         sent = replace(update, change=[vector], loss=0.0, samples=1, encoded_bytes=update.num_bytes)
         self._inside.add(sent, 1.0)
@@ -160,21 +156,119 @@ class PrivateTally:
         """Collective: the noisy sum; what the round cost is counted, and the next one's bound is set."""
         del largest  # the clip bounds every norm
         rounds, place = self._rounds, self._place
-        rounds.take(place.clients)
+        if rounds.spending is not None:
+            rounds.spending.take(place.clients)
         found = self._inside.total()
-        row = self._noised(found.sums[0].cpu())
+        row, draws = found.sums[0].cpu(), rounds.draws(place.number)
+        if draws is not None:  # the server's noise, which worker 0 draws for all
+            if place.rank:
+                row.zero_()
+            else:
+                self._noise.add(row, draws)
+            row = place.total(row)
         if self._noise.adapts:
             rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
         sums = shaped(row[: self._items], self._like)
         return TallySum(sums=sums, weight=rounds.cohort, loss=math.nan, traffic=found.traffic)
 
-    def _noised(self, row: Tensor) -> Tensor:
-        """With the server's noise, which worker 0 draws for all."""
-        draws = self._rounds.server_draws(self._place.number)
-        if draws is None:
-            return row
-        if self._place.rank:
-            row.zero_()
-        else:
-            self._noise.add(row, draws)
-        return self._place.total(row)
+
+_NO_WORDS: Words = np.empty(0, np.uint64)  # of a client that leaves before it masks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecureSum:
+    """The result of a simulated secure round, on encoded bytes, and its cost."""
+
+    words: Words  # the sum of the survivors' words
+    survivors: tuple[int, ...]  # whose inputs are in it
+    messages: int  # how many the clients sent
+    sent: Mapping[int, int]  # bytes that each client sent
+    received: Mapping[int, int]  # bytes that each client received
+
+
+def play_round(
+    terms: SecureTerms,
+    identities: Mapping[int, bytes],
+    inputs: Mapping[int, Words],
+    model: bytes,
+    *,
+    leaves: Mapping[int, SecureStage] | None = None,
+    draw: Draw = os.urandom,
+) -> SecureSum:
+    """The sum of the inputs of all clients that stay; `identities` are their Ed25519 secrets.
+
+    A client leaves at the stage that `leaves` says, before it answers, or before it masks if it has no input.
+    RoundAbandoned where too few are left.
+    """
+    roster = {client: public_identity(secret) for client, secret in identities.items()}
+    own = identities.items()
+    clients = {client: SecureClient(client, secret, roster, terms, model, draw) for client, secret in own}
+    server = SecureServer(terms, roster, model)
+    going = {client: SecureStage.MASK for client in identities if client not in inputs} | dict(leaves or {})
+    sent, received, messages = dict.fromkeys(identities, 0), dict.fromkeys(identities, 0), 0
+    inbox: Mapping[int, bytes] = dict.fromkeys(identities, b"")
+    while server.stage < SecureStage.DONE:
+        stage = server.stage
+        for client, message in sorted(inbox.items()):
+            received[client] += len(message)
+            if going.get(client, SecureStage.DONE) <= stage:
+                continue
+            answer = clients[client].answer(message, inputs.get(client, _NO_WORDS))
+            sent[client] += len(answer)
+            messages += 1
+            server.receive(client, answer)
+        inbox = server.advance()
+    words, stayed = server.result(), server.survivors
+    return SecureSum(words=words, survivors=stayed, messages=messages, sent=sent, received=received)
+
+
+def hash_of(weights: Sequence[Tensor]) -> bytes:
+    found = hashlib.sha256()
+    for one in weights:
+        found.update(f"{one.dtype} {tuple(one.shape)};".encode())
+        found.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.digest()
+
+
+class SecureTally:
+    """The tally of one round: keeps the inputs that clients would mask, and sums them by the protocol."""
+
+    def __init__(
+        self,
+        fixed: FixedPoint,
+        clients: Sequence[int],
+        weights: Sequence[Tensor],
+        *,
+        number: int = 0,
+        like: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
+        self._fixed, self._number = fixed, number
+        self._like = weights if like is None else like
+        self._terms = SecureTerms(  # UserError where that is not safe
+            round_id=os.urandom(32),
+            clients=len(clients),
+            threshold=fewest_clients(len(clients)),
+            length=sum(one.numel() for one in self._like) + LOSS_ITEMS + 1,
+            fixed=fixed,
+        )
+        self._model = hash_of(weights)
+        self._identities = {client: os.urandom(32) for client in clients}
+        self._inputs: dict[int, Words] = {}
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        self._inputs[update.client] = words_of(self._fixed, update, weight)
+
+    def total(self, largest: int | None = None) -> TallySum:
+        """The sum; who was not added has left before it masked. NonFinite if too few have not."""
+        del largest  # no norm is seen
+        try:
+            found = play_round(self._terms, self._identities, self._inputs, self._model)
+        except RoundAbandoned as error:
+            raise NonFinite(
+                f"round {self._number + 1} was abandoned, and the model was not changed: {error}; clients leave "
+                "whose update is not finite"
+            ) from error
+        flat, loss, weight = sum_of(self._fixed, found.words)
+        traffic = Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values()))
+        return TallySum(sums=shaped(flat, self._like), weight=weight, loss=loss, traffic=traffic)

@@ -9,6 +9,7 @@ from typing import Final
 from manyhands.errors import UserError, nearest
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm, FederatedFacts
 from manyhands.strategies.federated.algorithms.averaging import (
+    Ditto,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -16,10 +17,10 @@ from manyhands.strategies.federated.algorithms.averaging import (
     FedProx,
     FedSgd,
     FedYogi,
+    Scaffold,
 )
 from manyhands.strategies.federated.algorithms.buff import FedBuff
 from manyhands.strategies.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from manyhands.strategies.federated.algorithms.stateful import Ditto, Scaffold
 
 __all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 

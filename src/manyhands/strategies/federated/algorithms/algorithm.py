@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manyhands.strategies.federated.client_states import ClientStates, LocalLayers
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
-from manyhands.strategies.federated.states import ClientStates, LocalLayers
 
 __all__ = ["FederatedAlgorithm", "FederatedFacts"]
 
@@ -24,17 +24,12 @@ __all__ = ["FederatedAlgorithm", "FederatedFacts"]
 class FederatedFacts:
     """What an algorithm is given to know of the run before its first round."""
 
-    names: Sequence[str] = ()
-    """Names of the model's tensors, in their order."""
-    parameters: int = 0
-    """How many of them are parameters; the others are buffers."""
+    names: Sequence[str] = ()  # of the model's tensors, in their order
+    parameters: int = 0  # how many of them are parameters; the others are buffers
     clients: int = 0
-    per_round: int = 0
-    """How many clients take part in a round."""
-    weight: float = 0.0
-    """Weight of all clients together, whether they take part or not."""
-    most_steps: int = 1
-    """That any client takes in a round."""
+    per_round: int = 0  # how many clients take part in a round
+    weight: float = 0.0  # of all clients together, whether they take part or not
+    most_steps: int = 1  # that any client takes in a round
     seed: int = 0
 
 
@@ -51,45 +46,30 @@ class FederatedAlgorithm(ABC):
 
     whole_batches: ClassVar[bool] = False
     """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
-
-    corrects: ClassVar[bool] = False
-    """Whether `correct` changes gradients."""
-
-    single_updates: ClassVar[bool] = False
-    """Whether the server must see each update by itself, and not only their sum."""
-
+    corrects: ClassVar[bool] = False  # whether `correct` changes gradients
+    single_updates: ClassVar[bool] = False  # whether the server must see each update, and not only their sum
     sums_only: ClassVar[bool] = False
     """Whether the server and others learn nothing of a client but its update in a sum, which a norm bound limits.
 
     False until an algorithm has been checked for it.
     """
-
     trains_personal: ClassVar[bool] = False
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""
-
-    cannot_sum_securely: ClassVar[str] = ""
-    """Why its updates cannot be summed securely; none: they can, unless it needs `single_updates`."""
-
+    # For an estimate of memory: tensors of a model's size that each client keeps, and whether the server keeps the
+    # models that clients under way began with.
     models_kept: ClassVar[int] = 0
-    """How many tensors of a model's size each client keeps, for an estimate of memory."""
-
     keeps_versions: ClassVar[bool] = False
-    """Whether the server keeps the models that clients under way began with, for an estimate of memory."""
-
-    cannot_keep_layers: ClassVar[str] = ""
-    """Why layers cannot stay with the clients (`keep=`); none: they can."""
-
-    cannot_drop_clients: ClassVar[str] = ""
-    """Why clients cannot drop out of a round, or be asked in excess; none: they can."""
+    # Why not; none: it can.
+    cannot_sum_securely: ClassVar[str] = ""  # unless it needs `single_updates`
+    cannot_keep_layers: ClassVar[str] = ""  # with the clients (`keep=`)
+    cannot_drop_clients: ClassVar[str] = ""  # out of a round, or ask for more than it needs
 
     def __init__(self) -> None:
         self.states: ClientStates = {}
         """What each client keeps between rounds, of the shapes that `kept` gives. A real device has one entry."""
-        self.facts = FederatedFacts()
-        """Set before the first round."""
-        self.layers = LocalLayers()
-        """Which of the model's tensors stay with each client, and those."""
+        self.facts = FederatedFacts()  # set before the first round
+        self.layers = LocalLayers()  # which of the model's tensors stay with each client, and those
 
     def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
         """UserError where a round of so many clients is too small for it."""
@@ -175,4 +155,4 @@ class FederatedAlgorithm(ABC):
         return {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most keep nothing
-        """Go on with what `memory` gave."""
+        """Continue with what `memory` gave."""

@@ -1,4 +1,4 @@
-"""Algorithms whose clients keep nothing: FedAvg, FedSGD, FedProx, FedNova, and FedOpt, a server with an optimizer."""
+"""FedAvg, FedSGD, FedProx, FedNova and FedOpt, whose clients keep nothing; SCAFFOLD and Ditto, whose clients do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
+from manyhands.strategies.federated.client_updates import TallySum
 
-__all__ = ["FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedSgd", "FedYogi"]
+__all__ = ["Ditto", "FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedSgd", "FedYogi", "Scaffold"]
 
 
 class FedAvg(FederatedAlgorithm):
@@ -46,11 +47,15 @@ class FedProx(FederatedAlgorithm):
         self._mu = mu
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-        """The gradient of the distance is mu times the way that was gone."""
         del client
-        for parameter, begun in zip(parameters, start, strict=False):  # buffers come after the parameters
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - begun, alpha=self._mu)
+        _hold_near(parameters, start, self._mu)
+
+
+def _hold_near(parameters: Sequence[Tensor], weights: Sequence[Tensor], by: float) -> None:
+    """Add the gradient of the squared distance from these weights, times by/2."""
+    for parameter, other in zip(parameters, weights, strict=False):  # buffers come after the parameters
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - other, alpha=by)
 
 
 class FedNova(FederatedAlgorithm):
@@ -60,7 +65,6 @@ class FedNova(FederatedAlgorithm):
     about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The model's, and one number: the steps, by the most that any client takes."""
         return [*weights, torch.zeros(1, dtype=torch.float64)]
 
     def report(
@@ -75,7 +79,6 @@ class FedNova(FederatedAlgorithm):
         ]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """As many mean steps as clients took on average."""
         taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
         scaled = [one * taken for one in mean[:parameters]]
         super().step(weights, [*scaled, *mean[parameters:-1]])
@@ -102,7 +105,6 @@ class _FedOpt(FederatedAlgorithm):
         self._second: list[Tensor] = []
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """One step of the server's optimizer, the mean in the place of a gradient's opposite; buffers by their mean."""
         assert self.facts.names, "an algorithm is attached before its first step"
         count = self.facts.parameters
         super().step(weights[count:], mean[count:])
@@ -110,9 +112,8 @@ class _FedOpt(FederatedAlgorithm):
         if not self._momentum:
             self._momentum = [torch.zeros_like(weight) for weight in parameters]
             self._second = [torch.full_like(weight, _TAU**2) for weight in parameters]
-        for weight, change, momentum, second in zip(
-            parameters, changes, self._momentum, self._second, strict=True
-        ):
+        moments = zip(self._momentum, self._second, strict=True)
+        for weight, change, (momentum, second) in zip(parameters, changes, moments, strict=True):
             momentum.mul_(self.beta_1).add_(change, alpha=1 - self.beta_1)
             self._grow(second, change.square())
             weight.addcdiv_(momentum, second.sqrt().add_(_TAU), value=self._rate)
@@ -130,7 +131,7 @@ class _FedOpt(FederatedAlgorithm):
 
 
 class FedAdam(_FedOpt):
-    """FedAdam: the second moment is an exponential moving average."""
+    """The second moment is an exponential moving average."""
 
     word: ClassVar[str] = "fedadam"
     about: ClassVar[str] = "Adam on the server, with the clients' mean as its gradient"
@@ -158,3 +159,107 @@ class FedAdagrad(_FedOpt):
 
     def _grow(self, second: Tensor, square: Tensor) -> None:
         second.add_(square)
+
+
+class Scaffold(FederatedAlgorithm):
+    """SCAFFOLD: control variates correct for client drift; an update is twice as large."""
+
+    word: ClassVar[str] = "scaffold"
+    about: ClassVar[str] = "clients correct each step by how their data differs from all data"
+    corrects: ClassVar[bool] = True
+    models_kept: ClassVar[int] = 1
+    cannot_keep_layers: ClassVar[str] = "its clients correct every layer by what all clients send of it"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server: list[Tensor] = []  # c
+        self._before: dict[int, Sequence[Tensor]] = {}  # by client that trains: c_i
+        self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
+        self._coming: dict[int, Sequence[Tensor]] = {}  # by client that has reported: c_i⁺, until c follows
+
+    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [*weights, *weights[: self.facts.parameters]]
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return weights[: self.facts.parameters]
+
+    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        like = self.kept(weights)
+        self._begin_server(like)
+        self._before[client] = self.states.get(client) or [torch.zeros_like(one) for one in like]
+        self._met[client] = [torch.zeros_like(one) for one in like]
+        return weights
+
+    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+        del start
+        noted, before = self._met[client], self._before[client]
+        for parameter, met, mine, common in zip(parameters, noted, before, self._server, strict=True):
+            if parameter.grad is not None:
+                met.add_(parameter.grad)
+                parameter.grad.add_(common).sub_(mine)
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """How far weights and control variate came; the new one is kept when the round counts."""
+        change = super().report(client, start, trained, steps)
+        after = [met / steps for met in self._met.pop(client)]
+        before = self._before.pop(client)
+        self._coming[client] = after
+        return [*change, *(new - old for new, old in zip(after, before, strict=True))]
+
+    def refused(self, client: int) -> None:
+        self._coming.pop(client, None)  # its control variate stays, since c does not follow
+
+    def mean(self, found: TallySum) -> Sequence[Tensor]:
+        """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
+        mean = super().mean(found)
+        tensors = len(mean) - self.facts.parameters
+        return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
+
+    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+        super().step(weights, mean[: len(weights)])
+        self._begin_server(self.kept(weights))
+        for common, change in zip(self._server, mean[len(weights) :], strict=True):
+            common.add_(change)
+        for client, after in self._coming.items():
+            self.keep(client, after)
+        self._coming.clear()
+
+    def _begin_server(self, like: Sequence[Tensor]) -> None:
+        if not self._server:
+            self._server = [torch.zeros_like(one) for one in like]
+
+    def memory(self) -> Mapping[str, Any]:
+        return {"server": self._server} if self._server else {}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        self._server = list(memory.get("server", ()))
+
+
+class Ditto(FederatedAlgorithm):
+    """Ditto: FedAvg, plus a personal model for every client that never leaves it."""
+
+    word: ClassVar[str] = "ditto"
+    about: ClassVar[str] = "FedAvg, beside which each client trains its own model, held near the common one"
+    number: ClassVar[str] = "LAMBDA"
+    trains_personal: ClassVar[bool] = True
+    models_kept: ClassVar[int] = 1
+    cannot_keep_layers: ClassVar[str] = "each client has a whole model of its own"
+
+    def __init__(self, hold: float = 0.1) -> None:
+        super().__init__()
+        self._hold = hold
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return weights
+
+    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.states.get(client, weights)
+
+    def correct_personal(self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        del client
+        _hold_near(parameters, weights, self._hold)
+
+    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
+        self.keep(client, trained)

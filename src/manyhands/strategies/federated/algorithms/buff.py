@@ -54,8 +54,7 @@ class Underway(NamedTuple):
 
     back_s: float
     client: int
-    version: int
-    """The number of the round whose weights it began with."""
+    version: int  # the number of the round whose weights it began with
 
 
 class ClientArrivals:
@@ -83,9 +82,8 @@ class ClientArrivals:
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The clients that began with the model of that round and are training or waiting."""
-        away = [(one.client, one.version) for one in self._underway]
-        return tuple(sorted(client for client, version in (*away, *self._waiting) if version == clock))
+        training = [(one.client, one.version) for one in self._underway]
+        return tuple(sorted(client for client, version in (*training, *self._waiting) if version == clock))
 
     def num_arrived(self, clock: int) -> int:
         return sum(version == clock for _, version in self._waiting)
@@ -101,9 +99,7 @@ class FedBuff(FederatedAlgorithm):
     """FedBuff: the server does not wait for slow clients; late updates count for less."""
 
     word: ClassVar[str] = "fedbuff"
-    about: ClassVar[str] = (
-        "asynchronous: a step after every SIZE updates, which count for less the staler they are"
-    )
+    about: ClassVar[str] = "asynchronous: a step after every SIZE updates, which count for less when stale"
     number: ClassVar[str] = "SIZE"
     cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
     cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
@@ -125,7 +121,6 @@ class FedBuff(FederatedAlgorithm):
         self._stale = [0, 0, 0]  # updates, their staleness together, the most
 
     def check_round(self, clients: int) -> None:
-        """So many are under way, and as many must come back for a step."""
         if self._size > clients:
             raise UserError(
                 f"algorithm=fedbuff:{self._size}: a step takes {self._size} updates, and {clients} clients are under "
@@ -148,25 +143,22 @@ class FedBuff(FederatedAlgorithm):
             book.add(first)
             back.append(first.client)
             self._send_off(number, back)
+        begun = self._versions
         found = [
-            ClientAssignment(
-                client=client, weights=self._versions[version], number=version, staleness=number - version
-            )
-            for client, version in group.updates
+            ClientAssignment(client=one, weights=begun[at], number=at, staleness=number - at)
+            for one, at in group.updates
         ]
-        self._note([one.staleness for one in found])
+        count, total, most = self._stale
+        stale = [one.staleness for one in found]
+        self._stale = [count + len(stale), total + sum(stale), max(most, *stale)]
         used = {one.version for one in self._underway}
         self._versions = {version: kept for version, kept in self._versions.items() if version in used}
         return found
 
-    def _note(self, staleness: Sequence[int]) -> None:
-        count, total, most = self._stale
-        self._stale = [count + len(staleness), total + sum(staleness), max(most, *staleness)]
-
     def _send_off(self, number: int, back: Sequence[int]) -> bool:
         """Let another client start that is neither training nor just back; False where there is none."""
-        away = {one.client for one in self._underway} | set(back)
-        free = [client for client in range(self.facts.clients) if client not in away]
+        busy = {one.client for one in self._underway} | set(back)
+        free = [client for client in range(self.facts.clients) if client not in busy]
         if not free:
             return False
         seed, trip = self.facts.seed, self._trips

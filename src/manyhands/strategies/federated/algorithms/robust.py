@@ -44,9 +44,7 @@ class CoordinateMedian(_Robust):
     """Each item is the median of the clients'; of an even number, the mean of the middle two."""
 
     word: ClassVar[str] = "median"
-    about: ClassVar[str] = (
-        "the median of every item: right as long as fewer than half of the clients are hostile"
-    )
+    about: ClassVar[str] = "the median of every item: right while fewer than half of the clients are hostile"
 
     def _middle(self, rows: Tensor) -> Tensor:
         return _trimmed(rows, (len(rows) - 1) // 2)

@@ -17,15 +17,19 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
-from manyhands.strategies.federated.deployed.device_job import DataSchema, read_columns
-from manyhands.strategies.federated.deployed.device_state import DeviceState
-from manyhands.strategies.federated.deployed.http_client import Asker, BackOff, HttpsAsker, Reply, Unreached
+from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
+from manyhands.strategies.federated.deployed.http_client import (
+    BackOff,
+    HttpsClient,
+    Reply,
+    SendRequest,
+    Unreached,
+)
 from manyhands.strategies.federated.deployed.protocol import (
     MOST_HOLD_S,
     SMALL_BYTES,
@@ -36,17 +40,19 @@ from manyhands.strategies.federated.deployed.protocol import (
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.stages import terms_from
-from manyhands.strategies.federated.secure.fixedpoint import words_of
+from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import (
+    KEY_BYTES,
     ProtocolRefused,
     need_cryptography,
     public_identity,
     sign,
 )
-from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms
+from manyhands.strategies.federated.secure.secure_protocol import SecureClient, SecureStage
 from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.update_tally import hash_of
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
@@ -54,7 +60,7 @@ from manyhands.workloads.registry import WORKLOADS, load
 __all__ = ["JoiningDevice", "join_rounds"]
 
 _MOST_PLAN_BYTES = 1 << 24
-_MOST_LETTER_BYTES = 1 << 24
+_MOST_MESSAGE_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _GONE = 409
 _Made = TypeVar("_Made")
@@ -67,15 +73,13 @@ class DevicePlan:
     task: Task
     strategy: Federated
     seed: int
-    hold_s: float
-    """How long the server holds back a question for work."""
+    hold_s: float  # how long the server holds back a question for work
     form: TensorForm
     config: Mapping[str, Any]
 
     @classmethod
-    def read(cls, reply: Mapping[str, Any], data: Path) -> DevicePlan:
-        """UserError where the task is not one that this device has, or its data do not fit."""
-        name, options, text = reply.get("task"), reply.get("task_options"), reply.get("strategy")
+    def read(cls, sent: Mapping[str, Any], data: Path) -> DevicePlan:
+        name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
         known = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not known or not isinstance(options, dict) or not isinstance(text, str):
             raise UserError(
@@ -84,17 +88,15 @@ class DevicePlan:
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains by {text!r}, which is not federated")
-        hold_s = reply.get("hold_s")
+        hold_s = sent.get("hold_s")
         if not isinstance(hold_s, int | float) or not 0 < hold_s < MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
-        schema = DataSchema.parse(str(reply.get("schema")))
+        schema = DataSchema.parse(str(sent.get("schema")))
         task = _task_over(str(name), options, data, schema)
-        seed = whole_in(reply, "seed")
-        with preserved():
-            seed_all(seed)
-            model = task.model()
+        seed = whole_in(sent, "seed")
+        model = initial_model(task, seed)
         form = TensorForm.of(model)
-        if form.as_json != reply.get("model"):
+        if form.as_json != sent.get("model"):
             raise UserError(
                 "the server's model has other tensors than the one that this release makes of its task"
             )
@@ -109,14 +111,7 @@ class DevicePlan:
             "parameters": parameter_shapes(model.named_parameters()),
             "schema": str(schema),
         }
-        return cls(
-            task=task,
-            strategy=strategy,
-            seed=seed,
-            hold_s=float(hold_s),
-            form=form,
-            config=config,
-        )
+        return cls(task=task, strategy=strategy, seed=seed, hold_s=float(hold_s), form=form, config=config)
 
 
 def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSchema) -> Task:
@@ -135,25 +130,47 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
     return task
 
 
-def enrol(ask: Asker, home: DeviceState, token: str | None, address: str) -> None:
-    """Take the token's place, if this device has none yet; UserError where the server refuses."""
-    if home.client is not None:
+def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str) -> None:
+    if state.client is not None:
         return
     if not token:
         raise UserError(
-            f"--enrol: {home.path} is not enrolled yet; give it the token that the server's owner gave you"
+            f"--enrol: {state.path} is not enrolled yet; give it the token that the server's owner gave you"
         )
-    key = public_identity(home.secret)
-    asked = {
-        "token": token,
-        "key": key.hex(),
-        "signature": sign(home.secret, enrolment_text(token, key)).hex(),
-    }
-    reply = _answered(ask("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES))
-    if reply.status != 200:
-        raise UserError(f"--enrol: the server refused: {_sentence(reply)}")
-    enrolled = _object(reply)
-    home.remember(server=address, run=str(enrolled.get("run")), client=whole_in(enrolled, "client"))
+    key = public_identity(state.secret)
+    signature = sign(state.secret, enrolment_text(token, key))
+    asked = {"token": token, "key": key.hex(), "signature": signature.hex()}
+    reply = send("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES)
+    answer = _answer(reply, "--enrol: the server refused")
+    state.remember(server=address, run=str(answer.get("run")), client=whole_in(answer, "client"))
+
+
+def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
+    """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
+    try:
+        roster = {int(client): from_hex(key, KEY_BYTES) for client, key in sent["roster"].items()}
+        fixed = FixedPoint(
+            clip=float(sent["clip"]),
+            bits=int(sent["bits"]),
+            max_weight=min(int(sent["max_weight"]), strategy.fixed_point.max_weight),
+            ring=int(sent["ring"]),
+        )
+        terms = SecureTerms(
+            round_id=from_hex(sent["round_id"], KEY_BYTES),
+            clients=len(roster),
+            threshold=int(sent["threshold"]),
+            length=int(sent["length"]),
+            fixed=fixed,
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, MessageRejected) as error:
+        raise ProtocolRefused(f"the terms of the secure sum make no sense: {error}") from error
+    if terms.length != items + LOSS_ITEMS + 1:
+        raise ProtocolRefused(f"the terms are for {terms.length} words, and the model has {items} numbers")
+    if any(not 0 <= client < strategy.clients for client in roster):
+        raise ProtocolRefused(f"a client is on the roster who is none of the {strategy.clients}")
+    if len(set(roster.values())) < len(roster):
+        raise ProtocolRefused("an identity is on the roster twice")
+    return terms, roster
 
 
 class Device:
@@ -161,8 +178,8 @@ class Device:
 
     def __init__(
         self,
-        ask: Asker,
-        home: DeviceState,
+        send: SendRequest,
+        state: DeviceState,
         plan: DevicePlan,
         *,
         tell: Callable[[str], None] = lambda _: None,
@@ -171,29 +188,23 @@ class Device:
         patience_s: float = 86400.0,
         most_pause_s: float = 30.0,
     ) -> None:
-        assert home.client is not None, "a device is enrolled first"
-        self._ask, self._home, self._plan, self._tell = ask, home, plan, tell
+        assert state.client is not None, "a device is enrolled first"
+        self._send, self._state, self._plan, self._tell = send, state, plan, tell
         self._clock, self._sleep, self._patience_s = clock, sleep, patience_s
-        self._client = home.client
+        self._client = state.client
         self._back_off = BackOff(most_s=most_pause_s, seed=self._client)
-        with preserved():
-            seed_all(plan.seed)
-            self._model = plan.task.model()
+        self._model = initial_model(plan.task, plan.seed)
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
         self._algorithm = algorithm_named(plan.strategy.algorithm)
-        self._trainer = ClientTrainer(
-            plan.task, self._model, self._algorithm, work_of(plan.strategy), plan.seed
-        )
-        self._samples = np.arange(plan.task.samples)
-        self._rounds = -1
-        self._hash = ""
-        self._after = 0
+        work = work_of(plan.strategy)
+        self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
+        self._rounds, self._hash, self._after = -1, "", 0
         self._made: tuple[str, ClientUpdate] | None = None
         self._updates = UpdateForm(plan.form, plan.strategy, plan.seed)
-        self._left = home.left(self._updates.require_left) if self._updates.keeps else None
+        self._left = state.left(self._updates.require_left) if self._updates.keeps else None
         self._body: tuple[str, bytes, torch.Tensor | None] | None = None
-        found = home.load()
+        found = state.load()
         if found is not None:
             self._model.load_state_dict(found.model)
             self._rounds, self._hash = found.step, hash_of(self._weights).hex()
@@ -202,7 +213,7 @@ class Device:
         """Take part until the server says that the run is done; how many rounds the last model has seen."""
         while True:
             target = f"/work?have={self._rounds + 1}&after={self._after}"
-            reply = self._asked("GET", target, most=_MOST_WORK_BYTES)
+            reply = self._request("GET", target, most=_MOST_WORK_BYTES)
             if reply is None:
                 self._sleep(self._back_off.next_s())
                 continue
@@ -215,7 +226,7 @@ class Device:
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
                     target = f"/work?have={self._rounds + 1}&after={self._after}"
-                    self._ask("GET", target, b"", self._hash, SMALL_BYTES)
+                    self._send("GET", target, b"", self._hash, SMALL_BYTES)
                 return self._rounds
             if work.get("state") == "train":
                 attempt = whole_in(work, "attempt", self._after + 1)
@@ -225,7 +236,7 @@ class Device:
                     self._report(attempt)
                 self._after = max(self._after, attempt)
 
-    def _asked(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
+    def _request(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
         """An answer, asked for until there is one; None where the server will have none of it (409, 422).
 
         ManyhandsError where there was none for too long, or the server refuses this device.
@@ -233,7 +244,7 @@ class Device:
         since = self._clock()
         while True:
             try:
-                reply = self._ask(method, target, body, self._hash, most)
+                reply = self._send(method, target, body, self._hash, most)
             except Unreached as lost:
                 why = str(lost)
             else:
@@ -251,7 +262,7 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        reply = self._asked("GET", "/model", most=self._plan.form.most_bytes)
+        reply = self._request("GET", "/model", most=self._plan.form.most_bytes)
         if reply is None:
             return False
         tensors, _ = self._plan.form.decode(reply.body)
@@ -264,19 +275,20 @@ class Device:
         with torch.no_grad():
             for mine, one in zip(self._weights, tensors, strict=True):
                 mine.copy_(one)
-        self._home.save(rounds, self._model.state_dict())
+        self._state.save(rounds, self._model.state_dict())
         self._rounds, self._hash = rounds, found
         self._tell(f"has the model after {rounds} rounds")
         return True
 
     def _update(self) -> ClientUpdate | None:
         if self._made is None or self._made[0] != self._hash:
+            samples = np.arange(self._plan.task.samples)
             assigned = ClientAssignment(
-                client=self._client, samples=self._samples, weights=self._weights, number=self._rounds
+                client=self._client, samples=samples, weights=self._weights, number=self._rounds
             )
             [made] = self._trainer.play([assigned], self._optimizer)
-            samples = min(made.samples, self._plan.strategy.max_samples)
-            self._made = self._hash, replace(made, samples=samples)
+            counted = min(made.samples, self._plan.strategy.max_samples)
+            self._made = self._hash, replace(made, samples=counted)
         update = self._made[1]
         return update if update.is_finite else None
 
@@ -284,84 +296,73 @@ class Device:
         update = self._update()
         if update is None:
             self._tell("what it trained is not finite, and is not sent")
-            self._asked("POST", f"/leave/{attempt}")
+            self._request("POST", f"/leave/{attempt}")
             return
         if self._body is None or self._body[0] != self._hash:
             about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
-            made = self._updates.encode(
-                update.change, about, self._left, client=self._client, number=self._rounds
-            )
+            client, number = self._client, self._rounds
+            made = self._updates.encode(update.change, about, self._left, client=client, number=number)
             self._body = self._hash, *made
         _, body, left = self._body
-        if self._asked("POST", f"/report/{attempt}", body) is None:
+        if self._request("POST", f"/report/{attempt}", body) is None:
             return
         if left is not None and left is not self._left:
-            self._home.keep_left(left)
+            self._state.keep_left(left)
             self._left = left
         self._tell(f"has reported to attempt {attempt}")
 
-    def _take_part(self, attempt: int, reply: Any) -> None:
+    def _take_part(self, attempt: int, secure: Any) -> None:
         """A secure sum; whatever the server asks that it must not, ends this device's part in the attempt."""
         update = self._update()
         if update is None:
-            self._asked("POST", f"/leave/{attempt}")
+            self._request("POST", f"/leave/{attempt}")
             return
         try:
             items = sum(one.numel() for one in self._weights)
-            terms, roster = terms_from(reply, items, self._plan.strategy)
-            self._home.require_known(roster)
-            if roster.get(self._client) != public_identity(self._home.secret):
+            terms, roster = terms_from(secure, items, self._plan.strategy)
+            self._state.require_known(roster)
+            if roster.get(self._client) != public_identity(self._state.secret):
                 raise ProtocolRefused("the server has another key for this device than its own")
-            party = SecureClient(self._client, self._home.secret, roster, terms, bytes.fromhex(self._hash))
+            party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
             words = words_of(terms.fixed, update, self._algorithm.weight(update))
-            self._exchange(party, attempt, lambda letter: party.mask(letter, words))
+            while party.stage < SecureStage.DONE:
+                target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
+                if message is None or self._request("POST", target, party.answer(message, words)) is None:
+                    return
+            self._tell(f"has taken part in attempt {attempt}")
         except ProtocolRefused as refused:
             self._tell(f"leaves attempt {attempt}: {refused}")
 
-    def _exchange(self, party: SecureClient, attempt: int, mask: Callable[[bytes], bytes]) -> None:
-        answers: dict[SecureStage, Callable[[bytes], bytes]] = {
-            SecureStage.ADVERTISE: lambda _: party.advertise(),
-            SecureStage.SHARE: party.share,
-            SecureStage.MASK: mask,
-            SecureStage.CONFIRM: party.confirm,
-            SecureStage.UNMASK: party.unmask,
-        }
-        for stage, answer in answers.items():
-            letter: bytes | None = b""
-            if stage is not SecureStage.ADVERTISE:
-                since, letter = self._clock(), None
-                while letter is None and self._clock() - since < self._patience_s:
-                    reply = self._asked("GET", f"/secure/{attempt}/{int(stage)}", most=_MOST_LETTER_BYTES)
-                    if reply is None:
-                        return
-                    letter = reply.body if reply.status == 200 else None
-            if letter is None:
-                return
-            if self._asked("POST", f"/secure/{attempt}/{int(stage)}", answer(letter)) is None:
-                return
-        self._tell(f"has taken part in attempt {attempt}")
+    def _stage_message(self, attempt: int, party: SecureClient) -> bytes | None:
+        since = self._clock()
+        while party.stage is not SecureStage.ADVERTISE and self._clock() - since < self._patience_s:
+            target = f"/secure/{attempt}/{int(party.stage)}"
+            reply = self._request("GET", target, most=_MOST_MESSAGE_BYTES)
+            if reply is None or reply.status == 200:
+                return None if reply is None else reply.body
+        return b"" if party.stage is SecureStage.ADVERTISE else None
 
 
-def plan_for(ask: Asker, data: Path) -> DevicePlan:
-    """The server's plan for a device that is enrolled; Unreached where it was not reached."""
-    reply = _answered(ask("GET", "/plan", b"", "", _MOST_PLAN_BYTES))
-    if reply.status != 200:
-        raise UserError(f"the server refused this device: {_sentence(reply)}")
+def plan_for(send: SendRequest, data: Path) -> DevicePlan:
     try:
-        return DevicePlan.read(_object(reply), data)
+        sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
+        return DevicePlan.read(sent, data)
     except MessageRejected as refused:
         raise ManyhandsError(f"the server's plan makes no sense: {refused}") from refused
+
+
+def _answer(reply: Reply, refused: str) -> dict[str, Any]:
+    """What a device is told before it takes part; Unreached where it may try again, UserError where it may not."""
+    if _comes_back(reply):
+        raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
+    if reply.status != 200:
+        raise UserError(f"{refused}: {_sentence(reply)}")
+    return _object(reply)
 
 
 def _comes_back(reply: Reply) -> bool:
     """Whether to retry: the server, or a proxy in front of it, has a temporary failure."""
     return reply.status >= 500 or reply.status in (408, 429)
-
-
-def _answered(reply: Reply) -> Reply:
-    if _comes_back(reply):
-        raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
-    return reply
 
 
 def _object(reply: Reply) -> dict[str, Any]:
@@ -383,8 +384,7 @@ class JoiningDevice:
     data: Path
     out: Path
     token: str | None = None
-    authority: Path | None = None
-    """The server's ca.pem; None: the authorities that this host trusts."""
+    authority: Path | None = None  # the server's ca.pem; None: the authorities that this host trusts
     patience_s: float = 86400.0
     most_pause_s: float = 30.0
 
@@ -397,28 +397,27 @@ class JoiningDevice:
 def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
     """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
     need_cryptography()
-    ask = HttpsAsker(asked.address, asked.authority)
-    home = DeviceState(asked.out)
+    send = HttpsClient(asked.address, asked.authority)
+    state = DeviceState(asked.out)
     try:
-        _until_reached(lambda: enrol(ask, home, asked.token, asked.address), asked)
-        assert home.client is not None, "enrol raises where it fails"
-        ask.sign_as(str(home.about.get("run")), home.client, home.secret)
-        plan = _until_reached(lambda: plan_for(ask, asked.data), asked)
-        ask.allow(plan.hold_s)
-        home.begin(plan.config)
-        tell(f"client {home.client}: {plan.task.samples} samples of {plan.task.name} stay here")
-        device = Device(
-            ask,
-            home,
+        _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
+        assert state.client is not None, "enrol raises where it fails"
+        send.signer = str(state.about.get("run")), state.client, state.secret
+        plan = _until_reached(lambda: plan_for(send, asked.data), asked)
+        send.allow(plan.hold_s)
+        state.begin(plan.config)
+        tell(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay here")
+        return Device(
+            send,
+            state,
             plan,
-            tell=lambda sentence: tell(f"client {home.client} {sentence}"),
+            tell=lambda sentence: tell(f"client {state.client} {sentence}"),
             patience_s=asked.patience_s,
             most_pause_s=asked.most_pause_s,
-        )
-        return device.run()
+        ).run()
     finally:
-        home.close()
-        ask.close()
+        state.close()
+        send.close()
 
 
 def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:

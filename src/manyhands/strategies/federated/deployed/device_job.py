@@ -9,21 +9,28 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.dtypes import NAMED
-from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.deployed.protocol import MOST_HOLD_S, TensorForm
-from manyhands.strategies.federated.rounds.round_core import RoundTerms
+from manyhands.strategies.federated.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
 
-__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "read_columns"]
+__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "initial_model", "read_columns"]
+
+
+def initial_model(task: Task, seed: int) -> nn.Module:
+    """The weights that a run of this seed begins with, as in simulation."""
+    with preserved():
+        seed_all(seed)
+        return task.model()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,20 @@ class DataColumn:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DataColumn:
+        name, equals, kind = text.partition("=")
+        dtype, colon, sizes = kind.partition(":")
+        shape = sizes.split("x") if colon else []
+        if not (
+            name and equals and dtype in NAMED and all(size.isdigit() and int(size) > 0 for size in shape)
+        ):
+            raise UserError(
+                f"--data-schema: {text!r} is no column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, "
+                "with a type of torch"
+            )
+        return cls(name, dtype, tuple(map(int, shape)))
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
@@ -50,8 +71,7 @@ class DataSchema:
 
     @classmethod
     def parse(cls, text: str) -> DataSchema:
-        """Read the text form; UserError says which column is wrong."""
-        columns = tuple(_column(part.strip()) for part in text.split(","))
+        columns = tuple(DataColumn.parse(part.strip()) for part in text.split(","))
         if len({column.name for column in columns}) < len(columns):
             raise UserError(f"--data-schema {text}: two columns have one name")
         return cls(columns)
@@ -59,9 +79,11 @@ class DataSchema:
     @classmethod
     def of(cls, task: Task) -> DataSchema:
         batch = BatchSource(task.data, task.collate).fetch([0])
-        named: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else dict(enumerate(_parts(batch)))
+        if not isinstance(batch, Mapping):
+            parts = batch if isinstance(batch, tuple | list) else (torch.as_tensor(batch),)
+            batch = dict(enumerate(parts))
         columns = []
-        for name, one in named.items():
+        for name, one in batch.items():
             if not isinstance(one, Tensor) or one.ndim == 0:
                 raise UserError(
                     f"task {task.name!r}: column {name!r} of its batches is no tensor with a row for each sample, "
@@ -72,7 +94,6 @@ class DataSchema:
         return cls(tuple(columns))
 
     def require_like(self, other: DataSchema, whose: str) -> None:
-        """UserError where types or shapes differ; names may."""
         if len(self.columns) != len(other.columns):
             raise UserError(f"{whose} has {len(other.columns)} columns, and {self} is wanted")
         for mine, theirs in zip(self.columns, other.columns, strict=True):
@@ -81,7 +102,6 @@ class DataSchema:
 
 
 def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
-    """The task over the tensors of a device's file; DataError says how they differ from the schema."""
     try:
         found = read_tensors(path)
     except ValueError as error:
@@ -104,23 +124,7 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
 
-def _column(text: str) -> DataColumn:
-    name, equals, kind = text.partition("=")
-    dtype, colon, sizes = kind.partition(":")
-    shape = sizes.split("x") if colon else []
-    if not (name and equals and dtype in NAMED and all(size.isdigit() and int(size) > 0 for size in shape)):
-        raise UserError(
-            f"--data-schema: {text!r} is no column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, with a "
-            "type of torch"
-        )
-    return DataColumn(name, dtype, tuple(map(int, shape)))
-
-
-def _parts(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, tuple | list) else (torch.as_tensor(batch),)
-
-
-_OF_SIMULATION: Final = (
+_OF_SIMULATION: Final = [
     "partition",
     "together",
     "keep",
@@ -131,7 +135,7 @@ _OF_SIMULATION: Final = (
     "epsilon",
     "sampling",
     "dropout",
-)
+]
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 """Algorithms whose devices send an update and nothing else, and need nothing but the model."""
 _FEWEST_SECURE: Final = 3
@@ -148,10 +152,8 @@ class RoundSettings:
     select_s: float = 30.0
     present_s: float = 60.0
     patience_s: float = math.inf
-    stage_s: float = 30.0
-    """With secure=yes, how long each message after the first is waited for."""
-    hold_s: float = 20.0
-    """How long a question for work is held back while there is none."""
+    stage_s: float = 30.0  # with secure=yes, how long each message after the first is waited for
+    hold_s: float = 20.0  # how long a question for work is held back while there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +196,7 @@ class FederatedJob:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
         if self.settings.hold_s >= MOST_HOLD_S:
             raise UserError(f"hold_s={self.settings.hold_s:g}: devices wait for less than {MOST_HOLD_S:g}")
-        terms = self.terms
+        terms = self.terms  # which checks itself
         if self.strategy.secure:
             self.strategy.fixed_point.check_capacity(terms.asks)
 
@@ -217,8 +219,7 @@ class FederatedJob:
 
     @property
     def terms(self) -> RoundTerms:
-        settings = self.settings
-        goal = self.strategy.per_round(self.strategy.clients)
+        settings, goal = self.settings, self.strategy.per_round(self.strategy.clients)
         least = settings.min_reports
         if least is None:
             least = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
@@ -238,10 +239,6 @@ class FederatedJob:
             norm_ratio=self.strategy.seen_norm_ratio,
             seed=self.seed,
         )
-
-    @property
-    def algorithm(self) -> FederatedAlgorithm:
-        return algorithm_named(self.strategy.algorithm)
 
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
         """The plan that a device downloads once; it does not reveal where the server's files are."""

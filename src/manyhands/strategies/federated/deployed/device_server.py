@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 import ssl
 import stat
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
+from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.errors import UserError, printable
-from manyhands.strategies.federated.deployed.device_job import FederatedJob
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
     MODEL,
@@ -30,9 +32,9 @@ from manyhands.strategies.federated.deployed.protocol import (
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete, shapes_of
-from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
-from manyhands.strategies.federated.rounds.round_core import RoundPhase
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
+from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, validity
@@ -64,8 +66,7 @@ class DeviceApp:
         self._seen: tuple[Any, ...] = ()
         self._reading: Counter[int] = Counter()
         self._changed = asyncio.Event()
-        self.with_last_model: set[int] = set()
-        """Clients that know of the end of the run and have its last model."""
+        self.with_last_model: set[int] = set()  # clients that know of the end of the run, and have its model
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -86,11 +87,10 @@ class DeviceApp:
                 self._changed = asyncio.Event()
 
     def _version(self) -> tuple[Any, ...]:
-        state = self.server.state
-        return state.phase, state.done, state.attempt, self.server.secure_stage
+        state, secure = self.server.state, self.server.secure
+        return state.phase, state.done, state.attempt, secure and secure.server.stage
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
-        """Answer one request, as ASGI asks."""
         if scope["type"] != "http":
             return
         try:
@@ -133,7 +133,7 @@ class DeviceApp:
                 number, at = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
                 client = await self._who(scope, headers)
                 if scope["method"] == "GET":
-                    return await self._letter(client, number, at)
+                    return await self._secure_message(client, number, at)
                 limit = await self._run(lambda: self.server.secure_attempt(number).most_bytes)
                 body = await self._signed_body(client, headers, receive, limit)
                 await self._run(self.server.secure_message, client, number, at, body, self._clock())
@@ -159,7 +159,6 @@ class DeviceApp:
     async def _signed_body(
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
-        """Read the body and check it against the hash that the client signed."""
         if self._reading[client] >= _BODIES:
             raise MessageRejected(
                 429, f"client {client} is sending {_BODIES} requests already; one at a time"
@@ -187,13 +186,13 @@ class DeviceApp:
                 return 200, _JSON, _json(work)
             await _wait(changed, until - self._clock())
 
-    async def _letter(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
+    async def _secure_message(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
-            letter = await self._run(lambda: self.server.secure_attempt(attempt).letter(client, stage))
-            if letter is not None:
-                return 200, _BYTES, letter
+            message = await self._run(lambda: self.server.secure_attempt(attempt).message_for(client, stage))
+            if message is not None:
+                return 200, _BYTES, message
             if self._clock() >= until:
                 return 204, _BYTES, b""
             await _wait(changed, until - self._clock())
@@ -260,8 +259,7 @@ class ServingPlace:
     port: int = 0
     tls: Path | None = None
     """A folder with cert.pem and key.pem; None: one is made in the run directory, for `host`."""
-    linger_s: float = 30.0
-    """How long devices are waited for after the last round, to fetch the model."""
+    linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 
 def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:
@@ -273,9 +271,11 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
     need_cryptography()
     if place.tls is not None:
         _check_tls(place.tls)
+    shapes = parameter_shapes(initial_model(job.task, job.seed).named_parameters())
+    config = job.config(shapes, secrets.token_hex(16))
     with (
         _listening(place.host, place.port) as listener,
-        ServerFiles.begin(place.out, job.config(shapes_of(job), new_run()), resume=place.resume) as files,
+        ServerFiles.begin(place.out, config, resume=place.resume) as files,
     ):
         folder = place.tls or place.out / _CERTIFICATES / place.host
         if not folder.is_dir():
@@ -346,7 +346,6 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 
 
 def _check_tls(folder: Path) -> None:
-    """UserError where the folder holds no certificate and its key, or devices would refuse it."""
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise UserError(

@@ -31,7 +31,7 @@ from manyhands.strategies.federated.deployed.protocol import (
 )
 from manyhands.strategies.federated.secure.primitives import sign
 
-__all__ = ["Asker", "BackOff", "HttpsAsker", "Reply", "Unreached"]
+__all__ = ["BackOff", "HttpsClient", "Reply", "SendRequest", "Unreached"]
 
 _TIMEOUT_S: Final = 30.0
 _SLOWEST: Final = 4096  # bytes a second; an answer that comes more slowly is waited for no longer
@@ -68,11 +68,11 @@ class BackOff:
         self._tries = 0
 
 
-Asker = Callable[[str, str, bytes, str, int], Reply]
+SendRequest = Callable[[str, str, bytes, str, int], Reply]
 """(method, target, body, hash of the model, most bytes of the answer) -> Reply; Unreached where there is none."""
 
 
-class HttpsAsker:
+class HttpsClient:
     """Sends requests to one server; nothing is sent unless its certificate is valid."""
 
     def __init__(self, address: str, authority: Path | None) -> None:
@@ -88,10 +88,7 @@ class HttpsAsker:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._connection: http.client.HTTPSConnection | None = None
         self._timeout_s = _TIMEOUT_S
-        self._signer: tuple[str, int, bytes] | None = None
-
-    def sign_as(self, run: str, client: int, secret: bytes) -> None:
-        self._signer = run, client, secret
+        self.signer: tuple[str, int, bytes] | None = None  # the run, the client's number and its secret
 
     def allow(self, hold_s: float) -> None:
         self._timeout_s = _TIMEOUT_S + hold_s
@@ -101,8 +98,8 @@ class HttpsAsker:
         self, method: str, target: str, body: bytes = b"", model: str = "", most_bytes: int = SMALL_BYTES
     ) -> Reply:
         headers = {"content-length": str(len(body)), MODEL: model, BODY: body_hash(body)}
-        if self._signer is not None:
-            run, client, secret = self._signer
+        if self.signer is not None:
+            run, client, secret = self.signer
             text = request_text(run, client, method, target, model, headers[BODY])
             headers |= {CLIENT: str(client), SIGNATURE: sign(secret, text).hex()}
         try:
@@ -127,9 +124,8 @@ class HttpsAsker:
             self.close()
             if isinstance(error, UserError):
                 raise
-            raise Unreached(
-                f"https://{self._host}:{self._port} did not answer: {error or type(error).__name__}"
-            ) from error
+            why = f"https://{self._host}:{self._port} did not answer: {error or type(error).__name__}"
+            raise Unreached(why) from error
         except BaseException:
             self.close()
             raise
@@ -181,20 +177,14 @@ def _cut_after(connection: http.client.HTTPSConnection, seconds: float) -> Itera
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """UserError unless it is https://HOST:PORT, without anything else."""
     try:
         parts = urlsplit(address if "://" in address else f"https://{address}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
     else:
-        if (
-            parts.scheme != "https"
-            or parts.username
-            or parts.path.strip("/")
-            or parts.query
-            or parts.fragment
-        ):
+        besides = parts.username, parts.path.strip("/"), parts.query, parts.fragment
+        if parts.scheme != "https" or any(besides):
             host = None
     if host is None or port == 0:
         raise UserError(f"address {address!r}: must be https://HOST:PORT")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,7 @@ __all__ = [
 LABEL: Final = b"manyhands federated 1"
 CLIENT, SIGNATURE, MODEL, BODY = "x-client", "x-signature", "x-model", "x-body"
 SMALL_BYTES: Final = 1 << 16
-MOST_HOLD_S: Final = 3600.0
-"""More than any body needs that has no tensors in it."""
+MOST_HOLD_S: Final = 3600.0  # more than any body needs that has no tensors in it
 _ABOUT_BYTES: Final = 4096
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -106,7 +106,7 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
         value = int(value)
     if type(value) is not int or not least <= value < 1 << 53:
         shown = printable(repr(values.get(name))[:40])
-        raise MessageRejected(400, f"{name} is {shown}; it must be an integer of at least {least}")
+        raise MessageRejected(400, f"{name} is {shown}; it must be a integer of at least {least}")
     return value
 
 
@@ -132,24 +132,21 @@ class TensorForm:
 
     @property
     def items(self) -> tuple[int, ...]:
-        return tuple(_items(shape) for _, _, shape in self.rows)
+        return tuple(math.prod(shape) for _, _, shape in self.rows)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            _items(shape) * torch.empty(0, dtype=NAMED[dtype]).element_size() for _, dtype, shape in self.rows
-        )
+        return sum(math.prod(shape) * NAMED[dtype].itemsize for _, dtype, shape in self.rows)
 
     @property
     def most_bytes(self) -> int:
-        return self.num_bytes + len(self._header()) + _ABOUT_BYTES
+        return self.num_bytes + len(json.dumps(self._header())) + _ABOUT_BYTES
 
     def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
         named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
         return b"".join(encode_tensors(named, about))
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
-        """The tensors in the order of the form, and what the header says besides; MessageRejected with what differs."""
         if len(body) > self.most_bytes:
             raise MessageRejected(
                 413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
@@ -162,7 +159,7 @@ class TensorForm:
             raise MessageRejected(400, "the body is no safetensors file: it ends within its header")
         header = read_object(body[_LENGTH.size : begin], "the header of the body")
         about = header.pop("__metadata__", {})
-        expected = _table(self._header())
+        expected = self._header()
         _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
             raise MessageRejected(
@@ -172,33 +169,24 @@ class TensorForm:
         tensors = []
         for name, dtype, shape in self.rows:
             start = begin + expected[name]["data_offsets"][0]
-            flat = torch.empty(0, dtype=NAMED[dtype])
-            if _items(shape):
-                flat = torch.frombuffer(
-                    content, dtype=NAMED[dtype], count=_items(shape), offset=start
-                ).clone()
+            kind, count = NAMED[dtype], math.prod(shape)
+            flat = torch.empty(0, dtype=kind)
+            if count:
+                flat = torch.frombuffer(content, dtype=kind, count=count, offset=start).clone()
             tensors.append(flat.view(shape))
         return tensors, about if isinstance(about, dict) else {}
 
-    def _header(self) -> bytes:
-        empty = {
-            name: torch.empty(shape, dtype=NAMED[dtype], device="meta") for name, dtype, shape in self.rows
-        }
-        ordered = sorted(empty, key=lambda name: (-empty[name].element_size(), name))
+    def _header(self) -> dict[str, Any]:
+        """As safetensors writes it: the largest items first."""
         offset, table = 0, {}
-        for name in ordered:
-            end = offset + empty[name].numel() * empty[name].element_size()
-            table[name] = {
-                "dtype": STORED[empty[name].dtype],
-                "shape": list(empty[name].shape),
-                "data_offsets": [offset, end],
-            }
+        for name, dtype, shape in sorted(self.rows, key=lambda row: (-NAMED[row[1]].itemsize, row[0])):
+            end = offset + math.prod(shape) * NAMED[dtype].itemsize
+            table[name] = {"dtype": STORED[NAMED[dtype]], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        return json.dumps(table).encode()
+        return table
 
 
 def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """MessageRejected with the first thing that differs."""
     for name in [*expected, *header]:
         if name not in header:
             raise MessageRejected(422, f"tensor {printable(repr(name))} is missing")
@@ -214,18 +202,6 @@ def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
                 )
 
 
-def _table(header: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(header)
-    return found
-
-
-def _items(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 _NAME: Final = "update"
 
 
@@ -235,15 +211,11 @@ class UpdateForm:
     def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
         self._form, self._text, self._seed = form, strategy.codec, seed
         wide = any(NAMED[dtype] == torch.float64 for _, dtype, _ in form.rows)
-        count = sum(form.items)
-        self._parcel = Parcel.whole(0, count, torch.float64 if wide else torch.float32)
+        self._parcel = Parcel.whole(0, sum(form.items), torch.float64 if wide else torch.float32)
         codec = self._codec(0)
-        self.is_coded: Final = encodes(codec, self._parcel)
-        """Whether a codec makes updates smaller; for a few numbers some do not."""
-        self.keeps: Final = (
-            self.is_coded and strategy.feedback and has_feedback(strategy.codec)  # else nothing is left out
-        )
-        """Whether a device keeps what was left out of its updates."""
+        self.is_coded: Final = encodes(codec, self._parcel)  # for a few numbers some codecs are not worth it
+        # whether a device keeps what was left out of its updates
+        self.keeps: Final = self.is_coded and strategy.feedback and has_feedback(strategy.codec)
         self._most = codec.size(self._parcel) if codec is not None and self.is_coded else 0
 
     def _codec(self, client: int) -> ParcelCodec | None:
@@ -280,13 +252,11 @@ class UpdateForm:
         return body, row - read
 
     def decode(self, body: bytes, *, client: int) -> tuple[list[Tensor], dict[str, Any]]:
-        """The tensors of a client's update, and what the header says besides; MessageRejected with what is wrong."""
         if not self.is_coded:
             return self._form.decode(body)
         length = _LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0
-        [encoded], about = _coded_form(min(self._most, max(0, len(body) - _LENGTH.size - length))).decode(
-            body
-        )
+        num_bytes = min(self._most, max(0, len(body) - _LENGTH.size - length))
+        [encoded], about = _coded_form(num_bytes).decode(body)
         codec = self._codec(client)
         assert codec is not None, "raw has none"
         row = torch.empty(self._parcel.count, dtype=self._parcel.dtype)
@@ -299,7 +269,6 @@ class UpdateForm:
         return [piece.view(shape).to(NAMED[dtype]) for piece, (_, dtype, shape) in rows], about
 
     def require_left(self, left: Tensor, where: str) -> Tensor:
-        """What was kept; DataError where it is not of this run's updates."""
         if left.shape != (self._parcel.count,) or left.dtype != self._parcel.dtype:
             raise DataError(f"{where}: is not of this model's updates; remove it")
         if not bool(left.isfinite().all()):

@@ -6,22 +6,32 @@ Everything here is called by one thread at a time. `at_s` is the time of the dri
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError
-from manyhands.strategies.federated.algorithms import FederatedFacts
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, shaped
+from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_updates import (
+    ClassSums,
+    ClientUpdate,
+    TallySum,
+    described_clients,
+    described_norms,
+    largest_class,
+    require_finite,
+    shaped,
+)
 from manyhands.strategies.federated.clients import held, held_names
-from manyhands.strategies.federated.deployed.device_job import FederatedJob
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
     CLIENT,
@@ -34,20 +44,12 @@ from manyhands.strategies.federated.deployed.protocol import (
     request_text,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.server_files import ServerFiles
-from manyhands.strategies.federated.deployed.stages import SecureAttempt
-from manyhands.strategies.federated.norms import (
-    ClassSums,
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
-)
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.deployed.run_files import ServerFiles
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
-    ClientSeen,
+    ClientsSeen,
     CloseRound,
     EndRounds,
     RefuseReport,
@@ -63,39 +65,128 @@ from manyhands.strategies.federated.rounds.round_core import (
     TimePassed,
     handle,
 )
-from manyhands.strategies.federated.secure.primitives import ProtocolRefused, verify
-from manyhands.strategies.federated.secure.secure_tally import hash_of
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, sum_of
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of, verify
+from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
+from manyhands.strategies.federated.update_tally import hash_of
 
-__all__ = ["RoundServer", "require_complete", "shapes_of"]
+__all__ = ["RoundServer", "require_complete"]
 
 _MOST_LOSS = 1e9
+_LEAST_BYTES = 4096  # that a message of a secure sum may have
 
 
-def initial_model(job: FederatedJob) -> torch.nn.Module:
-    """The weights that a run of this seed begins with, as in simulation."""
-    with preserved():
-        seed_all(job.seed)
-        return job.task.model()
+class SecureAttempt:
+    """One attempt at a secure sum over HTTP: the server's state machine, with a deadline for every stage.
+
+    A device trains before it sends its first message, so the first stage lasts as long as a round does, and each of the
+    others only as long as messages take. A message that a device repeats, having missed the answer, is answered again.
+    """
+
+    def __init__(
+        self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
+    ) -> None:
+        self._roster = roster
+        self._terms = SecureTerms(
+            round_id=os.urandom(KEY_BYTES),
+            clients=len(roster),
+            # no sum is made that would not count: with the next attempt's it would tell more than either
+            threshold=max(fewest_clients(len(roster)), min(job.terms.minimum, len(roster))),
+            length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
+            fixed=job.strategy.fixed_point,
+        )
+        self.server = SecureServer(self._terms, roster, hash_of(weights))
+        # when the first stage ends, and how long each of the others may take
+        self._due_s, self._stage_s = at_s + job.settings.deadline_s, job.settings.stage_s
+        self._messages: dict[int, dict[int, bytes]] = {}  # by stage and client
+        self._came: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def terms_as_json(self) -> dict[str, Any]:
+        terms, fixed = self._terms, self._terms.fixed
+        return {
+            "round_id": terms.round_id.hex(),
+            "threshold": terms.threshold,
+            "length": terms.length,
+            "clip": fixed.clip,
+            "bits": fixed.bits,
+            "max_weight": fixed.max_weight,
+            "ring": fixed.ring,
+            "roster": {str(client): key.hex() for client, key in self._roster.items()},
+        }
+
+    @property
+    def most_bytes(self) -> int:
+        words = self._terms.length * self._terms.fixed.dtype.itemsize
+        return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
+
+    def receive(self, client: int, stage: int, body: bytes) -> None:
+        """A client's message at a stage; ProtocolRefused where it is wrong, late, or another one than before."""
+        digest = digest_of(body)
+        if (client, stage) in self._came:
+            if self._came[client, stage] != digest:
+                raise ProtocolRefused(f"client {client} has sent something else at this stage before")
+            return
+        if stage != self.server.stage:
+            raise ProtocolRefused(
+                f"the round is at {self.server.stage.name}: the message is too late, or too early"
+            )
+        try:
+            self.server.receive(client, body)
+        except ProtocolRefused:
+            self.server.drop(client)  # the others need not wait for it
+            raise
+        self._came[client, stage] = digest
+
+    def message_for(self, client: int, stage: int) -> bytes | None:
+        """What the client is sent at a stage, None while that is not known; MessageRejected if it never will be."""
+        if stage in self._messages:
+            if client not in self._messages[stage]:
+                raise MessageRejected(409, f"client {client} came too late, and the round goes on without it")
+            return self._messages[stage][client]
+        if stage > SecureStage.UNMASK:
+            raise MessageRejected(404, f"there is no stage {stage}")
+        return None
+
+    def silent(self, at_s: float) -> frozenset[int]:
+        return self.server.waits_for if at_s >= self._due_s else frozenset()
+
+    def advance(self, at_s: float) -> bool:
+        """Advance to the next stage if all clients have answered or the deadline has passed; whether there is a sum.
+
+        RoundAbandoned where too few clients are left; nothing is revealed then.
+        """
+        if self.server.waits_for and at_s < self._due_s:
+            return False
+        messages = self.server.advance()
+        self._due_s = at_s + self._stage_s
+        if self.server.stage is SecureStage.DONE:
+            return True
+        self._messages[int(self.server.stage)] = messages
+        return False
+
+    def total(self) -> tuple[Tensor, float, float]:
+        return sum_of(self._terms.fixed, self.server.result())
 
 
 class RoundServer:
     """The server's side of one run."""
 
     _norms: dict[int, float]
-    _secure: SecureAttempt | None
+    secure: SecureAttempt | None  # also read by the thread that answers requests
 
     def __init__(
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
     ) -> None:
         self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
+        # what kept a decision from being carried out: nothing is answered any more, and the run must be resumed
         self.failed: Exception | None = None
-        """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
-        self._model = initial_model(job)
+        self._model = initial_model(job.task, job.seed)
         self._weights = held(self._model)
-        self._algorithm = job.algorithm
-        self._algorithm.facts = FederatedFacts(
-            names=held_names(self._model), parameters=len(list(self._model.parameters()))
-        )
+        self._algorithm = algorithm_named(job.strategy.algorithm)
+        parameters = len(list(self._model.parameters()))
+        self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
         self.form = TensorForm.of(self._model)
         self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
@@ -103,8 +194,7 @@ class RoundServer:
         self.state = RoundState()
         self._forget()
         self._began = self._attempt_began = time.monotonic()
-        found = self._files.load()
-        if found is None:
+        if (found := self._files.load()) is None:
             self._files.save_round(self.state, self._model.state_dict(), {}, [])
         else:
             self.state, loaded = found
@@ -114,14 +204,8 @@ class RoundServer:
         self._refresh()
 
     def _refresh(self) -> None:
-        """What is asked for often, made once a round."""
         self.model_hash = hash_of(self._weights).hex()
         self.model_body = self.form.encode(self._weights, {"rounds": str(self.state.done)})
-
-    @property
-    def secure_stage(self) -> int:
-        secure = self._secure  # another thread may look
-        return int(secure.server.stage) if secure is not None else -1
 
     def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
         """Whose request it is; MessageRejected unless that client has signed it, and the hash of its body."""
@@ -149,7 +233,7 @@ class RoundServer:
 
         `have` is how many rounds its model has seen (-1: none), `after` the last attempt that it has done with.
         """
-        self._do(ClientSeen(client=client, at_s=at_s))
+        self._do(ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
         if state.phase is RoundPhase.FINISHED:
@@ -157,13 +241,13 @@ class RoundServer:
         elif client in state.waits_for and state.attempt > after:
             left_s = self._terms.deadline_s - (state.now_s - state.since_s)
             work |= {"state": "train", "attempt": state.attempt, "left_s": max(0.0, left_s)}
-            if self._secure is not None:
-                work["secure"] = self._secure.terms_as_json
+            if self.secure is not None:
+                work["secure"] = self.secure.terms_as_json
         return work, work["state"] != "wait" or have != state.done
 
     def expects(self, client: int, attempt: int) -> None:
         """MessageRejected, before anything of it is read, for a report that cannot count."""
-        if self._secure is not None:
+        if self.secure is not None:
             raise MessageRejected(409, "this run is summed securely, and takes no update in the clear")
         state = self.state
         current = state.phase is RoundPhase.REPORTING and attempt == state.attempt
@@ -180,11 +264,9 @@ class RoundServer:
                 self._do(ClientGone(client=client, at_s=at_s))
             self.tell(f"the report of client {client} was refused: {refused}")
             raise
-        event = ReportCame(
-            client=client, attempt=attempt, digest=body_hash(body), at_s=at_s, norm=update.norm
-        )
-        decisions = self._do(event, update)
-        for decision in decisions:
+        digest = body_hash(body)
+        event = ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s, norm=update.norm)
+        for decision in self._do(event, update):
             if isinstance(decision, RefuseReport) and not decision.repeated:
                 raise MessageRejected(409, decision.why)
         return {"counted": True}
@@ -210,48 +292,45 @@ class RoundServer:
 
     def leave(self, client: int, attempt: int, at_s: float) -> dict[str, Any]:
         if attempt == self.state.attempt:
-            if self._secure is not None:
-                self._secure.server.drop(client)
+            if self.secure is not None:
+                self.secure.server.drop(client)
             self._do(ClientGone(client=client, at_s=at_s))
         return {}
 
     def secure_message(self, client: int, attempt: int, stage: int, body: bytes, at_s: float) -> None:
-        """A client's message of the secure sum; MessageRejected where it is wrong or too late."""
-        secure = self.secure_attempt(attempt)
         try:
-            secure.receive(client, stage, body)
+            self.secure_attempt(attempt).receive(client, stage, body)
         except ProtocolRefused as refused:
             self.tell(f"a message of client {client} was refused: {refused}")
             raise MessageRejected(409, str(refused)) from refused
-        self._do(ClientSeen(client=client, at_s=at_s))
+        self._do(ClientsSeen(clients=(client,), at_s=at_s))
         self._advance(at_s)
 
     def secure_attempt(self, attempt: int) -> SecureAttempt:
-        """The current one; MessageRejected for another, or where updates come in the clear."""
-        if self._secure is None or attempt != self.state.attempt:
+        if self.secure is None or attempt != self.state.attempt:
             raise MessageRejected(409, f"attempt {attempt} has ended, or is not summed securely")
-        return self._secure
+        return self.secure
 
     def tick(self, at_s: float) -> None:
         self._advance(at_s)
         self._do(TimePassed(at_s=at_s))
 
     def _advance(self, at_s: float) -> None:
-        secure = self._secure
+        secure = self.secure
         if secure is None:
             return
         for client in sorted(secure.silent(at_s)):
             self._do(ClientGone(client=client, at_s=at_s))
-        if self._secure is not secure:  # nobody was left
+        if self.secure is not secure:  # nobody was left
             return
         try:
-            found = secure.advance(at_s)
+            if secure.advance(at_s):
+                flat, loss, weight = secure.total()
+                self._sum = ClassSums.whole(shaped(flat, self._weights), weight, loss)
+                clients = secure.server.survivors
+                self._do(SumCame(attempt=self.state.attempt, clients=clients, at_s=at_s))
         except ProtocolRefused as refused:
             self._do(RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
-            return
-        if found is not None:
-            self._sum = ClassSums.whole(shaped(found.flat, self._weights), found.weight, found.loss)
-            self._do(SumCame(attempt=self.state.attempt, clients=found.clients, at_s=at_s))
 
     def _do(self, event: RoundEvent, update: ClientUpdate | None = None) -> tuple[RoundDecision, ...]:
         """Tell the core, and do what it decides; where that fails, the state is ahead of the disk, and all is over."""
@@ -276,7 +355,7 @@ class RoundServer:
                     self._attempt_began = time.monotonic()
                     if self._job.strategy.secure:
                         roster = {client: self.enrolment.key_of(client) for client in asked}
-                        self._secure = SecureAttempt(self._job, roster, self._weights, event.at_s)
+                        self.secure = SecureAttempt(self._job, roster, self._weights, event.at_s)
                 case TakeReport():
                     assert update is not None, "only a report is taken"
                     self._sum.add(update, self._algorithm.weight(update))
@@ -288,10 +367,23 @@ class RoundServer:
                     self._files.save_state(self.state)
                     self.tell(f"round {decision.number + 1} was abandoned: {decision.why}")
                 case EndRounds():
-                    self._end(decision)
-                case RefuseReport():
-                    if not decision.repeated:
-                        self.tell(f"a report of client {decision.client} was refused: {decision.why}")
+                    rows = self._files.directory.metrics.read()
+                    measured = [row["metrics"] for row in rows if "metrics" in row]
+                    summary = {
+                        "task": self._job.task.name,
+                        "strategy": str(self._job.strategy),
+                        "workers": self._job.strategy.clients,
+                        "steps": self.state.done,
+                        "attempts": self.state.attempt,
+                        "abandoned": self.state.abandoned,
+                        "updates_rejected": self.state.rejected,
+                        "complete": decision.complete,
+                        "final": measured[-1] if measured else {},
+                    }
+                    self._files.directory.write_summary(summary)
+                    self.tell(decision.why)
+                case RefuseReport(repeated=False):
+                    self.tell(f"a report of client {decision.client} was refused: {decision.why}")
 
     def _close(self, decision: CloseRound) -> None:
         norms = self._norms
@@ -299,9 +391,8 @@ class RoundServer:
         found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
         with torch.no_grad():
             mean = self._algorithm.mean(found)
-            self._algorithm.step(
-                self._weights, [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
-            )
+            step = [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
+            self._algorithm.step(self._weights, step)
         loss, now = total.loss / total.weight, time.monotonic()
         self._forget()
         row = {
@@ -341,35 +432,13 @@ class RoundServer:
             f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
         )
 
-    def _end(self, decision: EndRounds) -> None:
-        rows = self._files.directory.metrics.read()
-        measured = [row["metrics"] for row in rows if "metrics" in row]
-        summary = {
-            "task": self._job.task.name,
-            "strategy": str(self._job.strategy),
-            "workers": self._job.strategy.clients,
-            "steps": self.state.done,
-            "attempts": self.state.attempt,
-            "abandoned": self.state.abandoned,
-            "updates_rejected": self.state.rejected,
-            "complete": decision.complete,
-            "final": measured[-1] if measured else {},
-        }
-        self._files.directory.write_summary(summary)
-        self.tell(decision.why)
-
     def _forget(self) -> None:
         self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
         self._norms = {}
-        self._secure = None
-
-
-def shapes_of(job: FederatedJob) -> dict[str, str]:
-    return parameter_shapes(initial_model(job).named_parameters())
+        self.secure = None
 
 
 def require_complete(server: RoundServer) -> None:
-    """ManyhandsError where the server gave up, or could not do what it had to."""
     if server.failed is not None:
         raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
     if server.state.phase is RoundPhase.GIVEN_UP:

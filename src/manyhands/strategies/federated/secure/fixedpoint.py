@@ -25,15 +25,12 @@ from manyhands.strategies.federated.client_updates import ClientUpdate
 
 __all__ = ["LOSS_ITEMS", "MOST_WEIGHT", "FixedPoint", "Words", "sum_of", "words_of"]
 
-RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
-    16: np.dtype(np.uint16),
-    32: np.dtype(np.uint32),
-    64: np.dtype(np.uint64),
+RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {  # the k of 2ᵏ, and words that count modulo that
+    k: np.dtype(kind) for k, kind in ((16, np.uint16), (32, np.uint32), (64, np.uint64))
 }
-"""The k of modulo 2ᵏ, and the words that count so by themselves."""
-MOST_WEIGHT: Final = 2**20
-"""The bound of a client's weight, unless another is given."""
+MOST_WEIGHT: Final = 2**20  # the bound of a client's weight, unless another is given
 
+LOSS_ITEMS: Final = 2
 Words = NDArray[np.unsignedinteger]
 
 
@@ -41,14 +38,10 @@ Words = NDArray[np.unsignedinteger]
 class FixedPoint:
     """How numbers become words, and their sum numbers again; UserError where a field makes no sense."""
 
-    clip: float = 8.0
-    """The largest absolute value of an item; what is larger is clipped to it."""
-    bits: int = 24
-    """Bits of an item, including its sign."""
-    max_weight: int = MOST_WEIGHT
-    """What a client weighs at most; who says more counts for so much."""
-    ring: int = 64
-    """k of modulo 2ᵏ: 16, 32 or 64."""
+    clip: float = 8.0  # the largest absolute value of an item; what is larger is clipped to it
+    bits: int = 24  # bits of an item, including its sign
+    max_weight: int = MOST_WEIGHT  # what a client weighs at most; who says more counts for so much
+    ring: int = 64  # k of modulo 2ᵏ: 16, 32 or 64
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:
@@ -79,7 +72,6 @@ class FixedPoint:
         return int(2 ** (self.ring - 1) - 1) // (self.max_weight * self.most)
 
     def check_capacity(self, clients: int) -> None:
-        """UserError unless the sum of so many clients cannot overflow."""
         if clients > self.most_clients:
             raise UserError(
                 f"bits={self.bits}: {clients} clients of a weight of up to {self.max_weight} overflow a sum modulo "
@@ -117,11 +109,7 @@ class FixedPoint:
         return items.astype(np.float64) * np.float64(self.step / weight)
 
 
-LOSS_ITEMS: Final = 2
-
-
 def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
-    """What a client masks; its numbers are finite."""
     if weight != int(weight) or weight < 1:
         raise UserError(
             f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"

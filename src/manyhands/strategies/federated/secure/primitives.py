@@ -8,7 +8,7 @@
 | masks | AES-256 in counter mode |
 | who a client is | Ed25519 (RFC 8032) |
 
-The package is asked for when one of them is first used, so that everything else works without it.
+The package is imported when one of them is first used, so that everything else works without it.
 """
 
 from __future__ import annotations
@@ -47,15 +47,12 @@ __all__ = [
     "verify",
 ]
 
-KEY_BYTES: Final = 32
-"""Bytes of a public key, a secret key, a seed and a digest."""
+KEY_BYTES: Final = 32  # bytes of a public key, a secret key, a seed and a digest
 SIGNATURE_BYTES: Final = 64
 NONCE_BYTES: Final = 12
-SEAL_BYTES: Final = NONCE_BYTES + 16
-"""What sealing adds to a text: its nonce and its tag."""
+SEAL_BYTES: Final = NONCE_BYTES + 16  # what sealing adds to a text: its nonce and its tag
 
-Draw = Callable[[int], bytes]
-"""So many random bytes; `os.urandom`, but in tests."""
+Draw = Callable[[int], bytes]  # so many random bytes; `os.urandom`, but in tests
 
 
 class ProtocolRefused(ManyhandsError):
@@ -63,7 +60,6 @@ class ProtocolRefused(ManyhandsError):
 
 
 def need_cryptography() -> None:
-    """UserError that names the extra, where the package is not installed."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -93,7 +89,6 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
     ProtocolRefused where `theirs` is one of the few points with which every agreement is zero.
     """
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     mine = X25519PrivateKey.from_private_bytes(secret)
@@ -104,7 +99,6 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -113,7 +107,6 @@ def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) 
 
 def seal(key: bytes, text: bytes, context: bytes, draw: Draw = os.urandom) -> bytes:
     """AES-256-GCM: nonce, ciphertext and tag; `context` is not in it, but must be the same to open it."""
-    need_cryptography()
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = draw(NONCE_BYTES)
@@ -121,8 +114,6 @@ def seal(key: bytes, text: bytes, context: bytes, draw: Draw = os.urandom) -> by
 
 
 def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    """What `seal` was given; ProtocolRefused if anything of it was changed on the way."""
-    need_cryptography()
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -135,21 +126,18 @@ def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def public_identity(secret: bytes) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
 def sign(secret: bytes, text: bytes) -> bytes:
-    need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(secret).sign(text)
 
 
 def verify(public: bytes, signature: bytes, text: bytes) -> bool:
-    need_cryptography()
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -165,7 +153,6 @@ def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> 
 
     Every key is used for one mask only.
     """
-    need_cryptography()
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
     from cryptography.hazmat.primitives.ciphers.modes import CTR
@@ -177,8 +164,7 @@ def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> 
 
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
-_DRAWN: Final = SHARE_BYTES + 32
-"""A number of so many bytes, modulo the prime, is uniform to within 2⁻²⁵⁶."""
+_DRAWN: Final = SHARE_BYTES + 32  # a number of so many bytes, modulo the prime, is uniform to within 2⁻²⁵⁶
 
 
 def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.urandom) -> dict[int, bytes]:
@@ -191,7 +177,13 @@ def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.
         raise ValueError(f"points {list(points)}: must be distinct and above 0")
     terms = [int.from_bytes(secret, "big")]
     terms += [int.from_bytes(draw(_DRAWN), "big") % PRIME for _ in range(threshold - 1)]
-    return {point: _value(terms, point).to_bytes(SHARE_BYTES, "big") for point in points}
+    shares = {}
+    for point in points:
+        value = 0
+        for term in reversed(terms):  # the polynomial at this point
+            value = (value * point + term) % PRIME
+        shares[point] = value.to_bytes(SHARE_BYTES, "big")
+    return shares
 
 
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
@@ -216,13 +208,6 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
     ):
         raise ProtocolRefused("shares do not belong to one secret; one was changed, or is of another")
     return found.to_bytes(KEY_BYTES, "big")
-
-
-def _value(terms: Sequence[int], point: int) -> int:
-    found = 0
-    for term in reversed(terms):
-        found = (found * point + term) % PRIME
-    return found
 
 
 def _at(where: int, points: tuple[int, ...], values: Mapping[int, int]) -> int:

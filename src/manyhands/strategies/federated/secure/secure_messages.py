@@ -52,8 +52,7 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES
-"""A share of each of a client's two secrets, sealed for another client."""
+SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES  # a share of each of a client's two secrets, for another
 _Key = Annotated[bytes, KEY_BYTES]
 _Signature = Annotated[bytes, SIGNATURE_BYTES]
 _Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
@@ -69,14 +68,10 @@ def fewest_clients(clients: int) -> int:
 class SecureTerms:
     """The terms that all parties of a round must agree on; UserError where they are unsafe or could overflow."""
 
-    round_id: bytes
-    """32 bytes that no other round has."""
-    clients: int
-    """How many were asked to take part."""
-    threshold: int
-    """How many must stay to the end; above two thirds of them."""
-    length: int
-    """Words in a client's vector, its weight included."""
+    round_id: bytes  # 32 bytes that no other round has
+    clients: int  # how many were asked to take part
+    threshold: int  # how many must stay to the end; above two thirds of them
+    length: int  # words in a client's vector, its weight included
     fixed: FixedPoint
 
     def __post_init__(self) -> None:
@@ -124,18 +119,12 @@ class Advertisement(_Message):
     """A client's public keys for this round."""
 
     client: U32
-    terms: _Key
-    """The digest of the terms it takes part under."""
-    model: _Key
-    """The hash of the model that it was given."""
-    channel_key: _Key
-    """With which others seal shares for it."""
-    mask_key: _Key
-    """With which others agree on masks."""
-    commitment: _Key
-    """Digest of the client's own seed."""
-    signature: _Signature = bytes(SIGNATURE_BYTES)
-    """Under all of the above."""
+    terms: _Key  # the digest of the terms it takes part under
+    model: _Key  # the hash of the model that it was given
+    channel_key: _Key  # with which others seal shares for it
+    mask_key: _Key  # with which others agree on masks
+    commitment: _Key  # digest of the client's own seed
+    signature: _Signature = bytes(SIGNATURE_BYTES)  # under all of the above
 
     @property
     def signed(self) -> bytes:
@@ -179,12 +168,10 @@ class MaskedInput:
 
     @classmethod
     def decode(cls, data: bytes, terms: SecureTerms) -> MaskedInput:
-        """ProtocolRefused unless it has the words that were agreed on."""
         dtype = terms.fixed.dtype
         if len(data) != terms.length * dtype.itemsize:
-            raise ProtocolRefused(
-                f"a masked input has {terms.length * dtype.itemsize} bytes, and this one {len(data)}"
-            )
+            wanted = terms.length * dtype.itemsize
+            raise ProtocolRefused(f"a masked input has {wanted} bytes, and this one {len(data)}")
         return cls(words=np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False))
 
 
@@ -228,17 +215,12 @@ class UnmaskReply(_Message):
     keys: _Shares
 
 
-_NUMBERS: Final[dict[Any, int]] = {
-    Advertisement: 1,
-    KeyList: 2,
-    SealedShares: 3,
-    Delivery: 4,
-    SurvivorList: 5,
-    Confirmation: 6,
-    UnmaskRequest: 7,
-    UnmaskReply: 8,
-}
-_CODER: Final = MessageCoder({number: message for message, number in _NUMBERS.items()})
+_MESSAGES: Final = (
+    *(Advertisement, KeyList, SealedShares, Delivery),
+    *(SurvivorList, Confirmation, UnmaskRequest, UnmaskReply),
+)
+_NUMBERS: Final[dict[Any, int]] = {message: number for number, message in enumerate(_MESSAGES, 1)}
+_CODER: Final = MessageCoder(dict(enumerate(_MESSAGES, 1)))
 
 
 def _check_once(clients: Sequence[int]) -> None:
@@ -270,9 +252,8 @@ class RoundKeys:
 
     def own_mask(self, seed: bytes, client: int) -> Words:
         info = LABEL + b" own " + _PAIR.pack(client, client) + self._bound
-        return mask_words(
-            derive(seed, self._terms.round_id, info), self._terms.length, self._terms.fixed.dtype
-        )
+        key = derive(seed, self._terms.round_id, info)
+        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
 
     def channel(self, agreed: bytes, source: int, destination: int) -> bytes:
         info = LABEL + b" share " + _PAIR.pack(source, destination) + self._bound

@@ -1,4 +1,4 @@
-"""What a server of devices keeps in its run directory, besides what every run has there.
+"""What a server of devices keeps in its run directory, besides what every run has there; and what a device keeps.
 
     federated/clients.json   a place for each device: the hash of its token, and its public key
     federated/state.json     the course of rounds, saved before anybody is told of a new attempt
@@ -12,35 +12,47 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from manyhands.data.store.atomic import make_directory, read_json, write_atomically, write_json
+from manyhands.data.store.atomic import (
+    make_directory,
+    read_json,
+    sync_directory,
+    write_atomically,
+    write_json,
+    write_synced,
+)
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
+from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, enrolment_text
-from manyhands.strategies.federated.rounds.round_core import RoundState, as_json, state_of
-from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SIGNATURE_BYTES, verify
+from manyhands.strategies.federated.round_core import RoundState, as_json, state_of
+from manyhands.strategies.federated.secure.primitives import (
+    KEY_BYTES,
+    SIGNATURE_BYTES,
+    ProtocolRefused,
+    verify,
+)
 
-__all__ = ["ServerFiles", "from_hex", "new_run"]
+__all__ = ["DeviceState", "ServerFiles", "from_hex"]
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """One device's place: its token's hash and, once taken, its public key."""
+    """One device's place: the SHA-256 of its token and, once taken, its public key."""
 
     token: str
-    """The SHA-256 of the token that opens it."""
-    key: bytes = b""
-    """The Ed25519 public key of the device that has the place; empty while it is free."""
+    key: bytes = b""  # Ed25519; empty while the place is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +65,7 @@ class Enrolment:
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
         return Enrolment((*self.places, *(DevicePlace(_hash(token)) for token in tokens))), tokens
 
-    def has(self, token: str) -> bool:
-        return any(hmac.compare_digest(place.token, _hash(token)) for place in self.places)
-
     def key_of(self, client: int) -> bytes:
-        """A client's public key; MessageRejected where the place is not taken."""
         if not 0 <= client < len(self.places) or not self.places[client].key:
             raise MessageRejected(401, "this client is not enrolled")
         return self.places[client].key
@@ -71,9 +79,8 @@ class Enrolment:
             raise MessageRejected(403, "the enrolment has no token")
         if not verify(key, signature, enrolment_text(token, key)):
             raise MessageRejected(403, "the enrolment is not signed with the key that it names")
-        hashed = _hash(token)
         for number, place in enumerate(self.places):
-            if not hmac.compare_digest(place.token, hashed):
+            if not hmac.compare_digest(place.token, _hash(token)):
                 continue
             if place.key == key:
                 return self, number
@@ -88,7 +95,6 @@ class Enrolment:
 
     @classmethod
     def of(cls, value: Any) -> Enrolment:
-        """What `as_json` gave; DataError where it is not that."""
         try:
             return cls(tuple(DevicePlace(str(one["token"]), bytes.fromhex(one["key"])) for one in value))
         except (KeyError, TypeError, ValueError) as error:
@@ -96,7 +102,6 @@ class Enrolment:
 
 
 def from_hex(value: Any, num_bytes: int) -> bytes:
-    """So many bytes, or MessageRejected."""
     try:
         found = bytes.fromhex(value) if isinstance(value, str) else b""
     except ValueError:
@@ -126,14 +131,13 @@ class ServerFiles(Closeable):
 
     @classmethod
     def begin(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> ServerFiles:
-        """Start a run in this directory, or resume the one in it; UserError where that is a different run."""
         if not resume:
             return cls(RunDirectory.create(path, config, ("certificates",), ON_COMMAND_LINE))
         directory = RunDirectory.open(path)
         try:
             conflict = fingerprint(directory.config).conflict(fingerprint(config))
             if conflict is not None:
-                raise UserError(f"{path} cannot be gone on with: {conflict}")
+                raise UserError(f"{path} cannot be continued: {conflict}")
             directory.update_config({**config, "run": directory.config["run"]})
             return cls(directory)
         except BaseException:
@@ -145,20 +149,27 @@ class ServerFiles(Closeable):
         return str(self.directory.config["run"])
 
     def enrolment(self, places: int) -> tuple[Enrolment, Path | None]:
-        """The enrolment with at least so many places, and the file of new tokens, if there are any."""
-        found = Enrolment.of(self._read(_CLIENTS).get("places", []))
+        found = Enrolment.of(read_json(self._folder / _CLIENTS).get("places", []))
         grown, tokens = found.grown(places)
         if not tokens:
             return found, None
         path = self.directory.path / TOKENS
-        before = [token for token in _lines(path) if found.has(token)]  # others open nothing
+        known = {place.token for place in found.places}
+        try:
+            before = [token for token in path.read_text("ascii").split() if _hash(token) in known]
+        except FileNotFoundError:
+            before = []
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}; remove it if the tokens were handed out"
+            ) from error
         # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
         return grown, path
 
     def save_enrolment(self, enrolment: Enrolment) -> None:
-        """Store the enrolment; called before a client is told its number."""
+        """Called before a client learns its number."""
         write_json(self._folder / _CLIENTS, {"places": enrolment.as_json})
 
     def save_state(self, state: RoundState) -> None:
@@ -181,7 +192,7 @@ class ServerFiles(Closeable):
         except NoCheckpoint:
             return None
         state = state_of(loaded.extra.get("rounds"))
-        stored = self._read(_STATE)
+        stored = read_json(self._folder / _STATE)
         if stored:
             newer = state_of(stored)
             attempt, abandoned = max(state.attempt, newer.attempt), max(state.abandoned, newer.abandoned)
@@ -197,18 +208,122 @@ class ServerFiles(Closeable):
     def close(self) -> None:
         self.directory.close()
 
-    def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name)
+
+_IDENTITY, _ABOUT, _LEFT = "identity.key", "device.json", "left.safetensors"
+_OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
-def _lines(path: Path) -> list[str]:
+class DeviceState:
+    """What a device keeps: its key, its number, and a run directory with the current model.
+
+    identity.key        the Ed25519 secret, in hexadecimal; mode 0600; it never leaves the device
+    device.json         the server, the run, the client's number, and the public keys of other clients it has met
+    left.safetensors    what a codec has left out of its updates so far, where it keeps that; mode 0600
+    config.json, checkpoints/ …    a run directory: `mh.load` reads the model there
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            make_directory(path)
+            self.secret = self._identity()
+        except OSError as error:
+            raise UserError(f"--out {path}: cannot be used: {error.strerror}") from error
+        self.about: dict[str, Any] = read_json(path / _ABOUT)
+        self._directory: RunDirectory | None = None
+
+    def _identity(self) -> bytes:
+        path = self.path / _IDENTITY
+        if not path.exists():
+            _put_once(path, os.urandom(KEY_BYTES).hex().encode() + b"\n")
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
+        try:
+            secret = bytes.fromhex(path.read_text("ascii").strip())
+        except (UnicodeDecodeError, ValueError):
+            secret = b""
+        if len(secret) != KEY_BYTES:
+            raise DataError(f"{path} is damaged; remove the folder and enrol anew")
+        return secret
+
+    @property
+    def client(self) -> int | None:
+        found = self.about.get("client")
+        return found if isinstance(found, int) else None
+
+    def remember(self, **facts: Any) -> None:
+        self.about = {**self.about, **facts}
+        write_json(self.path / _ABOUT, self.about)
+
+    def require_known(self, roster: Mapping[int, bytes]) -> None:
+        """Remember who the others are; ProtocolRefused where the server has given a number to another key since."""
+        known = dict(self.about.get("known", {}))
+        for client, key in roster.items():
+            if known.setdefault(str(client), key.hex()) != key.hex():
+                raise ProtocolRefused(f"client {client} is said to have another key than before")
+        if known != self.about.get("known", {}):
+            self.remember(known=known)
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Start or resume the run directory; UserError where another run, or another process, uses it."""
+        if not RunDirectory.is_one(self.path):
+            self._directory = RunDirectory.create(
+                self.path, config, _OWN, "it is a device of another run; choose another --out"
+            )
+            return
+        self._directory = RunDirectory.open(self.path)
+        before, now = fingerprint(self._directory.config), fingerprint({**config, "samples": 0})
+        conflict = fingerprint({**self._directory.config, "samples": 0}).conflict(now)
+        if conflict is not None:
+            self.close()
+            raise UserError(f"--out {self.path}: is of another run of {before.task!r}: {conflict}")
+        self._directory.update_config(config)
+
+    def save(self, rounds: int, model: Mapping[str, Tensor]) -> None:
+        assert self._directory is not None, "begin comes before save"
+        store = self._directory.checkpoints(keep=1)
+        store.remove_after(rounds)  # of a server that was set back
+        store.save(Snapshot(step=rounds, model=model, optimizer={}))
+
+    def load(self) -> Loaded | None:
+        assert self._directory is not None, "begin comes before load"
+        try:
+            return self._directory.checkpoints(keep=1).load()
+        except NoCheckpoint:
+            return None
+
+    def left(self, require: Callable[[Tensor, str], Tensor]) -> Tensor | None:
+        """What `keep_left` had kept, None where it has not; `require` raises DataError where it does not fit."""
+        path = self.path / _LEFT
+        if not path.exists():
+            return None
+        try:
+            found = read_tensors(path)
+        except ValueError as error:
+            raise DataError(f"{path} {error}; remove it") from error
+        if found.keys() != {"left"}:
+            raise DataError(f"{path}: holds other tensors than it should; remove it")
+        return require(found["left"], str(path))
+
+    def keep_left(self, left: Tensor) -> None:
+        write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)
+
+    def close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+
+def _put_once(path: Path, secret: bytes) -> None:
+    """Write atomically, readable by the owner only; where another process was first, its file stays."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    write_synced(temporary, [secret], mode=0o600)
     try:
-        return path.read_text("ascii").split()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; remove it if the tokens were handed out") from error
-
-
-def new_run() -> str:
-    return secrets.token_hex(16)
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)

@@ -3,7 +3,7 @@
     begin(number) ─► who is asked, and whose reports would count ── they are trained ──► close(refused) ─► does it?
 
 How long a client takes, and whether it drops out, follows from (seed, attempt, client): all workers of a run find the
-same without a word, and so does a run that goes on from a checkpoint. The core is pure, so that it can be asked what
+same without a word, and so does a run that continues from a checkpoint. The core is pure, so that it can be asked what
 would come of a round before anybody is trained; attempts that fail cost nothing.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from manyhands.data.randomness import mix
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.strategies.federated.algorithms.buff import duration_s
-from manyhands.strategies.federated.rounds.round_core import (
+from manyhands.strategies.federated.round_core import (
     AbandonRound,
     ClientGone,
     ClientsSeen,
@@ -42,21 +42,17 @@ from manyhands.strategies.federated.strategy import Federated
 __all__ = ["SimulatedCourse", "SimulatedRounds", "simulated_rounds"]
 
 _DROPPING: Final = 21
-_ENDLESS: Final = 1 << 53
-"""Rounds: how many there are, the training loop says."""
-_LONG_S: Final = 1e6
-"""A deadline that no client misses; a typical one takes a second."""
+_ENDLESS: Final = 1 << 53  # rounds: how many there are, the training loop says
+_LONG_S: Final = 1e6  # a deadline that no client misses; a typical one takes a second
 _ATTEMPTS: Final = 100
-_USUAL_S: Final = 10.0
-"""An attempt without a deadline; after as long as so many take a round is given up."""
+_USUAL_S: Final = 10.0  # an attempt without a deadline; after as long as so many take a round is given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCourse:
     """The clients that take part in an attempt that counts, unless updates are rejected."""
 
-    attempt: int
-    """The attempt's number, from 1."""
+    attempt: int  # the attempt's number, from 1
     asked: tuple[int, ...]
     counted: tuple[int, ...]
     """Clients whose reports come first, and in time; no other client needs to be trained."""
@@ -67,12 +63,9 @@ class SimulatedTurnout:
     """What became of the clients that were asked, over all rounds so far."""
 
     asked: int = 0
-    dropped: int = 0
-    """Clients that stopped responding."""
-    late: int = 0
-    """Whose report came after the round had ended."""
-    simulated_s: float = 0.0
-    """How long that would have taken, where a typical client takes a second."""
+    dropped: int = 0  # clients that stopped responding
+    late: int = 0  # whose report came after the round had ended
+    simulated_s: float = 0.0  # how long that would have taken, where a typical client takes a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +76,7 @@ class _Attempt:
     asked: tuple[int, ...]
     events: Sequence[RoundEvent]
     dropped: int
-    counted: tuple[int, ...] = ()
-    """Clients whose reports count, unless they are rejected."""
+    counted: tuple[int, ...] = ()  # clients whose reports count, unless they are rejected
 
 
 class SimulatedRounds:
@@ -97,8 +89,7 @@ class SimulatedRounds:
         self._everybody = tuple(range(terms.clients))
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
         """Whether only a rejected update can keep an attempt from counting in full."""
-        self.state = RoundState()
-        """The core's state between rounds."""
+        self.state = RoundState()  # the core's state between rounds
         self.participation = SimulatedTurnout()
         self._open: _Attempt | None = None
 
@@ -122,22 +113,29 @@ class SimulatedRounds:
                     "deadline"
                 )
             attempt = self._attempt(state)
-            after, ended = self._replayed(state, attempt.events)
+            after, ended = self._outcome(state, attempt.events)
             if isinstance(ended, CloseRound):
                 self._open = replace(attempt, counted=ended.counted)
                 return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
-            self._count(attempt, sum(_reports(event) for event in attempt.events), after)
+            reports = [event for event in attempt.events if isinstance(event, ReportCame | SumCame)]
+            in_time = sum(len(one.clients) if isinstance(one, SumCame) else 1 for one in reports)
+            self._count(attempt, in_time, after)
             state = after
 
     def close(self, refused: Collection[int] = ()) -> bool:
         """Close the round after its clients were trained; return whether it counts without the rejected updates."""
         assert self._open is not None, "begin comes before close"
         opened, self._open = self._open, None
-        events = opened.events
-        if refused:
-            out = ({*opened.asked} - {*opened.counted}) | {*refused}
-            events = [_without(event, out) for event in events]
-        state, ended = self._replayed(opened.begun, events)
+        # The same attempt, without the clients whose updates were rejected or never made.
+        out = ({*opened.asked} - {*opened.counted}) | {*refused} if refused else set()
+        events: list[RoundEvent] = []
+        for event in opened.events:
+            if isinstance(event, ReportCame) and event.client in out:
+                event = ClientGone(client=event.client, at_s=event.at_s)
+            elif isinstance(event, SumCame):
+                event = replace(event, clients=tuple(one for one in event.clients if one not in out))
+            events.append(event)
+        state, ended = self._outcome(opened.begun, events)
         self._count(opened, len(opened.counted), state)
         return isinstance(ended, CloseRound)
 
@@ -147,7 +145,6 @@ class SimulatedRounds:
         return {"state": as_json(self.state), "participation": asdict(self.participation)}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it; DataError where it is not what `memory` gave."""
         if not memory:
             return
         self.state = state_of(memory.get("state"))
@@ -157,11 +154,10 @@ class SimulatedRounds:
             raise DataError(f"the participation of clients is damaged: {error!r}") from error
 
     def summary(self) -> dict[str, Any]:
-        attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
-        return {**attempts, **asdict(self.participation)}
+        state = self.state
+        return {"attempts": state.attempt, "abandoned": state.abandoned, **asdict(self.participation)}
 
     def _attempt(self, begun: RoundState) -> _Attempt:
-        """What those who are asked do, in order, up to the deadline."""
         attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
         if self.all_report:
             whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
@@ -182,19 +178,18 @@ class SimulatedRounds:
             ends_s = until_s if len(stay) < len(asked) else trips[-1][0]
             events = [SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
         else:
-            events = [self._event(attempt, client, at_s, gone) for at_s, client in in_time]
-            events = [event for event in events if not (self._has_deadline and isinstance(event, ClientGone))]
+            events = []
+            for at_s, client in in_time:
+                if client not in gone:
+                    events.append(ReportCame(client=client, attempt=attempt, digest="", at_s=at_s))
+                elif (
+                    not self._has_deadline
+                ):  # else the deadline shows it; without one the server is taken to know
+                    events.append(ClientGone(client=client, at_s=at_s))
             events.append(TimePassed(at_s=until_s))
         return _Attempt(begun=begun, asked=asked, events=events, dropped=len(gone))
 
-    @staticmethod
-    def _event(attempt: int, client: int, at_s: float, gone: Collection[int]) -> RoundEvent:
-        """A report; or nothing, which only a deadline tells: without one the server is taken to know."""
-        if client in gone:
-            return ClientGone(client=client, at_s=at_s)
-        return ReportCame(client=client, attempt=attempt, digest="", at_s=at_s)
-
-    def _replayed(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+    def _outcome(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
         """Up to the end of the attempt; who comes after that is too late."""
         for event in events:
             state, decisions = handle(self._terms, state, event)
@@ -209,20 +204,6 @@ class SimulatedRounds:
         self.participation.asked += len(attempt.asked)
         self.participation.dropped += attempt.dropped
         self.participation.late += len(attempt.asked) - attempt.dropped - in_time
-
-
-def _reports(event: RoundEvent) -> int:
-    return len(event.clients) if isinstance(event, SumCame) else int(isinstance(event, ReportCame))
-
-
-def _without(event: RoundEvent, out: Collection[int]) -> RoundEvent:
-    """The same attempt, without the clients whose updates were rejected or never made."""
-    match event:
-        case ReportCame() if event.client in out:
-            return ClientGone(client=event.client, at_s=event.at_s)
-        case SumCame():
-            return replace(event, clients=tuple(client for client in event.clients if client not in out))
-    return event
 
 
 def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedRounds:

@@ -1,28 +1,207 @@
-"""A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far.
+"""The privacy that a run has spent for each client, and how many more rounds its budget allows.
 
-A setting that promises less than a reader thinks is refused.
+A round is the Gaussian mechanism: noise of `noise` times the most that one client can change. Where a client is in a
+round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
+divergences, by Google's `dp-accounting`; they add up over rounds, and epsilon follows from their sum.
+
+With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
+rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
+knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
+with most of them is the worst off.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.privacy.noise_draws import SeededDraws, SystemDraws, UniformDraws
-from manyhands.strategies.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.strategies.federated.privacy.spending import PrivacyBudget, RoundKind, Spending
-from manyhands.strategies.federated.privacy.update_clipping import ClipRule, next_bound
+from manyhands.strategies.federated.privacy_noise import (
+    LEAST_STEPS,
+    ClipRule,
+    NoiseShare,
+    RoundNoise,
+    SeededDraws,
+    SystemDraws,
+    UniformDraws,
+    next_bound,
+)
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategy import check_choice
 
-__all__ = ["FIXED", "SERVER", "SYSTEM", "PrivacyTerms", "PrivateRounds"]
+__all__ = [
+    "FIXED",
+    "SERVER",
+    "SYSTEM",
+    "PrivacyBudget",
+    "PrivacyTerms",
+    "PrivateRounds",
+    "RoundKind",
+    "Spending",
+    "need_accountant",
+]
+
+_ENDLESS: Final = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundKind:
+    """The properties of a round that determine its privacy cost."""
+
+    noise: float  # the deviation of the noise, by the most that one client can change
+    probability: float
+    """The probability with which a client is in the round, where that stays secret; 1 where it is known."""
+
+
+def need_accountant() -> None:
+    try:
+        import dp_accounting  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "noise needs the dp-accounting package, which counts what it protects; "
+            "pip install 'manyhands[privacy]', or leave out noise="
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _one_round(kind: RoundKind) -> tuple[Any, Any]:
+    import dp_accounting
+
+    event = dp_accounting.GaussianDpEvent(kind.noise)
+    if kind.probability < 1:
+        event = dp_accounting.PoissonSampledDpEvent(kind.probability, event)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    # Without the package's warnings of orders that it leaves out: epsilon is the least of all the others.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        accountant.compose(event)
+    finally:
+        logger.setLevel(level)
+    return accountant.orders, accountant.rdp
+
+
+def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
+    import dp_accounting
+
+    orders, divergences = None, 0.0
+    for kind, rounds in played.items():
+        if rounds:
+            orders, one = _one_round(kind)
+            divergences = divergences + rounds * one
+    if orders is None:
+        return 0.0
+    found, _ = dp_accounting.rdp.compute_epsilon(orders, divergences, delta)
+    return float(found)
+
+
+def most_rounds(
+    kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
+) -> int:
+    def is_within(rounds: int) -> bool:
+        played = dict(before or {})
+        played[kind] = played.get(kind, 0) + rounds
+        return epsilon_of(played, delta) <= epsilon
+
+    if not is_within(1):
+        return 0
+    low, high = 1, 2
+    while high < _ENDLESS and is_within(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_within(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivacyBudget:
+    """The privacy promise: the largest epsilon (0: unlimited) at this delta."""
+
+    epsilon: float
+    delta: float
+
+
+class Spending:
+    """Counts rounds of one kind, after those of others that a resumed run has behind it.
+
+    Each of so many `clients` is counted by itself; with 0, all alike.
+    """
+
+    def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
+        self._kind = kind
+        self._budget = budget
+        self._apart = clients > 0
+        self._rounds = np.zeros(max(1, clients), dtype=np.int64)
+        self._before: dict[RoundKind, int] = {}
+        self.most_rounds = self._allowed()  # by the budget; None: there is none
+
+    def _allowed(self) -> int | None:
+        epsilon, delta = self._budget.epsilon, self._budget.delta
+        return most_rounds(self._kind, epsilon, delta, self._before) if epsilon else None
+
+    @property
+    def rounds(self) -> int:
+        return int(self._rounds.max()) + sum(self._before.values())
+
+    def take(self, chosen: Sequence[int]) -> None:
+        self._rounds[list(chosen) if self._apart else 0] += 1
+
+    def affords(self, chosen: Sequence[int]) -> bool:
+        asked = self._rounds[list(chosen)] if self._apart else self._rounds
+        return self.most_rounds is None or bool((asked < self.most_rounds).all())
+
+    def why_over(self) -> str:
+        budget = self._budget
+        next_one = "the next round would bring a client to" if self._apart else "another one would make it"
+        return (
+            f"the privacy budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent: {self.summary()}, "
+            f"and {next_one} {self.epsilon_after(1):.4g}"
+        )
+
+    def summary(self) -> str:
+        count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
+        whose = " of the client that was in most" if self._apart else ""
+        return f"epsilon is {self.epsilon_after(0):.4g} after {count}{whose}"
+
+    def state(self) -> dict[str, Any]:
+        played = [
+            *((kind, [rounds]) for kind, rounds in self._before.items()),
+            (self._kind, self._rounds.tolist()),
+        ]
+        return {"played": [{**asdict(kind), "rounds": rounds} for kind, rounds in played]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was spent before; of rounds of another kind every client has been in the most."""
+        self._before = {}
+        self._rounds[:] = 0
+        for one in state["played"]:
+            kind = RoundKind(noise=float(one["noise"]), probability=float(one["probability"]))
+            rounds = np.asarray(one["rounds"], dtype=np.int64)
+            if kind == self._kind and rounds.shape == self._rounds.shape:
+                self._rounds += rounds
+            elif rounds.max(initial=0):
+                self._before[kind] = self._before.get(kind, 0) + int(rounds.max())
+        self.most_rounds = self._allowed()
+
+    def epsilon_after(self, more: int) -> float:
+        played = dict(self._before)
+        played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
+        return epsilon_of(played, self._budget.delta)
+
+
+# A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far. A
+# setting that promises less than a reader thinks is rejected.
 
 _LEAST_NOISE: Final = 1e-3
 _MOST_NOISE: Final = 1e6
@@ -59,7 +238,16 @@ class PrivacyTerms:
             )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
-            self._check_quiet()
+            for name, default in (
+                ("epsilon", 0.0),
+                ("delta", 0.0),
+                ("noise_by", SERVER),
+                ("sampling", FIXED),
+                ("randomness", SYSTEM),
+            ):
+                if (value := getattr(self, name)) != default:
+                    shown = f"{value:g}" if isinstance(value, float) else value
+                    raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")
             return
         if rule is None:
             raise UserError(
@@ -67,19 +255,6 @@ class PrivacyTerms:
                 "clip=1.0 or clip=adaptive:0.5"
             )
         self._check_promise()
-        self._check_sampling()
-
-    def _check_quiet(self) -> None:
-        for name, value, default in (
-            ("epsilon", self.epsilon, 0.0),
-            ("delta", self.delta, 0.0),
-            ("noise_by", self.noise_by, SERVER),
-            ("sampling", self.sampling, FIXED),
-            ("randomness", self.randomness, SYSTEM),
-        ):
-            if value != default:
-                shown = f"{value:g}" if isinstance(value, float) else value
-                raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")
 
     def _check_promise(self) -> None:
         if self.delta == 0 and self.epsilon:
@@ -98,8 +273,6 @@ class PrivacyTerms:
                 "noise_by=clients: the server would see each update with a small share of the noise; add secure=yes, "
                 "so that it sees the sum alone, or use noise_by=server"
             )
-
-    def _check_sampling(self) -> None:
         if self.secure and self.sampling == POISSON:
             raise UserError(
                 "sampling=poisson: with secure=yes the server knows who takes part, and what it may learn is counted "
@@ -115,14 +288,6 @@ class PrivacyTerms:
     def rule(self) -> ClipRule | None:
         """How updates are clipped; None: not at all, and nothing here applies."""
         return ClipRule.parse(self.clip)
-
-    @property
-    def budget(self) -> PrivacyBudget:
-        return PrivacyBudget(epsilon=self.epsilon, delta=self.delta)
-
-    def cohort(self, clients: int, per_round: int) -> float:
-        """How many of so many clients take part in a round, on average; sums are divided by it."""
-        return self.fraction * clients if self.sampling == POISSON else float(per_round)
 
     def round_noise(self, cohort: float, bound: float) -> RoundNoise:
         adapts = self.rule is not None and self.rule.quantile is not None
@@ -173,31 +338,24 @@ class PrivateRounds:
         rule = terms.rule
         assert rule is not None, "without a clip nothing is private"
         terms.check_clients(clients, per_round, fixed)
-        self._terms, self._clients, self._fixed, self._seed = terms, clients, fixed, seed
+        self._terms, self._clients, self._seed = terms, clients, seed
         self._quantile = rule.quantile
         self._least, self._most = terms.limits(per_round, fixed)
         self.bound = self._allowed(rule.bound)
-        self.ended = ""
-        """Why no round may follow, once that is known."""
-        self.cohort: Final = terms.cohort(clients, per_round)
+        self.ended = ""  # why no round may follow, once that is known
+        self.draws_itself: Final = terms.sampling == POISSON  # whether `drawn` says who takes part
+        # how many clients take part in a round, on average; sums are divided by it
+        self.cohort: Final = terms.fraction * clients if self.draws_itself else float(per_round)
         self.fewest: Final = fewest_clients(per_round)
-        kind = RoundKind(noise=terms.noise, probability=terms.fraction if terms.sampling == POISSON else 1.0)
-        spending = Spending(kind, terms.budget, clients if terms.secure else 0) if terms.noise else None
+        kind = RoundKind(noise=terms.noise, probability=terms.fraction if self.draws_itself else 1.0)
+        budget = PrivacyBudget(epsilon=terms.epsilon, delta=terms.delta)
+        spending = Spending(kind, budget, clients if terms.secure else 0) if terms.noise else None
         self.spending: Final = spending
+        self.step: Final = fixed.step if fixed is not None else 0.0  # of the fixed-point encoding
 
     @property
     def noise(self) -> RoundNoise:
         return self._terms.round_noise(self.cohort, self.bound)
-
-    @property
-    def step(self) -> float:
-        """Step of the fixed-point encoding; 0 where there is none."""
-        return self._fixed.step if self._fixed is not None else 0.0
-
-    @property
-    def draws_itself(self) -> bool:
-        """Whether `drawn` says who takes part."""
-        return self._terms.sampling == POISSON
 
     def drawn(self, number: int, total: Callable[[Tensor], Tensor], rank: int) -> list[int]:
         """Collective: who takes part in round `number`, each client by a draw of its own that worker 0 makes."""
@@ -207,22 +365,15 @@ class PrivateRounds:
             taken += torch.from_numpy((drawn <= self._terms.fraction).astype(float))
         return [int(one) for one in total(taken).nonzero().flatten()]
 
-    def server_draws(self, number: int) -> UniformDraws | None:
-        """Where the server's noise comes from; None where it adds none."""
-        is_server = self._terms.noise > 0 and self._terms.noise_by != CLIENTS
-        return self._draws(number, _SERVER) if is_server else None
-
-    def client_draws(self, number: int, client: int) -> UniformDraws | None:
-        """Where a client's noise comes from; None where it adds none."""
-        is_client = self._terms.noise > 0 and self._terms.noise_by == CLIENTS
-        return self._draws(number, _CLIENT, client) if is_client else None
+    def draws(self, number: int, client: int | None = None) -> UniformDraws | None:
+        """Where the noise of a client comes from, or of the server (None); None where it adds none."""
+        by_clients = self._terms.noise_by == CLIENTS
+        if not self._terms.noise or by_clients is (client is None):
+            return None
+        return self._draws(number, _SERVER) if client is None else self._draws(number, _CLIENT, client)
 
     def _draws(self, *numbers: int) -> UniformDraws:
         return SeededDraws(self._seed, *numbers) if self._terms.randomness == SEED else SystemDraws()
-
-    def take(self, clients: Sequence[int]) -> None:
-        if self.spending is not None:
-            self.spending.take(clients)
 
     def follow(self, within: float) -> None:
         """Set the next round's bound, by the share of updates that were within this one's."""
@@ -237,7 +388,7 @@ class PrivateRounds:
         return {"bound": self.bound, **spent}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint's; UserError where it comes from rounds without noise, and this run has some."""
+        """From a checkpoint; UserError where it comes from rounds without noise, and this run has some."""
         if self.spending is not None:
             if state is None or "played" not in state:
                 raise UserError(
@@ -249,7 +400,6 @@ class PrivateRounds:
             self.bound = self._allowed(float(state["bound"]))
 
     def summary(self) -> dict[str, Any]:
-        """For the run's summary: plain values, and a sentence on what is promised to whom."""
         found: dict[str, Any] = {"clip": self.bound, "noise": self._terms.noise}
         terms, spending = self._terms, self.spending
         if spending is None:
@@ -262,7 +412,7 @@ class PrivateRounds:
             words += "; but with randomness=seed, none against who knows the seed"
         return {
             **found,
-            "epsilon": spending.epsilon,
+            "epsilon": spending.epsilon_after(0),
             "delta": terms.delta,
             "budget": terms.epsilon,
             "rounds": spending.rounds,

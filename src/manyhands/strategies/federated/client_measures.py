@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -19,16 +20,14 @@ from torch import Tensor, nn
 
 from manyhands.data.parties import Parties
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
 from manyhands.strategies.federated.clients import held
-from manyhands.strategies.federated.partition import labels_of
-from manyhands.strategies.federated.samples import Samples, columns_of
 from manyhands.task import Metric, Task
 
 __all__ = [
-    "DURING",
+    "ClientEvaluation",
     "ClientMeasures",
     "measured",
-    "samples_each",
     "shown_clients",
     "skew_of",
     "spread_of",
@@ -36,11 +35,11 @@ __all__ = [
 ]
 
 Indices = NDArray[np.int64]
-_MOST_CLIENTS: Final = 300  # the most clients that are reported
+Models = Iterable[tuple[int, Sequence[Tensor]]]  # clients, and the tensors of their models
+_MOST_CLIENTS: Final = 300  # the most clients that are reported, and by how many samples of all of them
+_SAMPLES: Final = 6000
 _MOST_LABELS: Final = 60
-DURING: Final = 50, 1000
-"""While a run goes on, at each evaluation: the most clients that are measured, and by how many samples of all."""
-_SAMPLES: Final = 6000  # of all clients together that are measured
+_DURING: Final = 50, 1000  # while a run goes on, at each evaluation: the same two
 _FEWEST: Final = 10  # of one client, as far as it has them
 _MOST: Final = 200
 _UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -49,11 +48,6 @@ _UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 
 def shown_clients(count: int, most: int = _MOST_CLIENTS) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
-
-
-def samples_each(clients: int, together: int = _SAMPLES) -> int:
-    """By how many of its samples each of so many clients is measured, where it has them."""
-    return min(_MOST, max(_FEWEST, together // max(1, clients)))
 
 
 def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
@@ -83,17 +77,15 @@ def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
 class ClientMeasures:
     """What measures come to on samples of clients' own."""
 
-    values: dict[int, dict[str, float]]
-    """Means, by client and by measure."""
-    failed: dict[str, str]
-    """Measures that cannot be taken of these samples, and why."""
+    values: dict[int, dict[str, float]]  # means, by client and by measure
+    failed: dict[str, str]  # measures that cannot be taken of these samples, and why
 
 
 def measured(
     task: Task,
     measures: Mapping[str, Metric],
     model: nn.Module,
-    models: Iterable[tuple[int, Sequence[Tensor]]],
+    models: Models,
     samples_of: Sequence[Indices],
     each: int = _MOST,
     samples: Samples | None = None,
@@ -126,6 +118,52 @@ def measured(
                 except _UNFIT as error:
                     found.failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
     return found
+
+
+@dataclass(kw_only=True)
+class ClientEvaluation:
+    """Measures the clients that one worker simulates, by samples of their own (`tested`)."""
+
+    task: Task
+    model: nn.Module
+    measures: Mapping[str, Metric]
+    tested: Sequence[Indices]
+    rank: int
+    world: int
+
+    @cached_property
+    def _samples(self) -> Samples:
+        return Samples(self.task, next((one.device for one in self.model.parameters()), torch.device("cpu")))
+
+    def _measure(
+        self, models_of: Callable[[list[int]], Models], most: int, together: int
+    ) -> tuple[list[int], ClientMeasures]:
+        """Which clients are measured, and what this worker found of its own, by `together` samples of all."""
+        shown = shown_clients(len(self.tested), most)
+        models = models_of([one for one in shown if one % self.world == self.rank])
+        each = min(_MOST, max(_FEWEST, together // max(1, len(shown))))
+        return shown, measured(self.task, self.measures, self.model, models, self.tested, each, self._samples)
+
+    def spread(
+        self, models_of: Callable[[list[int]], Models], total: Callable[[Tensor], Tensor]
+    ) -> dict[str, dict[str, float]]:
+        """Collective: how the measures spread over some of the clients, for an evaluation during the run."""
+        shown, found = self._measure(models_of, *_DURING)
+        return spread_over(found, shown, list(self.measures), total)
+
+    def summary(self, kinds: Mapping[str, Callable[[list[int]], Models]]) -> dict[str, Any]:
+        """The measures of this worker's clients by each kind of model; which could not be taken, and why."""
+        summary: dict[str, Any] = {}
+        failed: dict[str, str] = {}
+        for kind, models_of in kinds.items():
+            _, found = self._measure(models_of, _MOST_CLIENTS, _SAMPLES)
+            summary[kind] = {str(client): one for client, one in found.values.items()}
+            failed |= found.failed
+        summary["failed"] = sorted(failed)
+        summary["unmeasured"] = [
+            f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
+        ]
+        return summary
 
 
 def spread_over(

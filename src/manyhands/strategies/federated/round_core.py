@@ -8,7 +8,7 @@ More clients are asked than are needed (`over`), since some will not answer; the
 refused. What begins is an *attempt*, which has a number of its own for ever; only one that closes makes the round's
 number grow, so that no round counts twice, whatever is sent again and however often the server is started anew.
 
-The state is a plain value. It goes on the same from `state_of(as_json(state))` as from itself, at every point.
+The state is a plain value. It continues the same from `state_of(as_json(state))` as from itself, at every point.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.client_updates import check_norm_ratio, described_norms, rejected_by_norm
 from manyhands.strategies.federated.clients import selected
-from manyhands.strategies.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
 
 __all__ = [
     "AbandonRound",
     "BeginRound",
     "ClientGone",
-    "ClientSeen",
     "ClientsSeen",
     "CloseRound",
     "EndRounds",
@@ -50,16 +49,8 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClientSeen:
-    """A client asked whether there is work for it."""
-
-    client: int
-    at_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ClientsSeen:
-    """Several clients asked for work at once, as in a simulation."""
+    """Clients asked for work; in a simulation several at once."""
 
     clients: tuple[int, ...]
     at_s: float
@@ -78,13 +69,10 @@ class ReportCame:
     """A client's report has arrived, and the driver has validated its content."""
 
     client: int
-    attempt: int
-    """The attempt for which it was made."""
-    digest: str
-    """Digest of its content, by which a repeated report is recognised."""
+    attempt: int  # the attempt for which it was made
+    digest: str  # digest of its content, by which a repeated report is recognised
     at_s: float
-    norm: float = 0.0
-    """Norm of its update; 0 where it was not computed."""
+    norm: float = 0.0  # norm of its update; 0 where it was not computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +108,7 @@ class ServerResumed:
 
 
 RoundEvent: TypeAlias = (
-    ClientSeen | ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
+    ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
 )
 
 
@@ -129,8 +117,7 @@ class BeginRound:
     """Save the state, and then ask these clients."""
 
     attempt: int
-    number: int
-    """Number of the round, from 0; there may be several attempts at one."""
+    number: int  # number of the round, from 0; there may be several attempts at one
     asked: tuple[int, ...]
 
 
@@ -159,8 +146,7 @@ class CloseRound:
 
     attempt: int
     number: int
-    counted: tuple[int, ...]
-    """Whose updates are in it."""
+    counted: tuple[int, ...]  # whose updates are in it
     rejected: tuple[int, ...] = ()
     """Whose updates are to be left out of it, since their norms are too large beside the others'."""
 
@@ -183,48 +169,34 @@ class EndRounds:
 
 
 RoundDecision: TypeAlias = BeginRound | TakeReport | RefuseReport | CloseRound | AbandonRound | EndRounds
-
-
 _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 
 
 class RoundPhase(StrEnum):
     """What the server is waiting for."""
 
-    SELECTING = "selecting"
-    """Enough clients to be there."""
-    REPORTING = "reporting"
-    """Those who were asked to report."""
-    FINISHED = "finished"
-    """Nothing: all rounds count."""
-    GIVEN_UP = "given up"
-    """Nothing: no round has counted for too long."""
+    SELECTING = "selecting"  # enough clients to be there
+    REPORTING = "reporting"  # those who were asked to report
+    FINISHED = "finished"  # nothing: all rounds count
+    GIVEN_UP = "given up"  # nothing: no round has counted for too long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTerms:
     """How rounds are held; UserError where the numbers cannot all be meant."""
 
-    rounds: int
-    """How many rounds must count."""
-    clients: int
-    """How many there are at most."""
-    goal: int
-    """Reports after which a round closes."""
-    minimum: int = 1
-    """Reports without which it is abandoned at its deadline."""
-    over: float = 1.3
-    """How many times as many clients are asked as are needed."""
-    deadline_s: float = 600.0
-    """How long a round waits for reports."""
+    rounds: int  # how many rounds must count
+    clients: int  # how many there are at most
+    goal: int  # reports after which a round closes
+    minimum: int = 1  # reports without which it is abandoned at its deadline
+    over: float = 1.3  # how many times as many clients are asked as are needed
+    deadline_s: float = 600.0  # how long a round waits for reports
     select_s: float = 30.0
     """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
-    present_s: float = 60.0
-    """How long a client counts as present after its last request."""
-    patience_s: float = math.inf
-    """After how long without a round that counts the server gives up."""
+    present_s: float = 60.0  # how long a client counts as present after its last request
+    patience_s: float = math.inf  # after how long without a round that counts the server gives up
     norm_ratio: float = 0.0
-    """How many times the median of a round's norms an update may have (`strategies/federated/norms.py`); 0: any."""
+    """How many times the median of a round's norms an update may have (client_updates.py); 0: any."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -233,9 +205,7 @@ class RoundTerms:
         if not 1 <= self.goal <= self.clients:
             raise UserError(f"goal={self.goal}: must be from 1 to all {self.clients} clients")
         if not 1 <= self.minimum <= self.goal:
-            raise UserError(
-                f"minimum={self.minimum}: must be from 1 to the {self.goal} reports a round waits for"
-            )
+            raise UserError(f"minimum={self.minimum}: must be from 1 to the {self.goal} reports of a round")
         if not 1 <= self.over < math.inf:
             raise UserError(f"over={self.over:g}: must be a number of at least 1")
         for name in ("deadline_s", "select_s", "present_s"):
@@ -247,7 +217,6 @@ class RoundTerms:
 
     @property
     def asks(self) -> int:
-        """How many clients a round asks, where so many are there."""
         return min(self.clients, math.ceil(self.goal * self.over - 1e-9))
 
 
@@ -256,30 +225,21 @@ class RoundState:
     """Everything the core knows between two events."""
 
     phase: RoundPhase = RoundPhase.SELECTING
-    done: int = 0
-    """Number of rounds that count."""
-    attempt: int = 0
-    """Rounds that were begun; the number of the newest, from 1."""
-    abandoned: int = 0
-    """How many of them were given up."""
-    now_s: float = 0.0
-    """The latest time of any event since the server's last start."""
+    done: int = 0  # number of rounds that count
+    attempt: int = 0  # rounds that were begun; the number of the newest, from 1
+    abandoned: int = 0  # how many of them were given up
+    now_s: float = 0.0  # the latest time of any event since the server's last start
     since_s: float = 0.0
     """When the phase began; while clients are selected, when enough for a round were there."""
-    counted_s: float = 0.0
-    """When the last round counted, or the server was started."""
-    present: Mapping[int, float] = field(default_factory=dict)
-    """When each client was heard of last."""
-    asked: tuple[int, ...] = ()
-    """The clients asked in the current attempt, ascending."""
-    gone: tuple[int, ...] = ()
-    """Those of them who will not report."""
+    counted_s: float = 0.0  # when the last round counted, or the server was started
+    present: Mapping[int, float] = field(default_factory=dict)  # when each client was heard of last
+    asked: tuple[int, ...] = ()  # the clients asked in the current attempt, ascending
+    gone: tuple[int, ...] = ()  # those of them who will not report
     reported: Mapping[int, str] = field(default_factory=dict)
     """Those who have, and the digest of their report."""
     norms: Mapping[int, float] = field(default_factory=dict)
     """Norms of the reported updates, where single updates are seen."""
-    rejected: int = 0
-    """Updates of all rounds so far that did not count because of their norms."""
+    rejected: int = 0  # updates of all rounds so far that did not count because of their norms
 
     @property
     def is_over(self) -> bool:
@@ -287,25 +247,27 @@ class RoundState:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Clients that were asked and may still report."""
         out = frozenset(self.gone)
         return tuple(one for one in self.asked if one not in self.reported and one not in out)
 
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
-    """Return the state after an event, and the decisions to execute, in order."""
-    state = replace(
-        state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
-    )
     if isinstance(event, ServerResumed):
-        return _resume(terms, state)
+        # The clock is new, no client is known to be present, and open sums are lost.
+        now_s = event.at_s
+        state = replace(state, present={}, now_s=now_s, since_s=now_s, counted_s=now_s)
+        # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
+        if state.is_over and state.done < terms.rounds:
+            return replace(state, phase=RoundPhase.SELECTING), ()
+        if state.phase is RoundPhase.REPORTING:
+            return _abandon(state, "the server was started again")
+        return state, ()
+    state = replace(state, now_s=max(state.now_s, event.at_s))
     if state.is_over:
         if not isinstance(event, ReportCame):
             return state, ()
         return state, (RefuseReport(client=event.client, attempt=event.attempt, why="the run has ended"),)
     match event:
-        case ClientSeen():
-            return _look(terms, _with_seen(state, (event.client,)))
         case ClientsSeen():
             return _look(terms, _with_seen(state, event.clients))
         case ClientGone():
@@ -313,45 +275,31 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
             present = {one: at_s for one, at_s in state.present.items() if one != event.client}
             return _look(terms, replace(state, gone=gone, present=present))
         case ReportCame():
-            return _take(terms, state, event)
-        case SumCame():
-            return _take_sum(terms, state, event)
-        case RoundFailed():
+            state = _with_seen(state, (event.client,))
+            decision: RoundDecision | None = _refusal(terms, state, event)
+            if decision is None:
+                decision = TakeReport(client=event.client, attempt=event.attempt)
+                reported = {**state.reported, event.client: event.digest}
+                norms = {**state.norms, event.client: event.norm}
+                state = replace(state, reported=reported, norms=norms)
+            looked, more = _look(terms, state)
+            return looked, (decision, *more)
+        case SumCame() | RoundFailed():
             if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
                 return state, ()
-            return _abandon(state, event.why)
+            if isinstance(event, RoundFailed):
+                return _abandon(state, event.why)
+            # A sum counts as a whole, whatever the goal is: nothing can be taken out of it.
+            if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
+                why = f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}"
+                return _abandon(state, why)
+            return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
         case TimePassed():
             return _look(terms, state)
 
 
-def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """Restart: the clock is new, no client is known to be present, open sums are lost; more rounds may follow."""
-    fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
-    # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
-    if state.is_over and state.done < terms.rounds:
-        return replace(fresh, phase=RoundPhase.SELECTING), ()
-    if state.phase is RoundPhase.REPORTING:
-        return _abandon(fresh, "the server was started again")
-    return fresh, ()
-
-
 def _with_seen(state: RoundState, clients: Sequence[int]) -> RoundState:
     return replace(state, present={**state.present, **dict.fromkeys(clients, state.now_s)})
-
-
-def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
-    state = _with_seen(state, (event.client,))
-    refused = _refusal(terms, state, event)
-    if refused is not None:
-        looked, more = _look(terms, state)
-        return looked, (refused, *more)
-    reported = replace(
-        state,
-        reported={**state.reported, event.client: event.digest},
-        norms={**state.norms, event.client: event.norm},
-    )
-    looked, more = _look(terms, reported)
-    return looked, (TakeReport(client=event.client, attempt=event.attempt), *more)
 
 
 def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseReport | None:
@@ -373,15 +321,6 @@ def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseR
     return RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
 
 
-def _take_sum(terms: RoundTerms, state: RoundState, event: SumCame) -> _Outcome:
-    """A sum counts as a whole, whatever the goal is: nothing can be taken out of it."""
-    if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
-        return state, ()
-    if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
-        return _abandon(state, f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}")
-    return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
-
-
 def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
     """Make the transition that is due, if any: close, abandon, give up or begin an attempt."""
     if state.phase is RoundPhase.REPORTING:
@@ -390,8 +329,7 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
             # A client that was asked and did not report is asked again only after it was seen again.
-            silent = state.waits_for
-            present = {one: at_s for one, at_s in state.present.items() if one not in silent}
+            present = {one: at_s for one, at_s in state.present.items() if one not in state.waits_for}
             state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
@@ -409,29 +347,19 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
     there = sorted(client for client, at_s in state.present.items() if state.now_s - at_s < terms.present_s)
     if len(there) < terms.minimum:
         return replace(state, since_s=state.now_s), ()
-    waited = state.now_s - state.since_s >= terms.select_s
-    if len(there) < terms.asks and not waited:
+    if len(there) < terms.asks and state.now_s - state.since_s < terms.select_s:
         return state, ()
     drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
     asked = tuple(there[place] for place in drawn)
     # A new attempt number, also when the round is the same: reports of the abandoned attempt stay invalid.
-    begun = replace(
-        state,
-        phase=RoundPhase.REPORTING,
-        attempt=state.attempt + 1,
-        since_s=state.now_s,
-        asked=asked,
-        gone=(),
-        reported={},
-        norms={},
-    )
+    phase, attempt = RoundPhase.REPORTING, state.attempt + 1
+    begun = replace(_between(state), phase=phase, attempt=attempt, asked=asked)
     return begun, (BeginRound(attempt=begun.attempt, number=begun.done, asked=asked),)
 
 
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
-    return (
-        state.now_s >= state.since_s + terms.deadline_s
-    )  # as a driver that waits for the deadline computes it, to the last bit
+    # as a driver that waits for the deadline computes it, to the last bit
+    return state.now_s >= state.since_s + terms.deadline_s
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
@@ -466,21 +394,14 @@ def _between(state: RoundState) -> RoundState:
 
 
 def as_json(state: RoundState) -> dict[str, Any]:
-    return {
-        "phase": str(state.phase),
-        "done": state.done,
-        "attempt": state.attempt,
-        "abandoned": state.abandoned,
-        "now_s": state.now_s,
-        "since_s": state.since_s,
-        "counted_s": state.counted_s,
-        "present": [[client, at_s] for client, at_s in sorted(state.present.items())],
-        "asked": list(state.asked),
-        "gone": list(state.gone),
-        "reported": [[client, digest] for client, digest in sorted(state.reported.items())],
-        "norms": [[client, norm] for client, norm in sorted(state.norms.items())],
-        "rejected": state.rejected,
-    }
+    """What JSON can hold: tuples as lists, mappings as sorted pairs."""
+    found = {name: getattr(state, name) for name in RoundState.__dataclass_fields__}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            found[name] = [[client, one] for client, one in sorted(value.items())]
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+    return {**found, "phase": str(state.phase)}
 
 
 def state_of(value: Any) -> RoundState:

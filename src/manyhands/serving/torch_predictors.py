@@ -1,0 +1,285 @@
+"""Predictors of the built-in PyTorch tasks: images (`digits`, `mnist`), numbers, and text byte by byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.data.image_files import IMAGE_FORMATS, ImageShape, read_images
+from manyhands.data.text_windows import VOCABULARY, decode, encode
+from manyhands.errors import UserError, nearest
+from manyhands.workloads.exporting import load, recorded_options
+from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
+from manyhands.workloads.tasks.digits import ImageClassifier
+
+__all__ = [
+    "MOST_LENGTH",
+    "ImagePredictor",
+    "NumberPredictor",
+    "Prompt",
+    "TextGenerator",
+    "open_images",
+    "open_numbers",
+    "open_text",
+]
+
+_AT_ONCE = 1024
+_DIGITS = 6  # digits of a probability
+
+
+class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
+    """Predicts the class of each image and its probability."""
+
+    takes: ClassVar[str] = "an array of rows of pixels"
+    formats: ClassVar[tuple[str, ...]] = IMAGE_FORMATS
+
+    def __init__(self, model: ImageClassifier) -> None:
+        super().__init__(model)
+        self.shape = ImageShape(model.side, model.white)
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[NDArray[np.float32]]:
+        self.check_read_as(read_as)
+        images = read_images(source, self.shape, read_as.format)
+        for begin in range(0, len(images), _AT_ONCE):
+            yield images[begin : begin + _AT_ONCE]
+
+    def inputs(self, values: Sequence[Any]) -> NDArray[np.float32]:
+        try:
+            images = self.shape.images(values)
+        except ValueError:
+            images = np.empty(0, np.float32)
+        if len(images) == len(values) > 0:
+            return images
+        return np.concatenate([self._one(number, value) for number, value in enumerate(values)])
+
+    def _one(self, number: int, value: Any) -> NDArray[np.float32]:
+        """Parse one image; used to name the invalid one where parsing all at once failed."""
+        try:
+            image = self.shape.images(value)
+        except ValueError as error:
+            raise UserError(f"input {number}: {error}") from error
+        if len(image) != 1:
+            raise UserError(f"input {number} holds {len(image)} images; give each as an input of its own")
+        return image
+
+    def together(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        return np.concatenate(parts)
+
+    def answers(self, inputs: NDArray[np.float32]) -> list[Any]:
+        with torch.inference_mode():
+            scores = self.model(torch.from_numpy(inputs).unsqueeze(1))
+            chances, classes = scores.double().softmax(dim=1).max(dim=1)
+        return [
+            {"label": label, "probability": round(chance, _DIGITS)}
+            for label, chance in zip(classes.tolist(), chances.tolist(), strict=True)
+        ]
+
+    def lines(self, inputs: NDArray[np.float32]) -> Iterator[str]:
+        return (f"{one['label']} {one['probability']:.6f}" for one in self.answers(inputs))
+
+    @property
+    def example(self) -> Any:
+        """Return a white cross, roughly a 1 or a 4."""
+        middle, side, white = self.shape.side // 2, self.shape.side, self.shape.white
+        return [
+            [white if column == middle or row == middle else 0 for column in range(side)]
+            for row in range(side)
+        ]
+
+    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+        side = self.shape.side
+        drawn = torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
+        return drawn * self.shape.white
+
+
+def open_images(path: Path) -> ImagePredictor:
+    model = load(path)
+    assert isinstance(model, ImageClassifier), "the tasks of this predictor have such models"
+    return ImagePredictor(model)
+
+
+Numbers = NDArray[np.float64]
+
+
+class NumberPredictor(ModulePredictor[Numbers]):
+    """Predicts y for each x."""
+
+    takes: ClassVar[str] = "a finite number"
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Numbers]:
+        self.check_read_as(read_as)
+        try:
+            lines = Path(source).read_text("utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UserError(
+                f"{source} cannot be read: {why}; give a file with a number on each line"
+            ) from error
+        try:
+            yield self.inputs([float(line) for line in lines])
+        except ValueError as error:
+            raise UserError(f"{source}: {error}; give a file with a number on each line") from error
+
+    def inputs(self, values: Sequence[Any]) -> Numbers:
+        for number, value in enumerate(values):
+            try:
+                finite = type(value) in (int, float) and math.isfinite(value)
+            except OverflowError:  # an integer beyond double precision
+                finite = False
+            if not finite:
+                raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
+        return np.asarray(values, np.float64)
+
+    def together(self, parts: Sequence[Numbers]) -> Numbers:
+        return np.concatenate(parts)
+
+    def answers(self, inputs: Numbers) -> list[Any]:
+        with torch.inference_mode():
+            found: Tensor = self.model(torch.from_numpy(inputs).unsqueeze(1))
+        return list(found.squeeze(1).tolist())
+
+    def check_precision(self, precision: str) -> None:
+        """Accept fp32 only: a model of two numbers has nothing to quantise."""
+        Predictor.check_precision(self, precision)
+
+    @property
+    def example(self) -> Any:
+        return 0.5
+
+    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+        drawn = torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return drawn * 2 - 1
+
+
+def open_numbers(path: Path) -> NumberPredictor:
+    return NumberPredictor(load(path))
+
+
+MOST_LENGTH = 4096  # bytes that one request may ask for
+
+MOST_TEMPERATURE = 100.0
+_FIELDS = ("prompt", "length", "temperature", "seed")
+_MOST_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt and its sampling parameters."""
+
+    prompt: str
+    length: int = 200  # bytes to write
+    temperature: float = 0.8
+    """Scores are divided by it: 0 takes the likeliest byte, 1 draws as the model says."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str) or not self.prompt:
+            raise UserError(f"prompt is {_short(self.prompt)}; it must be text of at least one letter")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError("prompt holds half of a surrogate pair, which is no text") from error
+        for name, least, most in (("length", 1, MOST_LENGTH), ("seed", 0, 2**63 - 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UserError(f"{name} is {_short(value)}; it must be an integer from {least} to {most}")
+        warmth = self.temperature
+        if type(warmth) not in (int, float) or not 0 <= warmth <= MOST_TEMPERATURE:
+            hottest = f"{MOST_TEMPERATURE:g}"
+            raise UserError(f"temperature is {_short(warmth)}; it must be a number from 0 to {hottest}")
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
+
+
+class TextGenerator(ModulePredictor[list[Prompt]]):
+    """Continues prompts, for models of `language` and `recurrent`; `context` is the model's, in bytes.
+
+    Several prompts are continued as one batch, with shorter ones padded at their end. These models are causal, so the
+    scores at the last byte of each prompt do not depend on the padding.
+    """
+
+    takes: ClassVar[str] = 'a prompt, or {"prompt": …, "length": …, "temperature": …, "seed": …}'
+
+    def __init__(self, model: nn.Module, context: int) -> None:
+        super().__init__(model)
+        self.context = context
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
+        del read_as
+        raise UserError(
+            f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" continues it'
+        )
+
+    def inputs(self, values: Sequence[Any]) -> list[Prompt]:
+        prompts = []
+        for number, value in enumerate(values):
+            fields = {"prompt": value} if isinstance(value, str) else value
+            if not isinstance(fields, dict):
+                raise UserError(f"input {number} is no text; it must be {self.takes}")
+            for name in fields:
+                if name not in _FIELDS:
+                    raise UserError(
+                        f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
+                    )
+            try:
+                prompts.append(Prompt(**{"prompt": "", **fields}))
+            except UserError as error:
+                raise UserError(f"input {number}: {error}") from error
+        return prompts
+
+    def together(self, parts: Sequence[list[Prompt]]) -> list[Prompt]:
+        return [prompt for part in parts for prompt in part]
+
+    def answers(self, inputs: list[Prompt]) -> list[Any]:
+        return [{"text": decode(np.asarray(written, np.uint8))} for written in self.continued(inputs)]
+
+    def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        texts = [encode(prompt.prompt).tolist() for prompt in prompts]
+        starts = [len(text) for text in texts]
+        drawn_from = [torch.Generator().manual_seed(prompt.seed) for prompt in prompts]
+        with torch.inference_mode():
+            for place in range(max((prompt.length for prompt in prompts), default=0)):
+                going = [number for number, prompt in enumerate(prompts) if place < prompt.length]
+                seen = [texts[number][-self.context :] for number in going]
+                longest = max(map(len, seen))
+                filled = torch.tensor([[*text, *[0] * (longest - len(text))] for text in seen])
+                scores: Tensor = self.model(filled)
+                for row, number in enumerate(going):
+                    last, warmth = scores[row, len(seen[row]) - 1], prompts[number].temperature
+                    texts[number].append(chosen(last, warmth, drawn_from[number]))
+        return [text[start:] for text, start in zip(texts, starts, strict=True)]
+
+    @property
+    def example(self) -> Any:
+        return {"prompt": "def ", "length": 80}
+
+    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(0, VOCABULARY, (count, self.context), generator=drawn)
+
+
+def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
+    """Choose the next byte: the most likely at temperature 0, else sampled from the tempered softmax."""
+    if temperature == 0:
+        return int(scores.argmax())
+    chances = (scores.double() / max(temperature, math.ulp(1.0))).softmax(dim=0)
+    return int(torch.multinomial(chances, 1, generator=drawn_from))
+
+
+def open_text(path: Path) -> TextGenerator:
+    model = load(path)
+    context = recorded_options(path).get("context")
+    if type(context) is not int or context < 1:  # the header of an untrusted file
+        raise UserError(f"model {path} does not say how many bytes it looks back on; export it again")
+    return TextGenerator(model, context)

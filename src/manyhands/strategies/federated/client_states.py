@@ -1,0 +1,211 @@
+"""What clients keep from round to round, for the algorithm or of the model, and how it gets into a checkpoint.
+
+In simulation a client's state is on the worker that simulates it. A client that keeps state is therefore always
+simulated by the same worker, number `client % workers`. The checkpoint has all clients' states, and a run that
+resumes with another number of workers redistributes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import UserError
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.wire.codec import codec_named, encodes, round_trip
+from manyhands.wire.names import RAW, has_feedback
+from manyhands.wire.parcels import Parcel
+
+__all__ = [
+    "EVERYTHING_SHARED",
+    "ClientStates",
+    "LocalLayers",
+    "UpdateCoding",
+    "gathered",
+    "local_names",
+    "restored",
+]
+
+ClientStates = dict[int, list[Tensor]]
+"""Tensors by client number; clients that have not taken part yet are absent."""
+
+
+def gathered(
+    states: ClientStates, clients: int, like: Sequence[Tensor], total: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """Collective: the states of all of so many clients, each of which at most one worker has, for a checkpoint."""
+    there = torch.zeros(clients, dtype=torch.float64)
+    there[list(states)] = 1
+    there = total(there)
+    found: dict[str, list[Any]] = {"clients": [], "states": []}
+    for client in torch.nonzero(there).flatten().tolist():
+        mine = states.get(client, [torch.zeros_like(one) for one in like])
+        flat = total(torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in mine]))
+        pieces = torch.split(flat, [one.numel() for one in like])
+        found["clients"].append(client)
+        shapes = zip(pieces, like, strict=True)
+        found["states"].append([piece.view(one.shape).to(one.dtype) for piece, one in shapes])
+    return found if found["clients"] else {}
+
+
+def restored(kept: Mapping[str, Any], rank: int, world: int, device: torch.device) -> ClientStates:
+    pairs = zip(kept.get("clients", ()), kept.get("states", ()), strict=True)
+    return {
+        client: [one.clone().to(device) for one in state] for client, state in pairs if client % world == rank
+    }
+
+
+EVERYTHING_SHARED = "none"  # the setting with which nothing stays
+
+
+def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
+    """Which of the tensors the patterns reach (separated by commas), by name or by that of a module they are in.
+
+    UserError where one reaches nothing, or where nothing would be shared.
+    """
+    found: set[int] = set()
+    for pattern in patterns.split(",") if patterns != EVERYTHING_SHARED else ():
+        reached = {
+            at
+            for at, parts in enumerate(name.split(".") for name in names)
+            if any(fnmatchcase(".".join(parts[: depth + 1]), pattern) for depth in range(len(parts)))
+        }
+        if not reached:
+            shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+            raise UserError(f"keep={patterns}: nothing of the model is called {pattern!r}; there are {shown}")
+        found |= reached
+    if found and len(found) == len(names):
+        raise UserError(
+            f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
+        )
+    return frozenset(found)
+
+
+class LocalLayers:
+    """The layers that stay on the clients of a run; by default none."""
+
+    def __init__(self, names: Sequence[str] = (), patterns: str = EVERYTHING_SHARED) -> None:
+        self._local = local_names(names, patterns)
+        self.states: ClientStates = {}
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [weights[at] for at in sorted(self._local)]
+
+    def put(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        if client not in self.states:
+            return weights
+        own = dict(zip(sorted(self._local), self.states[client], strict=True))
+        return [own.get(at, one) for at, one in enumerate(weights)]
+
+    def keep(self, client: int, trained: Sequence[Tensor]) -> None:
+        """Its own from what it has trained; what it had before where a number is not finite."""
+        own = self.kept(trained)
+        if own and all(bool(one.isfinite().all()) for one in own):
+            self.states[client] = [one.detach().clone() for one in own]
+
+    def shared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [one for at, one in enumerate(tensors) if at not in self._local] if self._local else tensors
+
+    def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
+        if not self._local:
+            return found
+        updates = [replace(one, change=self._filled(one.change, like)) for one in found.updates]
+        return replace(found, sums=self._filled(found.sums, like), updates=updates)
+
+    def _filled(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(tensors)
+        return [
+            torch.zeros_like(one, dtype=torch.float64) if at in self._local else next(rest)
+            for at, one in enumerate(like)
+        ]
+
+
+# Updates compressed on the way to the server, by the codecs of `wire/`. A client's update is one parcel of the model's
+# tensors, and one of what the algorithm adds to them; single numbers are sent as they are. The residual of a biased
+# codec stays on the client and is added to what it sends the next time.
+
+
+class UpdateCoding:
+    """How updates are encoded on their way to the server; `raw` leaves them as they are."""
+
+    def __init__(self, text: str = RAW, *, feedback: bool = True, seed: int = 0) -> None:
+        self._text = text
+        self._feedback = feedback and text != RAW and has_feedback(text)
+        self._seed = seed
+        self.states: ClientStates = {}
+        """What was left out of each client's updates so far, a row for each parcel."""
+        # of the clients whose updates were coded in this round
+        self._before: dict[int, list[Tensor] | None] = {}
+
+    def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
+        """What is like that, for updates of tensors like these, of which the first so many are the model's."""
+        if not self._feedback:
+            return ()
+        return [
+            torch.zeros(sum(like[at].numel() for at in group), dtype=_dtype(like, group))
+            for group in _groups(like, weights)
+        ]
+
+    def encoded(self, update: ClientUpdate, number: int, weights: int) -> ClientUpdate:
+        """The update as the server decodes it in round `number`, and how many bytes it took."""
+        if self._text == RAW:
+            return update
+        codec = codec_named(self._text, feedback=self._feedback, seed=self._seed, worker=update.client)
+        assert codec is not None, "raw has none"
+        codec.at(number)
+        groups = _groups(update.change, weights)
+        parcels = [
+            Parcel.whole(at, sum(update.change[one].numel() for one in group), _dtype(update.change, group))
+            for at, group in enumerate(groups)
+        ]
+        names = [f"left/{parcel.key}" for parcel in parcels]
+        if self._feedback and update.client in self.states:
+            codec.remember(dict(zip(names, self.states[update.client], strict=True)))
+        change = list(update.change)
+        num_bytes = update.num_bytes
+        for parcel, group in zip(parcels, groups, strict=True):
+            if not encodes(codec, parcel):
+                continue
+            num_bytes -= sum(change[at].numel() * change[at].element_size() for at in group)
+            flat = torch.cat([change[at].detach().flatten().to("cpu", parcel.dtype) for at in group])
+            buffer = torch.empty(codec.size(parcel), dtype=torch.uint8)
+            num_bytes += len(round_trip(codec, parcel, flat, buffer))
+            pieces = torch.split(flat, [change[at].numel() for at in group])
+            for at, piece in zip(group, pieces, strict=True):
+                change[at] = piece.view(change[at].shape).to(change[at].device, change[at].dtype)
+        if self._feedback:
+            memory = codec.memory()
+            self._before[update.client] = self.states.get(update.client)
+            self.states[update.client] = [
+                memory[name].clone() if name in memory else torch.zeros(parcel.count, dtype=parcel.dtype)
+                for name, parcel in zip(names, parcels, strict=True)
+            ]
+        return replace(update, change=change, encoded_bytes=num_bytes)
+
+    def begin_round(self) -> None:
+        self._before = {}
+
+    def refused(self, client: int) -> None:
+        """The last encoded update of this client was not counted: restore the residual it had before."""
+        if not self._feedback:
+            return
+        before = self._before.pop(client, None)
+        if before is None:
+            self.states.pop(client, None)
+        else:
+            self.states[client] = before
+
+
+def _groups(like: Sequence[Tensor], weights: int) -> list[list[int]]:
+    added = [at for at in range(weights, len(like)) if like[at].numel() > 1]
+    return [list(range(weights)), *([added] if added else [])]
+
+
+def _dtype(like: Sequence[Tensor], group: Sequence[int]) -> torch.dtype:
+    wide = any(like[at].dtype == torch.float64 for at in group)
+    return torch.float64 if wide else torch.float32

@@ -1,1 +1,0 @@
-"""Differential privacy of clients: bounded updates, noise, and a count of what was given away."""

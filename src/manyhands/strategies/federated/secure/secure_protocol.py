@@ -1,0 +1,418 @@
+"""A client of a secure round (Bonawitz et al., "Practical Secure Aggregation", CCS 2017, against an active adversary).
+
+It trusts the list of identities that it came with, and nobody else: the server may lie about everything. Each step is
+taken once, in order; what does not fit is refused, and a client that has refused answers nothing more.
+
+    ADVERTISE ─► SHARE ─► MASK ─► CONFIRM ─► UNMASK ─► DONE
+
+y = x + PRG(own seed) + Σ PRG(shared with later clients) - Σ PRG(shared with earlier ones), modulo 2ᵏ. Of any other
+client it gives away one of two things, and never both: a share of its seed if its input counts, of its mask key if not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import IntEnum
+
+import numpy as np
+
+from manyhands.strategies.federated.secure.fixedpoint import Words
+from manyhands.strategies.federated.secure.primitives import (
+    KEY_BYTES,
+    SHARE_BYTES,
+    Draw,
+    ProtocolRefused,
+    agree,
+    combine,
+    digest_of,
+    open_sealed,
+    public_key,
+    seal,
+    sign,
+    split,
+    verify,
+)
+from manyhands.strategies.federated.secure.secure_messages import (
+    Advertisement,
+    Confirmation,
+    Delivery,
+    KeyList,
+    MaskedInput,
+    RoundKeys,
+    SealedShares,
+    SecureTerms,
+    SurvivorList,
+    UnmaskReply,
+    UnmaskRequest,
+    point_of,
+)
+
+__all__ = ["RoundAbandoned", "SecureClient", "SecureServer", "SecureStage", "require_signed"]
+
+
+class SecureStage(IntEnum):
+    """The message that a party of a round waits for."""
+
+    ADVERTISE = 0  # keys are drawn and signed
+    SHARE = 1  # secrets are shared among the clients
+    MASK = 2  # masked inputs arrive
+    CONFIRM = 3  # clients sign the list of clients whose input counts
+    UNMASK = 4  # clients give the shares that take the masks off the sum
+    DONE = 5  # nothing more is answered
+    ABANDONED = 6  # the round was abandoned: there is no sum, and no further message is answered
+
+
+class SecureClient:
+    """One client in one round; its keys are generated for the round and never reused."""
+
+    def __init__(
+        self,
+        number: int,
+        identity: bytes,
+        roster: Mapping[int, bytes],
+        terms: SecureTerms,
+        model: bytes,
+        draw: Draw = os.urandom,
+    ) -> None:
+        """Draw its keys.
+
+        `identity` is its Ed25519 secret, `roster` the public identity of every client asked, `model` the hash of the
+        model it was given. ProtocolRefused where the terms are for another number of clients.
+        """
+        if len(roster) != terms.clients or number not in roster:
+            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            raise ProtocolRefused(why)
+        self.number = number
+        self.stage = SecureStage.ADVERTISE
+        self._identity, self._roster, self._terms, self._model = identity, roster, terms, model
+        self._draw = draw
+        self._keys = RoundKeys(terms, model)
+        self._channel_secret, self._mask_secret, self._seed = (draw(KEY_BYTES) for _ in range(3))
+        self._others: dict[int, Advertisement] = {}
+        self._keys_digest = b""
+        self._agreed: dict[int, bytes] = {}
+        # for each client whose masks count: its share of the mask key, followed by its share of the seed
+        self._held: dict[int, bytes] = {}
+        self._lists: SurvivorList | None = None
+
+    def answer(self, message: bytes, words: Words) -> bytes:
+        """What this client answers at its stage to the server's message; `words` are what it masks."""
+        if self.stage is SecureStage.ADVERTISE:
+            return self.advertise()
+        if self.stage is SecureStage.MASK:
+            return self.mask(message, words)
+        steps = {SecureStage.SHARE: self.share, SecureStage.CONFIRM: self.confirm}
+        return steps.get(self.stage, self.unmask)(message)
+
+    def advertise(self) -> bytes:
+        with self._taking(SecureStage.ADVERTISE):
+            mine = Advertisement(
+                client=self.number,
+                terms=self._terms.digest,
+                model=self._model,
+                channel_key=public_key(self._channel_secret),
+                mask_key=public_key(self._mask_secret),
+                commitment=digest_of(self._seed),
+            )
+            self._others[self.number] = mine
+            return replace(mine, signature=sign(self._identity, mine.signed)).encode()
+
+    def share(self, message: bytes) -> bytes:
+        with self._taking(SecureStage.SHARE):
+            listed = KeyList.decode(message)
+            self._check_keys(listed)
+            self._keys_digest = digest_of(message)
+            self._others = {one.client: one for one in listed.advertisements}
+            points = [point_of(client) for client in self._others]
+            keys = split(self._mask_secret, self._terms.threshold, points, self._draw)
+            seeds = split(self._seed, self._terms.threshold, points, self._draw)
+            sealed = {}
+            for client, other in self._others.items():
+                shares = keys[point_of(client)] + seeds[point_of(client)]
+                if client == self.number:
+                    self._held[client] = shares
+                    continue
+                self._agreed[client] = agree(self._channel_secret, other.channel_key)
+                key = self._keys.channel(self._agreed[client], self.number, client)
+                sealed[client] = seal(key, shares, self._keys.context(self.number, client), self._draw)
+            return SealedShares(shares=sealed).encode()
+
+    def mask(self, message: bytes, words: Words) -> bytes:
+        with self._taking(SecureStage.MASK):
+            for client, sealed in Delivery.decode(message).shares.items():
+                if client not in self._agreed:
+                    raise ProtocolRefused(f"a share came of client {client}, who is not on the list of keys")
+                key = self._keys.channel(self._agreed[client], client, self.number)
+                self._held[client] = open_sealed(key, sealed, self._keys.context(client, self.number))
+            if len(self._held) < self._terms.threshold:
+                raise ProtocolRefused(
+                    f"{len(self._held)} clients have shared their secrets, and it takes {self._terms.threshold}"
+                )
+            fixed = self._terms.fixed
+            if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
+                raise ProtocolRefused(
+                    f"an input has {self._terms.length} words of {fixed.ring} bits, and this one "
+                    f"{words.size} of {words.dtype}"
+                )
+            if not fixed.may_be_sum(words, 1):
+                raise ProtocolRefused("an input is outside of what the terms have room for")
+            masked = words + self._keys.own_mask(self._seed, self.number)
+            for client in self._held.keys() - {self.number}:
+                theirs = self._others[client].mask_key
+                shared = self._keys.shared_mask(self._mask_secret, theirs, self.number, client)
+                masked = masked + shared if self.number < client else masked - shared
+            self._mask_secret = self._seed = self._channel_secret = b""
+            return MaskedInput(words=masked).encode()
+
+    def confirm(self, message: bytes) -> bytes:
+        with self._taking(SecureStage.CONFIRM):
+            self._lists = self._checked_lists(SurvivorList.decode(message))
+            text = self._lists.signed(self._terms.digest, self._keys_digest)
+            return Confirmation(signature=sign(self._identity, text)).encode()
+
+    def unmask(self, message: bytes) -> bytes:
+        with self._taking(SecureStage.UNMASK):
+            request = UnmaskRequest.decode(message)
+            lists = self._checked_lists(request.lists)
+            if lists != self._lists:
+                raise ProtocolRefused("the server asks to unmask other survivors than it had signed")
+            text = lists.signed(self._terms.digest, self._keys_digest)
+            for client, signature in request.signatures.items():
+                if client not in lists.survivors or not verify(self._roster[client], signature, text):
+                    raise ProtocolRefused(f"client {client} did not sign this list of survivors")
+            if len(request.signatures) < self._terms.threshold:
+                raise ProtocolRefused(
+                    f"{len(request.signatures)} clients signed the survivors, and it takes {self._terms.threshold}"
+                )
+            held, self._held = self._held, {}
+            return UnmaskReply(
+                seeds={client: held[client][SHARE_BYTES:] for client in lists.survivors},
+                keys={client: held[client][:SHARE_BYTES] for client in lists.dropped},
+            ).encode()
+
+    @contextmanager
+    def _taking(self, stage: SecureStage) -> Iterator[None]:
+        if self.stage is not stage:
+            raise ProtocolRefused(
+                f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
+            )
+        self.stage = SecureStage.ABANDONED
+        yield
+        self.stage = SecureStage(stage + 1)
+
+    def _check_keys(self, listed: KeyList) -> None:
+        found = {one.client: one for one in listed.advertisements}
+        if len(found) < self._terms.threshold:
+            raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
+        keys = [key for one in found.values() for key in (one.channel_key, one.mask_key)]
+        if len(set(keys)) < len(keys):
+            raise ProtocolRefused("a public key is on the list twice")
+        mine = found.get(self.number)
+        if mine is None or mine.signed != self._others[self.number].signed:
+            raise ProtocolRefused(f"the list of keys has not what client {self.number} has sent")
+        for client, one in found.items():
+            require_signed(one, client, self._roster, self._terms.digest, self._model)
+
+    def _checked_lists(self, lists: SurvivorList) -> SurvivorList:
+        both = set(lists.survivors) & set(lists.dropped)
+        if both:
+            raise ProtocolRefused(f"client {min(both)} is said to have survived and to have dropped out")
+        if {*lists.survivors, *lists.dropped} != self._held.keys():
+            raise ProtocolRefused("survivors and dropped are not those whose shares this client was given")
+        if self.number not in lists.survivors:
+            raise ProtocolRefused(
+                f"client {self.number} is not among the survivors, and answers nothing more"
+            )
+        if len(lists.survivors) < self._terms.threshold:
+            raise ProtocolRefused(
+                f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
+            )
+        return lists
+
+
+def require_signed(
+    one: Advertisement, client: int, roster: Mapping[int, bytes], terms: bytes, model: bytes
+) -> None:
+    """ProtocolRefused unless `client` is on the roster and signed this, for these terms and this model."""
+    if client not in roster or one.client != client:
+        raise ProtocolRefused(f"client {client} is not one of those that were asked")
+    if one.terms != terms:
+        raise ProtocolRefused(f"client {client} has signed keys of another round, or other terms")
+    if one.model != model:
+        raise ProtocolRefused(f"client {client} was given another model")
+    if not verify(roster[client], one.signature, one.signed):
+        raise ProtocolRefused(f"the signature of client {client} under its keys is wrong")
+
+
+# The server of a secure round: a state machine that learns the sum, and forgets what it needed for it.
+#
+#     receive(sender, bytes) …  until enough have come or the time is up, which is the driver's to say;
+#     advance() ─► what to send to whom, at the next stage;   or RoundAbandoned, and nothing is revealed
+#
+# `sender` is who the channel says it is (its signature under a request, in a deployment). A masked input is added to
+# the sum when it comes and not kept. What a client sends too late, twice, or wrongly is refused; it may be dropped.
+
+
+class RoundAbandoned(ProtocolRefused):
+    """Too few clients are left, or their shares do not match; there is no sum, and no input was revealed."""
+
+
+class SecureServer:
+    """The server's side of one round."""
+
+    def __init__(self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes) -> None:
+        """`roster` is the public identity of every client asked, `model` the hash of the model they were given."""
+        if len(roster) != terms.clients:
+            raise ProtocolRefused(
+                f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            )
+        self.stage = SecureStage.ADVERTISE
+        self._terms, self._roster, self._model = terms, roster, model
+        self._asked = frozenset(roster)  # clients that may answer at this stage
+        self._came: set[int] = set()  # clients whose message of this stage has arrived
+        self._advertised: dict[int, Advertisement] = {}
+        self._keys_digest = b""
+        self._mail: dict[int, dict[int, bytes]] = {}
+        self._sharing: frozenset[int] = frozenset()
+        self._sum: Words = np.zeros(terms.length, terms.fixed.dtype)
+        self._lists = SurvivorList(survivors=(), dropped=())
+        self._signatures: dict[int, bytes] = {}
+        self._seed_shares: dict[int, list[tuple[int, bytes]]] = {}
+        self._key_shares: dict[int, list[tuple[int, bytes]]] = {}
+
+    @property
+    def waits_for(self) -> frozenset[int]:
+        return self._asked - self._came
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return self._lists.survivors
+
+    def receive(self, sender: int, data: bytes) -> None:
+        """What `sender` answers at this stage; ProtocolRefused, and it does not count, if anything is wrong."""
+        if self.stage >= SecureStage.DONE:
+            raise ProtocolRefused(f"the round is {self.stage.name.lower()}, and client {sender} sent more")
+        if sender not in self._asked:
+            raise ProtocolRefused(
+                f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
+            )
+        if sender in self._came:
+            raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
+        if self.stage is SecureStage.ADVERTISE:
+            self._take_advertisement(sender, data)
+        elif self.stage is SecureStage.SHARE:
+            shares = SealedShares.decode(data).shares
+            if shares.keys() != self._advertised.keys() - {sender}:
+                raise ProtocolRefused(f"client {sender} has not a share for each other client")
+            self._mail[sender] = dict(shares)
+        elif self.stage is SecureStage.MASK:
+            self._sum = self._sum + MaskedInput.decode(data, self._terms).words
+        elif self.stage is SecureStage.CONFIRM:
+            signature = Confirmation.decode(data).signature
+            text = self._lists.signed(self._terms.digest, self._keys_digest)
+            if not verify(self._roster[sender], signature, text):
+                raise ProtocolRefused(f"the signature of client {sender} under the survivors is wrong")
+            self._signatures[sender] = signature
+        else:
+            reply = UnmaskReply.decode(data)
+            if tuple(reply.seeds) != self._lists.survivors or tuple(reply.keys) != self._lists.dropped:
+                raise ProtocolRefused(f"client {sender} has not sent the shares it was asked for")
+            for into, given in ((self._seed_shares, reply.seeds), (self._key_shares, reply.keys)):
+                for client, share in given.items():
+                    into.setdefault(client, []).append((point_of(sender), share))
+        self._came.add(sender)
+
+    def drop(self, client: int) -> None:
+        """A client that has not answered at this stage is not waited for any more, and may not answer."""
+        if client not in self._came:
+            self._asked -= {client}
+
+    def advance(self) -> dict[int, bytes]:
+        """No more answers are waited for: what each client is sent next, nothing after the last stage.
+
+        RoundAbandoned where fewer than the threshold have answered.
+        """
+        if self.stage >= SecureStage.DONE:
+            raise ProtocolRefused(f"the round is {self.stage.name.lower()}")
+        if len(self._came) < self._terms.threshold:
+            self._abandon(
+                f"{len(self._came)} of {self._terms.clients} clients were left at {self.stage.name}, and it takes "
+                f"{self._terms.threshold}"
+            )
+        came, stage = frozenset(self._came), self.stage
+        self._asked, self._came, self.stage = came, set(), SecureStage(stage + 1)
+        if stage is SecureStage.ADVERTISE:
+            listed = KeyList(advertisements=tuple(self._advertised.values())).encode()
+            self._keys_digest = digest_of(listed)
+            return dict.fromkeys(came, listed)
+        if stage is SecureStage.SHARE:
+            mail, self._mail, self._sharing = self._mail, {}, came
+            shares = {
+                client: {source: sealed[client] for source, sealed in mail.items() if source != client}
+                for client in came
+            }
+            return {client: Delivery(shares=own).encode() for client, own in shares.items()}
+        if stage is SecureStage.MASK:
+            self._lists = SurvivorList(survivors=tuple(came), dropped=tuple(self._sharing - came))
+            return dict.fromkeys(came, self._lists.encode())
+        if stage is SecureStage.CONFIRM:
+            request = UnmaskRequest(lists=self._lists, signatures=self._signatures).encode()
+            return dict.fromkeys(came, request)
+        self._take_masks_off()
+        return {}
+
+    def result(self) -> Words:
+        if self.stage is not SecureStage.DONE:
+            raise ProtocolRefused(f"there is no sum: the round is at {self.stage.name}")
+        return self._sum
+
+    def _take_advertisement(self, sender: int, data: bytes) -> None:
+        one = Advertisement.decode(data)
+        require_signed(one, sender, self._roster, self._terms.digest, self._model)
+        taken = {key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)}
+        if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
+            raise ProtocolRefused(f"client {sender} has a key that is taken")
+        for key in (one.channel_key, one.mask_key):
+            agree(os.urandom(KEY_BYTES), key)  # or every other client would refuse it, and the round with it
+        self._advertised[sender] = one
+
+    def _take_masks_off(self) -> None:
+        keys = RoundKeys(self._terms, self._model)
+        found = self._sum
+        for client in self._lists.survivors:
+            seed = self._combined(self._seed_shares[client], client)
+            if digest_of(seed) != self._advertised[client].commitment:
+                self._abandon(f"the shares of client {client}'s seed are not of what it had committed to")
+            found = found - keys.own_mask(seed, client)
+        for gone in self._lists.dropped:
+            secret = self._combined(self._key_shares[gone], gone)
+            if public_key(secret) != self._advertised[gone].mask_key:
+                self._abandon(f"the shares of client {gone}'s mask key are not of the one it had advertised")
+            for client in self._lists.survivors:
+                shared = keys.shared_mask(secret, self._advertised[client].mask_key, gone, client)
+                found = found - shared if client < gone else found + shared
+        self._forget()
+        if not self._terms.fixed.may_be_sum(found, len(self._lists.survivors)):
+            self._abandon("a client did not keep to the terms: the sum is none that their inputs can have")
+        self._sum = found
+
+    def _combined(self, shares: list[tuple[int, bytes]], client: int) -> bytes:
+        """A secret from as many shares as it takes; what they give is checked against what the client had sent."""
+        try:
+            return combine(sorted(shares)[: self._terms.threshold], self._terms.threshold)
+        except ProtocolRefused as error:
+            self._abandon(f"client {client}: {error}")
+            raise AssertionError("abandoning raises") from error
+
+    def _forget(self) -> None:
+        self._seed_shares, self._key_shares, self._mail = {}, {}, {}
+        self._sum = np.zeros(self._terms.length, self._terms.fixed.dtype)
+
+    def _abandon(self, why: str) -> None:
+        self._forget()
+        self.stage = SecureStage.ABANDONED
+        self._asked = frozenset()
+        raise RoundAbandoned(why)
