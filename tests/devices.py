@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol

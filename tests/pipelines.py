@@ -24,12 +24,11 @@ from manyhands.engine.exchange import SingleExchange
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import WorkerFailed
-from manyhands.strategies.pipeline.borders import StageBorders
 from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.exchange import PipelineExchange
 from manyhands.strategies.pipeline.schedules import Schedule
 from manyhands.strategies.pipeline.split import holding_of
-from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_messages import StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.training import in_microbatches

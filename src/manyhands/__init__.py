@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from manyhands.native.version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.data.loading import Loading
-    from manyhands.data.own import Files, PerWorker
-    from manyhands.data.parties import Parties
+    from manyhands.data.own import Files, Parties, PerWorker
+    from manyhands.data.reading import Loading
     from manyhands.engine.background_run import Running, start
     from manyhands.engine.callbacks import Callback
     from manyhands.engine.fitting import fit
@@ -90,62 +89,44 @@ __all__ = [
     "warm",
 ]
 
-_HOMES = {
-    "Callback": "engine.callbacks",
-    "ClusterSpec": "places.external.specification",
-    "CsvLogger": "engine.loggers",
-    "EarlyStopping": "engine.options",
-    "Files": "data.own",
-    "History": "engine.run",
-    "KernelTask": "engine.kernel_task",
-    "Loading": "data.loading",
-    "ManyhandsError": "errors",
-    "MlflowLogger": "engine.loggers",
-    "Options": "engine.options",
-    "Parties": "data.parties",
-    "PerWorker": "data.own",
-    "RayCluster": "places.ray.ray_place",
-    "Replayed": "strategies.ps.replay",
-    "Run": "engine.run",
-    "Running": "engine.background_run",
-    "Slowdown": "engine.options",
-    "Strategy": "strategy",
-    "Task": "task",
-    "UserError": "errors",
-    "WandbLogger": "engine.loggers",
-    "fit": "engine.fitting",
-    "join": "interop.own_loop.join",
-    "load": "workloads.exporting",
-    "place": "engine.placement.placed",
-    "replay": "strategies.ps.replay",
-    "start": "engine.background_run",
-    "warm": "places.local.template",
+_NAMES_IN = {
+    "data.reading": ("Loading",),
+    "data.own": ("Files", "Parties", "PerWorker"),
+    "engine.background_run": ("Running", "start"),
+    "engine.callbacks": ("Callback",),
+    "engine.fitting": ("fit",),
+    "engine.kernel_task": ("KernelTask",),
+    "engine.loggers": ("CsvLogger", "MlflowLogger", "WandbLogger"),
+    "engine.options": ("EarlyStopping", "Options", "Slowdown"),
+    "engine.placement.placed": ("place",),
+    "engine.run": ("History", "Run"),
+    "errors": ("ManyhandsError", "UserError"),
+    "interop.own_loop.join": ("join",),
+    "places.external.specification": ("ClusterSpec",),
+    "places.local.template": ("warm",),
+    "places.ray.ray_place": ("RayCluster",),
+    "strategies.ps.replay": ("Replayed", "replay"),
+    "strategy": ("Strategy",),
+    "task": ("Task",),
+    "workloads.exporting": ("load",),
 }
-
-
-_MODULES = {"hooks": "interop.hooks", "tasks": "workloads.tasks"}
-"""Modules with a public name at the top: `mh.tasks.build("digits")`."""
-
-_STARTING = ("fit", "join", "start", "warm")
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
+_MODULES = {"hooks": "interop.hooks", "tasks": "workloads.tasks"}  # as in `mh.tasks.build("digits")`
 
 
 def __getattr__(name: str) -> object:
-    if name in _STARTING:
-        _compile_before()
-    if name in _HOMES:
-        return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
+    # What starts workers: what is missing is compiled in several processes, before modules are imported that would
+    # compile it in this one.
+    if name in ("fit", "join", "start", "warm") and "manyhands.native.waiting" not in sys.modules:
+        import_module("manyhands.native.warming").prepare("fit")
+    if name in _MODULE_OF:
+        return getattr(import_module(f"manyhands.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return import_module(f"manyhands.{_MODULES[name]}")
     found = _strategies().get(name)
     if found is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     return found.load_value()
-
-
-def _compile_before() -> None:
-    """Compile what is missing in several processes, before modules are imported that would compile it in this one."""
-    if "manyhands.native.waiting" not in sys.modules:
-        import_module("manyhands.native.warming").prepare("fit")
 
 
 def __dir__() -> list[str]:
@@ -156,4 +137,4 @@ def _strategies() -> dict[str, StrategyEntry]:
     """By the name of its class: every strategy of the registry."""
     from manyhands.strategies.registry import STRATEGIES
 
-    return {home.value.partition(":")[2]: home for home in STRATEGIES.values()}
+    return {entry.value.partition(":")[2]: entry for entry in STRATEGIES.values()}

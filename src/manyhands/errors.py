@@ -68,8 +68,7 @@ class OutOfSharedMemory(UserError):
             f"shared memory for {purpose} needs {format_bytes(needed_bytes)}, but only {format_bytes(room_bytes)} is "
             "available; use fewer workers or a smaller model, or free some memory"
         )
-        self.needed_bytes = needed_bytes
-        self.room_bytes = room_bytes
+        self.needed_bytes, self.room_bytes = needed_bytes, room_bytes
 
 
 class Overload(UserError):
@@ -153,10 +152,9 @@ def limits_named() -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError) as error:
-        sentence = _limit_of(error)
-        if not sentence:
-            raise
-        raise UserError(sentence) from error
+        if sentence := _limit_of(error):
+            raise UserError(sentence) from error
+        raise
 
 
 def _limit_of(error: OSError | ImportError) -> str:
@@ -215,9 +213,8 @@ def named_arguments(called: Called) -> Called:
         placed = args[1:] if inspect.isclass(called) else args
         if len(placed) > by_place:
             free = next((one for one in names[by_place:] if one not in given), names[-1])
-            raise BadArguments(
-                f"{name} takes its arguments by name; write {name}({free}={placed[by_place]!r:.100})"
-            )
+            example = f"{name}({free}={placed[by_place]!r:.100})"
+            raise BadArguments(f"{name} takes its arguments by name; write {example}")
         return inner(*args, **given)
 
     if not inspect.isclass(called):

@@ -50,10 +50,8 @@ class FTRL(Optimizer):
     def begin(weight: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step; `settings` are those of its group."""
         nearness = settings["beta"] / settings["alpha"] + settings["l2"]
-        return {
-            "z": -weight * nearness - weight.sign() * settings["l1"],
-            "n": torch.zeros_like(weight),
-        }
+        z = -weight * nearness - weight.sign() * settings["l1"]
+        return {"z": z, "n": torch.zeros_like(weight)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -82,8 +80,7 @@ class FTRL(Optimizer):
         z.add_(gradient).addcmul_(now - before, weight, value=-1)
         shrunk = z.sign().mul_(-l1).add_(z)
         moved = torch.where(z.abs() <= l1, 0.0, shrunk.div_(now + l2).neg_())
-        weight.copy_(
-            torch.where(gradient == 0, weight, moved)
-        )  # the formula stays too, but for rounding and 0/0
+        # Where the gradient is 0 the formula stays too, but for rounding and 0/0.
+        weight.copy_(torch.where(gradient == 0, weight, moved))
         if alpha != first_alpha:
             z.addcmul_(now - root / first_alpha, weight)

@@ -323,9 +323,6 @@ class Strategy(ABC):
         return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings, kind.refuses)))
 
     def __str__(self) -> str:
-        words = [self.word]
-        for name, setting in settings_of(type(self)).items():
-            value = getattr(self, name)
-            if value != setting.default:
-                words.append(f"{name}={setting.show(value)}")
-        return " ".join(words)
+        values = ((name, one, getattr(self, name)) for name, one in settings_of(type(self)).items())
+        shown = (f"{name}={one.show(value)}" for name, one, value in values if value != one.default)
+        return " ".join((self.word, *shown))

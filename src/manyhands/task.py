@@ -18,15 +18,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
-from manyhands.data.loading import Loading
 from manyhands.data.own import WorkerData, own_data
-from manyhands.data.reading import sample_weights
+from manyhands.data.reading import Loading, sample_weights
 from manyhands.errors import UserError, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
 __all__ = ["Metric", "Passes", "RowsOf", "Task"]
 
 _RESERVED_METRICS = ("loss", "evaluation_loss")
+_BUILDERS = (
+    ("model", nn.Module, "a function without arguments that builds an nn.Module"),
+    ("loss", nn.Module, "a function (model, batch) -> scalar tensor"),
+    ("optimizer", Optimizer, "a function (parameters) -> torch.optim.Optimizer"),
+    ("scheduler", LRScheduler, "a function (optimizer) -> LRScheduler, or None"),
+)
 
 Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
 RowsOf: TypeAlias = Callable[[Any], Tensor]
@@ -95,7 +100,7 @@ class Task:
     """Compute a worker's share of a batch in so many pieces, one after another, whose gradients add up to that of the
     whole share: less memory, the same step."""
     loading: Loading = field(default_factory=Loading)
-    """Loader processes that get each worker's next batches ready while it computes; none unless told."""
+    """Loader processes that get each worker's next batches ready while it computes; by default none."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -106,12 +111,12 @@ class Task:
     """Where the run's history is to tell the mean loss of each pass over the data."""
 
     records_each: float = 1.0
-    """How many records of the user's one sample of `data` stands for, on average, where speed is told."""
+    """How many records of the user's one sample of `data` stands for, on average, where speed is reported."""
 
     compiled: ClassVar[bool] = False
     """Whether its step is compiled: see `KernelTask`."""
     epochs: ClassVar[int] = 1
-    """How often `fit` goes through the data unless told."""
+    """How often `fit` goes through the data by default."""
 
     @property
     def samples(self) -> int:
@@ -142,7 +147,7 @@ class Task:
         return "an IterableDataset" if self.own is None else "each worker's own"
 
     def checkpoint_every(self, steps: int) -> int:
-        """How many steps between checkpoints, unless told: ten times a run."""
+        """How many steps between checkpoints by default: ten times a run."""
         return max(1, math.ceil(steps / 10))
 
     def for_strategy(self, strategy: Strategy, workers: int) -> Task:
@@ -151,17 +156,12 @@ class Task:
         return self
 
     def __post_init__(self) -> None:
-        _check_builder(
-            "model", self.model, nn.Module, "a function without arguments that builds an nn.Module"
-        )
-        _check_builder("loss", self.loss, nn.Module, "a function (model, batch) -> scalar tensor")
-        _check_builder(
-            "optimizer", self.optimizer, Optimizer, "a function (parameters) -> torch.optim.Optimizer"
-        )
-        if self.scheduler is not None:
-            _check_builder(
-                "scheduler", self.scheduler, LRScheduler, "a function (optimizer) -> LRScheduler, or None"
-            )
+        for name, built, allowed in _BUILDERS:
+            value = getattr(self, name)
+            if isinstance(value, built):  # a finished instance, where a function that makes one is needed
+                raise UserError(f"{name} is an instance of {type(value).__name__}; it must be {allowed}")
+            if not callable(value) and not (value is None and name == "scheduler"):
+                raise UserError(f"{name} is {value!r}; it must be {allowed}")
         require_parameters("loss", self.loss, ("model", "batch"))
         if self.collate is not None and not callable(self.collate):
             raise UserError(
@@ -172,8 +172,19 @@ class Task:
                 raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
         if not isinstance(self.loading, Loading):
             raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
-        self._check_reduction()
-        self._check_clipping()
+        if self.reduction not in ("mean", "sum"):
+            raise UserError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
+        if self.reduction == "sum" and self.weights is not None:
+            raise UserError(
+                "reduction is 'sum', but with weights loss gives one number for each sample, whose mean by weight "
+                "is trained; leave one of the two out"
+            )
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
+        if self.clip_norm is not None and self.clip_value is not None:
+            both = f"clip_norm is {self.clip_norm!r} and clip_value is {self.clip_value!r}"
+            raise UserError(f"{both}; leave one of them out")
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
         # a source looks at types and lengths only: cheap, and better here than in every worker
@@ -195,30 +206,21 @@ class Task:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
         self._check_scheduler_metric()
-        self._check_sparse()
+        if not isinstance(self.sparse, Mapping):
+            raise UserError(
+                f"sparse is {self.sparse!r}; it must be a dict of parameter name: function (batch) -> rows"
+            )
+        for name, rows_of in self.sparse.items():
+            if not isinstance(name, str) or not callable(rows_of):
+                raise UserError(
+                    f"sparse[{name!r}] is {rows_of!r}; it must be a parameter name: function (batch) -> indices of the "
+                    "rows that the batch reads"
+                )
 
     @property
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_norm is not None or self.clip_value is not None
-
-    def _check_reduction(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise UserError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
-        if self.reduction == "sum" and self.weights is not None:
-            raise UserError(
-                "reduction is 'sum', but with weights loss gives one number for each sample, whose mean by weight "
-                "is trained; leave one of the two out"
-            )
-
-    def _check_clipping(self) -> None:
-        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise UserError(
-                f"clip_norm is {self.clip_norm!r} and clip_value is {self.clip_value!r}; leave one of them out"
-            )
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
@@ -255,23 +257,3 @@ class Task:
         names = ["evaluation_loss", *self.metrics]
         if metric not in names:
             raise UserError(f"scheduler_metric is {metric!r}; {nearest(str(metric), names)}")
-
-    def _check_sparse(self) -> None:
-        if not isinstance(self.sparse, Mapping):
-            raise UserError(
-                f"sparse is {self.sparse!r}; it must be a dict of parameter name: function (batch) -> rows"
-            )
-        for name, rows_of in self.sparse.items():
-            if not isinstance(name, str) or not callable(rows_of):
-                raise UserError(
-                    f"sparse[{name!r}] is {rows_of!r}; it must be a parameter name: function (batch) -> indices of the "
-                    "rows that the batch reads"
-                )
-
-
-def _check_builder(field_name: str, value: Any, built: type, allowed: str) -> None:
-    """Refuse what cannot be called, and a finished instance where a function that makes one is needed."""
-    if isinstance(value, built):
-        raise UserError(f"{field_name} is an instance of {type(value).__name__}; it must be {allowed}")
-    if not callable(value):
-        raise UserError(f"{field_name} is {value!r}; it must be {allowed}")

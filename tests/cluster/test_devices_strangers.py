@@ -18,7 +18,7 @@ from torch import nn
 
 from devices import TOY, Hostile, ask_work, job_for, make_device, offer, points, serving, tokens, write_parts
 from manyhands.data.store.atomic import WriteFailed
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.deployed.device_job import initial_model

@@ -17,10 +17,9 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.errors import Desync, NonFinite, UserError
-from manyhands.strategies.pipeline.borders import ChainPart, Passed, StageBorders
 from manyhands.strategies.pipeline.exchange import PipelineExchange
 from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
-from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
 from pipelines import Ended, adamw, sgd, task_of, train_alone, train_in_stages
 
 

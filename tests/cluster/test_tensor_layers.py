@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from manyhands.engine.chain import chain_of
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
-from manyhands.strategies.tensor.find_plan import find_plan
 from manyhands.strategies.tensor.lazy_tensor import LazyWhole
-from manyhands.strategies.tensor.sliced_layers import SameDraws
+from manyhands.strategies.tensor.moves import SliceState
 from manyhands.strategies.tensor.slicing import slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing, parts_of
+from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan, parts_of
 from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer
 from sliced import EXACT, hold_against_the_whole, together
@@ -112,8 +111,8 @@ def test_cross_entropy_of_sliced_scores_needs_three_numbers_a_sample(
     )
     for sliced in found:
         report = sliced.traffic["head"]
-        assert report.forward_bytes == 3 * 12 * 8 * (slices - 1)
-        assert report.forward_messages == slices - 1
+        assert report.forward.bytes_sent == 3 * 12 * 8 * (slices - 1)
+        assert report.forward.messages_sent == slices - 1
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_other_losses_of_sliced_scores_get_the_whole(kwargs: dict[str, Any]) -> 
         lambda model, x: torch.cat([model(x), model(x)]).square().mean(),
     ):
         found = hold_against_the_whole(Language(tied=True), tokens(11, 4, 3), 2, None, loss)
-        assert found[0].traffic["head"].forward_bytes >= 12 * 5 * 8
+        assert found[0].traffic["head"].forward.bytes_sent >= 12 * 5 * 8
 
 
 def test_stand_in_is_not_changed_in_place_and_says_what_it_is() -> None:
@@ -246,7 +245,7 @@ def test_layers_that_do_more_than_is_known_are_whole() -> None:
 def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
     def after(count: int) -> Tensor:
         torch.manual_seed(5)
-        draws = SameDraws()
+        draws = SliceState()
         draws.enter(x)
         torch.rand(count)
         draws.leave(x)
@@ -349,9 +348,13 @@ def test_halo_of_a_row_is_all_that_travels_forward() -> None:
     )
     row = 9 * 8
     gathered = [2 * 2 * rows * row for rows in (6, 6, 5)]
-    assert [one.traffic["0"].forward_bytes for one in (first, second, third)] == [2 * row, 4 * row, 2 * row]
+    assert [one.traffic["0"].forward.bytes_sent for one in (first, second, third)] == [
+        2 * row,
+        4 * row,
+        2 * row,
+    ]
     assert [
-        one.traffic["2"].forward_bytes - all_of_it
+        one.traffic["2"].forward.bytes_sent - all_of_it
         for one, all_of_it in zip((first, second, third), gathered, strict=True)
     ] == [3 * row, 6 * row, 3 * row]
 
@@ -469,13 +472,16 @@ def test_traffic_is_that_of_the_documented_formulas(slices: int, batch: int) -> 
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 12))
     assert words(model)["4"] == "column gather"
     for one in hold_against_the_whole(model, numbers(batch, 8), slices):
-        sent = {name: (report.forward_bytes, report.backward_bytes) for name, report in one.traffic.items()}
+        sent = {
+            name: (report.forward.bytes_sent, report.backward.bytes_sent)
+            for name, report in one.traffic.items()
+        }
         eight = reduced(batch * 8 * 8, slices)
         gathered = (slices - 1) * batch * 12 // slices * 8
         assert sent == {"0": (0, eight), "2": (eight, 0), "4": (gathered, eight)}
     for one in hold_against_the_whole(nn.Embedding(12, 8), tokens(12, batch), slices):
         report = one.traffic[""]
-        assert (report.forward_bytes, report.backward_bytes) == (reduced(batch * 8 * 8, slices), 0)
+        assert (report.forward.bytes_sent, report.backward.bytes_sent) == (reduced(batch * 8 * 8, slices), 0)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
@@ -483,11 +489,11 @@ def test_traffic_of_convolutions_and_attention_is_that_of_the_formulas(slices: i
     model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
     image = 3 * 2 * 8 * 8 * 8
     for one in hold_against_the_whole(model, numbers(3, 2, 8, 8), slices):
-        assert (one.traffic["0"].forward_bytes, one.traffic["0"].backward_bytes) == (
+        assert (one.traffic["0"].forward.bytes_sent, one.traffic["0"].backward.bytes_sent) == (
             0,
             reduced(image, slices),
         )
-        assert (one.traffic["2"].forward_bytes, one.traffic["2"].backward_bytes) == (
+        assert (one.traffic["2"].forward.bytes_sent, one.traffic["2"].backward.bytes_sent) == (
             reduced(image, slices),
             0,
         )
@@ -497,13 +503,15 @@ def test_traffic_of_convolutions_and_attention_is_that_of_the_formulas(slices: i
         row = 3 * 8 * 8
         rows, weights = 8 // slices, [reduced(count * 8, slices) for count in (144, 8, 144, 2)]
         first, second = one.traffic["0"], one.traffic["2"]
-        assert first.forward_bytes == edges * 2 * row
-        assert first.backward_bytes == edges * 2 * row + sum(weights[:2]) + (slices - 1) * rows * 2 * row
-        assert second.forward_bytes == edges * 8 * row + (slices - 1) * rows * 2 * row
-        assert second.backward_bytes == edges * 8 * row + sum(weights[2:])
+        assert first.forward.bytes_sent == edges * 2 * row
+        assert first.backward.bytes_sent == edges * 2 * row + sum(weights[:2]) + (slices - 1) * rows * 2 * row
+        assert second.forward.bytes_sent == edges * 8 * row + (slices - 1) * rows * 2 * row
+        assert second.backward.bytes_sent == edges * 8 * row + sum(weights[2:])
     attending = Attending(batch_first=True, need_weights=False)
     for one in hold_against_the_whole(attending, numbers(2, 5, 12), slices):
-        report = {name: (each.forward_bytes, each.backward_bytes) for name, each in one.traffic.items()}
+        report = {
+            name: (each.forward.bytes_sent, each.backward.bytes_sent) for name, each in one.traffic.items()
+        }
         whole = reduced(2 * 5 * 12 * 8, slices)
         assert report == {"attention": (0, 2 * whole), "attention.out_proj": (whole, 0)}, (
             "key is another tensor"

@@ -25,11 +25,10 @@ from manyhands.places.external.links import no_group
 from manyhands.places.external.torch_store import RunStore
 from manyhands.strategies.allreduce import gpu_sums
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
-from manyhands.strategies.allreduce.gpu_sums import GpuSeat
+from manyhands.strategies.allreduce.gpu_sums import GpuSeat, TorchCollective, done_in_time
 from manyhands.strategies.allreduce.strategy import Mirrored
 from manyhands.strategies.allreduce.training import AllReduceTraining
 from manyhands.strategies.common.collectives.collective import SharedCollective
-from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import SumGroup
 from manyhands.transport.liveness import Alarm

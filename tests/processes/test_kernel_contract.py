@@ -24,9 +24,7 @@ from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.workloads.glove.cooccurrence_files import RECORD
-from manyhands.workloads.glove.glove_batches import TensorStep
-from manyhands.workloads.glove.glove_steps import RecordStep
-from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.glove_task import GloveTask, RecordStep, TensorStep
 from manyhands.workloads.glove.options import GloveOptions
 
 pytestmark = pytest.mark.timeout(300)
@@ -113,7 +111,7 @@ def test_an_order_to_stop_ends_all_threads(path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         mh.fit(task_of(path, 10**6), "hogwild order=locked", workers=3, options=mh.Options(on_rows=stop))
     assert time.monotonic() - begun < 60
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("manyhands-worker-")]
 
 
 @pytest.mark.parametrize("text", ["single", "tensor"])

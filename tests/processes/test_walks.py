@@ -18,7 +18,7 @@ from manyhands.workloads.glove.glove_task import GloveTask
 from manyhands.workloads.glove.learning import GloveOptions, train_glove
 from walks import Tracer, passed
 
-MOST = {"mirrored": 17, "ps link=tcp": 20, "glove": 10}
+MOST = {"mirrored": 14, "ps link=tcp": 20, "glove": 10}
 """Files with a call in every one of six steps, in the thread of a worker."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"

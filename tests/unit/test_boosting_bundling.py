@@ -81,7 +81,7 @@ def test_answers_to_one_question_share_a_column_and_numbers_do_not() -> None:
 def test_dense_features_have_columns_of_their_own() -> None:
     table = np.random.default_rng(0).normal(size=(200, 5))
     layout = bundled_layout(bins_for(table), blocks_of(table))
-    assert layout.is_plain
+    assert not layout.firsts.any()
     assert layout.columns.tolist() == [0, 1, 2, 3, 4]
     to_left = np.arange(256, dtype=np.uint8) % 2
     assert np.array_equal(layout.directions(3, to_left), to_left)
@@ -143,7 +143,7 @@ def test_histograms_and_divisions_are_those_of_separate_columns() -> None:
             expected = to_left[bins.of_dense(table[chosen])[:, feature]]
             assert rows[:left].tolist() == chosen[expected == 1].tolist()
     assert np.array_equal(found[0], found[1])
-    assert not layouts[1].is_plain
+    assert layouts[1].firsts.any()
 
 
 def trained(table: np.ndarray, labels: np.ndarray, **more: Any) -> str:

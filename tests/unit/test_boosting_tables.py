@@ -15,9 +15,8 @@ from manyhands.errors import UserError
 from manyhands.workloads.gbdt import row_sources
 from manyhands.workloads.gbdt.bin_table import Holdout
 from manyhands.workloads.gbdt.model import GbdtModel, measure_model
-from manyhands.workloads.gbdt.predicting import GbdtPredictor
 from manyhands.workloads.gbdt.row_sources import ArraySource, open_source
-from manyhands.workloads.gbdt.text_format import parse_model, render_model
+from manyhands.workloads.gbdt.text_format import GbdtPredictor, parse_model, render_model
 from manyhands.workloads.gbdt.training import TableChoice
 from manyhands.workloads.predictor import ReadAs
 

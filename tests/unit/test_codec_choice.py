@@ -23,7 +23,7 @@ from manyhands.strategy import Strategy
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.transport.link.wire import codec_of
 from manyhands.wire.choice import LOSSY, CodecCost, LinkCost, candidates, codec_sentence, decide, looks_at
-from manyhands.wire.codec_state import as_memory, as_one
+from manyhands.wire.codec import as_memory, as_one
 from manyhands.wire.names import auto_error, momentum_of, rounds_hops
 from manyhands.wire.parcels import Parcel
 

@@ -264,7 +264,7 @@ def test_a_codec_that_there_is_not_is_named() -> None:
         ("codec=bf16 feedback=no", "keeps nothing that could be turned off"),
         ("codec=qsgd:7 feedback=no", "keeps nothing that could be turned off"),
         ("codec=dgc:0.001 feedback=no", "is what it is made of; write topk"),
-        ("codec=topk:0.1 elastic=yes", "a step that is taken again would send twice what is owed"),
+        ("codec=topk:0.1 elastic=yes", "a step that is taken again would send its residuals twice"),
         ("codec=topk:0.1 feedback=maybe", "unknown value 'maybe'"),
     ],
 )

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.native import cache_folder, warming
-from manyhands.native.sources import ROOT, digest_of, imported_files, module_file
-from manyhands.native.warming import FAMILIES, job_named, jobs_of
-from manyhands.workloads.registry import WORKLOADS
+from manyhands.native.cache_folder import ROOT, digest_of, imported_files, module_file
+from manyhands.native.warming import job_named, jobs_of
+from manyhands.workloads.registry import FAMILIES, WORKLOADS
 
 
 def _package(root: Path, **files: str) -> Path:
@@ -226,5 +226,5 @@ def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
         subprocess, "Popen", lambda _, **more: begun.append(start(["sleep", "60"], **more)) or begun[0]
     )
     warming._compile_elsewhere(["svd"])
-    assert "kernels were not compiled within 0 s; going on without them" in capsys.readouterr().err
+    assert "kernels were not compiled within 0 s; continuing without them" in capsys.readouterr().err
     assert begun[0].returncode == -signal.SIGKILL

@@ -18,8 +18,7 @@ from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.schedule import chunk_bounds
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
-from manyhands.wire.codec import ParcelCodec, codec_named
-from manyhands.wire.codec_state import as_memory
+from manyhands.wire.codec import ParcelCodec, as_memory, codec_named
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_core")]

@@ -16,10 +16,9 @@ from manyhands.engine.fitting import fit
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.workloads.glove.cooccurrence_files import RECORD
-from manyhands.workloads.glove.glove_batches import AllReduceStep, TensorStep
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
-from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.glove_task import AllReduceStep, GloveTask, TensorStep
 from manyhands.workloads.glove.learning import train_glove
 from manyhands.workloads.glove.options import GloveOptions
 

@@ -98,7 +98,7 @@ def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
     records.tofile(tmp_path / "records.bin")
     with pytest.raises(DataError, match="record 4321 is"):
         train_glove(tmp_path / "records.bin", 3, OPTIONS, strategy="hogwild order=locked", workers=3)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("manyhands-worker-")]
 
 
 @pytest.mark.parametrize(

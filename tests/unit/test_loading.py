@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.data.loading import Key, Loading, Upcoming
 from manyhands.data.randomness import GENERATORS, drawn_apart, seed_all
+from manyhands.data.reading import Key, Loading, Upcoming
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
 

@@ -11,14 +11,11 @@ import torch
 
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named
-from manyhands.wire.codec_state import as_memory, as_one
-from manyhands.wire.codecs.dgc import Dgc
-from manyhands.wire.codecs.topk import TopK
-from manyhands.wire.feedback import ErrorFeedback
+from manyhands.wire.codec import BadBytes, ErrorFeedback, ParcelCodec, as_memory, as_one, codec_named
+from manyhands.wire.codecs.sparse import Dgc, TopK
 from manyhands.wire.flat_layout import lay_out
-from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.parcels import Matrix, Parcel
+from manyhands.wire.quantize_kernels import NOT_FINITE
 
 pytestmark = pytest.mark.timeout(120)
 

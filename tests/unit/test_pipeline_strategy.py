@@ -11,7 +11,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.ends import GivesOutput, input_of
+from manyhands.strategies.pipeline.ends import StandIn, input_of
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.training import check_model
 from manyhands.strategy import Strategy
@@ -140,7 +140,7 @@ def test_first_stage_takes_the_input_and_leaves_the_loss() -> None:
 
 
 def test_last_stage_goes_on_from_the_output() -> None:
-    model = GivesOutput(torch.tensor([3.0]))
+    model = StandIn(output=torch.tensor([3.0]))
     assert float(model("whatever") * 2) == 6.0
     model.require_call()
     with pytest.raises(UserError, match=r"task\.loss calls the model twice"):
@@ -170,4 +170,4 @@ def test_last_stage_goes_on_from_the_output() -> None:
 def test_losses_that_need_the_whole_model_are_refused(loss: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         input_of(loss, torch.zeros(1))
-    assert isinstance(GivesOutput(torch.zeros(1)), nn.Module)
+    assert isinstance(StandIn(output=torch.zeros(1)), nn.Module)

@@ -27,14 +27,12 @@ from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
-from manyhands.workloads.glove.predicting import VectorsPredictor
-from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.glove.vector_files import Vectors, VectorsPredictor
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
 from manyhands.workloads.registry import WORKLOADS, load
-from manyhands.workloads.svd.model import SvdModel
-from manyhands.workloads.svd.predicting import SvdPredictor
+from manyhands.workloads.svd.model import SvdModel, SvdPredictor
 from manyhands.workloads.tasks import TASKS
 from manyhands.workloads.tasks.digits import ImageClassifier, read_digits
 from manyhands.workloads.tasks.language import Transformer

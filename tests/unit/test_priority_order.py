@@ -12,8 +12,7 @@ from torch import nn, optim
 
 from manyhands.errors import UserError
 from manyhands.strategies.allreduce.priority.exchange import Blocked, LateOptimizer, ParameterGuard, exposed
-from manyhands.strategies.allreduce.priority.sender import Desk, Lateness, SendOrder
-from manyhands.strategies.allreduce.priority.sliced_gradients import cut
+from manyhands.strategies.allreduce.priority.sender import Desk, Lateness, SendOrder, cut
 from manyhands.wire.flat_layout import lay_out
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -16,8 +16,7 @@ from manyhands.serving import exported_program
 from manyhands.serving.exported_program import export_program
 from manyhands.workloads.exporting import ExportAsked
 from manyhands.workloads.logreg.labels import Labels
-from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
-from manyhands.workloads.logreg.predicting import export_logreg
+from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel, export_logreg
 
 SMALL = {
     "digits": {"width": 4},

@@ -153,7 +153,7 @@ def test_pieces_of_blocks_are_every_example_once_in_order(begin: int, end: int) 
     parsed = ParsedBlocks(blocks)
     found = [
         (before + row, targets is blocks[number].targets)
-        for _, targets, span, before in parsed.pieces(begin, end)
+        for _, targets, span, before in parsed.opened()(begin, end)
         for number in [parsed.ends.index(before + len(targets))]
         for row in range(*span)
     ]

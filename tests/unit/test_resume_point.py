@@ -16,10 +16,9 @@ from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, SendMessage
 from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
-from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, ToCome, batches_to_come
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
-from manyhands.strategies.ps.resume import ToCome, batches_to_come
 from manyhands.strategies.ps.shard_core import ShardCore
 from manyhands.strategies.ps.shard_replica import ShardReplica
 from manyhands.strategies.ps.shard_state import ShardState

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
-from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, name_of
+from manyhands.strategies.common.tables.row_tables import Given, Named, RowSets, name_of
 from manyhands.strategies.ps.actions import Keep
 from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.row_payloads import UnknownSets, most_bytes, pack, take_sets, take_values

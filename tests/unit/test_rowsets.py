@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.tables.rowsets import Given, Named, RowSetNames, RowSets, Unknown, name_of
+from manyhands.strategies.common.tables.row_tables import Given, Named, RowSetNames, RowSets, Unknown, name_of
 
 
 def rows(*numbers: int) -> Tensor:

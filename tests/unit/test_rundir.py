@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.data.store.atomic import WriteFailed, write_json
-from manyhands.data.store.fingerprint import fingerprint, parameter_shapes
 from manyhands.data.store.line_files import MetricsLog
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint, parameter_shapes
 from manyhands.errors import DataError, UserError, WorkerFailed
 
 CONFIG: dict[str, Any] = {

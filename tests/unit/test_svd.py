@@ -29,9 +29,8 @@ from manyhands.workloads.svd.krylov import (
     components_of,
     numbers_of,
 )
-from manyhands.workloads.svd.model import SvdModel
+from manyhands.workloads.svd.model import SvdModel, SvdPredictor
 from manyhands.workloads.svd.options import Shape, SvdOptions, sizes_of
-from manyhands.workloads.svd.predicting import SvdPredictor
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 DRAW = np.random.default_rng(11)

@@ -154,7 +154,7 @@ def test_vectors_come_back_the_same_from_every_format(vectors: Vectors, tmp_path
         again = Vectors.load(tmp_path / name)
         assert again.words == WORDS
         assert np.array_equal(again.matrix, vectors.matrix)
-    assert np.array_equal(Vectors.load_text(tmp_path / "text").matrix, vectors.matrix)
+    assert np.array_equal(Vectors.load(tmp_path / "text", is_text=True).matrix, vectors.matrix)
     assert (tmp_path / "w2v").read_bytes().startswith(b"6 7\nthe ")
     # Files without a newline after each vector, as some writers make them, and with words that have spaces.
     rows = b"".join(w.encode() + b" " + r.tobytes() for w, r in zip(WORDS, vectors.matrix, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,12 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Graph
     workers = usual_workers(strategy) if common.workers is None else common.workers
     check_count("workers", workers)
     strategy.check(workers, "cpu")
-    where = _patterns(common.place or ())
+    where = {}
+    for text in common.place or ():
+        pattern, sign, device = text.rpartition("=")
+        if not (pattern and sign and device):
+            raise UserError(f"--place {text!r}: it must be PATTERN=DEVICE, as in 'blocks.*=cuda:0'")
+        where[pattern] = device
     task = entry.build(**task_options)
     if where:
         graph, model = _traced(task, task.batch_size)
@@ -66,16 +70,6 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Graph
     if common.svg is not None:
         write_atomically(common.svg, [graph_svg(graph, places, title).encode()])
         print(f"picture in {common.svg}")
-
-
-def _patterns(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        pattern, sign, device = text.rpartition("=")
-        if not (pattern and sign and device):
-            raise UserError(f"--place {text!r}: it must be PATTERN=DEVICE, as in 'blocks.*=cuda:0'")
-        found[pattern] = device
-    return found
 
 
 def _traced(task: Task, samples: int) -> tuple[Graph, nn.Module]:

@@ -112,9 +112,8 @@ def _features(text: int, at: int, entry: int, shift: int, indices: Any, values: 
         if key >= _LONGEST or (shift == 0 and key > MOST_INDEX):
             return begin, entry, largest, ascends, TOO_LARGE
         at += 1
-        if (
-            has_digit(byte(text, at)) and byte(text, at + 1) == _SPACE
-        ):  # a single digit: most values of most files
+        # A single digit: most values of most files.
+        if has_digit(byte(text, at)) and byte(text, at + 1) == _SPACE:
             value = np.float64(np.int64(byte(text, at)) - _ZERO)
             at += 1
         else:

@@ -47,18 +47,16 @@ class Rows:
     def join(blocks: Sequence[Rows]) -> Rows:
         ends = np.cumsum([0, *(len(block.indices) for block in blocks)])
         starts = [block.starts[:-1] + end for block, end in zip(blocks, ends[:-1], strict=True)]
-        return Rows(
-            starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
-            indices=np.concatenate([np.empty(0, np.int32), *(block.indices for block in blocks)]),
-            values=np.concatenate([np.empty(0, np.float32), *(block.values for block in blocks)]),
-            labels=np.concatenate([np.empty(0, np.float32), *(block.labels for block in blocks)]),
-            weights=np.concatenate([np.empty(0, np.float32), *(block.weights for block in blocks)]),
-            size=max((block.size for block in blocks), default=0),
-        )
+        kinds = {"indices": np.int32, "values": np.float32, "labels": np.float32, "weights": np.float32}
+        joined: dict[str, Any] = {
+            name: np.concatenate([np.empty(0, kind), *(getattr(block, name) for block in blocks)])
+            for name, kind in kinds.items()
+        }
+        size = max((block.size for block in blocks), default=0)
+        return Rows(starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64), **joined, size=size)
 
 
-OnBytes = Callable[[int], None]  # told of the bytes that have been read, a block at a time
-
+OnBytes = Callable[[int], None]  # gets the bytes that have been read, a block at a time
 BLOCK_BYTES: Final = 1 << 24
 
 
@@ -78,9 +76,8 @@ class MatrixBlock:
         if not isinstance(self.rows, Rows):
             return self.rows
         if self.rows.size > columns:
-            raise DataError(
-                f"row {self.begin} or later has feature {self.rows.size - 1}, but there are {columns} columns"
-            )
+            found = f"row {self.begin} or later has feature {self.rows.size - 1}"
+            raise DataError(f"{found}, but there are {columns} columns")
         table = np.zeros((len(self.rows), columns), np.float32)
         of = np.repeat(np.arange(len(self.rows)), np.diff(self.rows.starts))
         table[of, self.rows.indices] = self.rows.values

@@ -1,4 +1,4 @@
-"""Data that resides in many places: every worker reads a stream of its own, and nobody reads it all.
+"""Data that resides in many places: every worker reads a stream of its own, or several parties hold a part each.
 
     Files("logs/*.txt.gz")            worker r of n reads files r, r + n, r + 2n, … of the sorted list
     Files("/local/part-{rank}-*")     what is on each worker's own disk, found there
@@ -15,15 +15,20 @@ import glob
 import gzip
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.batches import as_dataset
 from manyhands.errors import DataError, UserError
 
-__all__ = ["Files", "PerWorker", "RayShards", "WorkerData", "own_data", "text_lines"]
+__all__ = ["Files", "Parties", "PerWorker", "RayShards", "WorkerData", "own_data", "text_lines"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -57,12 +62,10 @@ class PerWorker(WorkerData):
             )
 
     def dealt(self, parts: int) -> PerWorker:
-        """There is nothing to check before a worker makes its own."""
         del parts
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """What the function makes."""
         made = self.make(part, parts)
         if isinstance(made, Iterator) or not isinstance(made, Iterable):
             raise UserError(
@@ -95,7 +98,7 @@ class Files(WorkerData):
     pattern: str
     """As `glob` has it; `**` stands for any folders between."""
     read: Callable[[Path], Iterable[Any]] = text_lines
-    """(path) -> samples; unless told, the lines of a text file, plain or gzip."""
+    """(path) -> samples; by default, the lines of a text file, plain or gzip."""
     paths: tuple[str, ...] = field(default=(), repr=False)
     """What was found where the value was made; give none."""
 
@@ -104,9 +107,7 @@ class Files(WorkerData):
             raise UserError(f"Files: pattern is {self.pattern!r}; it must be a string such as 'data/*.txt'")
         if not callable(self.read):
             raise UserError(f"Files: read is {self.read!r}; it must be a function (path) -> samples")
-        object.__setattr__(
-            self, "pattern", os.path.abspath(self.pattern)
-        )  # workers may run in another folder
+        object.__setattr__(self, "pattern", os.path.abspath(self.pattern))  # workers may run elsewhere
         if not self.is_local and not self.paths:
             object.__setattr__(self, "paths", _found(self.pattern, "there is no file"))
 
@@ -116,7 +117,6 @@ class Files(WorkerData):
         return "{rank}" in self.pattern
 
     def dealt(self, parts: int) -> Files:
-        """Each part needs at least one file."""
         if not self.is_local and len(self.paths) < parts:
             raise UserError(
                 f"Files: {self.pattern!r} matches {len(self.paths)} of the {parts} files that {parts} workers need, "
@@ -125,7 +125,6 @@ class Files(WorkerData):
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """The files of one part, one after another."""
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
             return _FileStream(_found(pattern, f"worker {part} finds no file"), self.read)
@@ -179,12 +178,10 @@ class RayShards(WorkerData):
         return RayShards(self.dataset, shards)
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
-        """One shard's rows."""
         assert len(self.shards) == parts, "a dataset is dealt before it is read"
         return _Rows(self.shards[part])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its shards alone."""
         return RayShards, (None, self.shards)
 
 
@@ -204,3 +201,63 @@ def own_data(data: Any) -> WorkerData | None:
         return data
     is_rays = type(data).__module__.split(".")[:2] == ["ray", "data"]
     return RayShards(data) if is_rays and hasattr(data, "split") and hasattr(data, "iter_rows") else None
+
+
+class Parties:
+    """`Parties({"hospital": data, "clinic": data})`: a data set for each party, as `Task.data` takes one.
+
+    Under `federated partition=natural` each party is a client that never sees the others' samples; any other strategy
+    trains on all of them as one.
+    """
+
+    def __init__(self, parties: Mapping[str, Any]) -> None:
+        if not isinstance(parties, Mapping) or not parties:
+            raise UserError(f"Parties: give a dict of name: data, and not {parties!r:.60}")
+        self.names: tuple[str, ...] = tuple(map(str, parties))
+        self._data = [as_dataset(data, f"party {name!r}") for name, data in parties.items()]
+        self._ends = list(accumulate(len(data) for data in self._data))
+        for name, data in zip(self.names, self._data, strict=True):
+            if not len(data):
+                raise UserError(f"party {name!r} has no samples; leave it out")
+
+    @classmethod
+    def by(cls, data: Any, owners: Sequence[Any]) -> Parties:
+        """Of one data set, of which `owners` names the party of each sample: the natural split by user."""
+        samples, each = as_dataset(data, "data"), np.asarray(owners)
+        if len(each) != len(samples):
+            raise UserError(f"Parties.by: {len(samples)} samples have {len(each)} owners; give one each")
+        named = sorted(set(each.tolist()), key=str)
+        return cls({str(name): _Chosen(samples, np.flatnonzero(each == name)) for name in named})
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample of this number among all parties' samples, one party's after another's."""
+        party = bisect_right(self._ends, index)
+        begin = self._ends[party - 1] if party else 0
+        return self._data[party][index - begin]
+
+    def parts(self) -> Iterator[tuple[Any, NDArray[np.int64] | None]]:
+        """Each party's data set and which of its samples are the party's; None: all."""
+        for data in self._data:
+            yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
+
+    def split(self) -> list[NDArray[np.int64]]:
+        """The numbers of each party's samples."""
+        begins = [0, *self._ends[:-1]]
+        return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chosen:
+    """A subset of the samples of a data set."""
+
+    samples: Any
+    indices: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[int(self.indices[index])]

@@ -193,7 +193,7 @@ def number(text: int, at: int) -> Any:
     while has_digit(byte(text, at)):
         mantissa = mantissa * 10 + (
             np.int64(byte(text, at)) - 48
-        )  # wraps where there are too many: read again below
+        )  # wraps where there are too many: see below
         at += 1
     count, exponent = at - first, 0
     if byte(text, at) == _POINT:
@@ -256,7 +256,5 @@ def place_of(key: int, shift: int) -> Any:
 def keep_bad(report: Any, line: int, at: int, code: int) -> None:
     """Count a line that is wrong, and keep the place of the first."""
     if report[BAD_LINES] == 0:
-        report[FIRST_BAD_LINE] = line
-        report[FIRST_BAD_AT] = at
-        report[CODE] = code
+        report[FIRST_BAD_LINE], report[FIRST_BAD_AT], report[CODE] = line, at, code
     report[BAD_LINES] += 1

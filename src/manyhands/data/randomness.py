@@ -44,8 +44,12 @@ def seed_all(seed: int) -> None:
 
     A GPU that nothing has used so far begins with the first of these seeds when something does.
     """
-    if _seeds_devices():  # else nobody looks for devices, which takes a quarter of a millisecond every time
-        torch.manual_seed(seed & (_MASK >> 1))
+    kind = _accelerator()
+    # Where CUDA is there and unused, torch would keep every seed until it is used, with a traceback: that is a matter
+    # of milliseconds, and once is enough.
+    is_used = kind is not None and (kind != "cuda" or bool(torch.cuda.is_initialized()))  # type: ignore[no-untyped-call]
+    if is_used or (kind == "cuda" and next(_first, False)):
+        torch.manual_seed(seed & (_MASK >> 1))  # looks for devices, which takes a quarter of a millisecond
     seed_host(seed)
 
 
@@ -54,19 +58,6 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed & (_MASK >> 1))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-
-
-def _seeds_devices() -> bool:
-    """Whether there are other generators than the CPU's to be seeded now.
-
-    Where CUDA is there and unused, torch would keep every seed until it is used, with a traceback: that is a matter of
-    milliseconds, and once is enough.
-    """
-    kind = _accelerator()
-    if kind != "cuda":
-        return kind is not None
-    is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return is_used or next(_first, False)
 
 
 @cache

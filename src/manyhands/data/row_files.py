@@ -231,7 +231,6 @@ class RowText(RowFile):
 
 
 def warm_libsvm() -> None:
-    """Compile what reads LIBSVM's format, by reading a line of it."""
     _parse(libsvm, Reading(), b"1 1:1\n" + _PADDING)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +38,8 @@ def read_text(path: Path | str, *, limit_bytes: int = 2**30) -> str:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise file.error(
-                error.start, f"not UTF-8 text: {error.reason} (0x{content[error.start]:02x})"
-            ) from error
+            found = f"not UTF-8 text: {error.reason} (0x{content[error.start]:02x})"
+            raise file.error(error.start, found) from error
 
 
 def standard_library_text(max_bytes: int = 4 * 2**20) -> str:
@@ -57,8 +56,12 @@ def python_source_text(root: Path, max_bytes: int) -> str:
     if max_bytes < 1:
         raise UserError(f"max_bytes is {max_bytes}; it must be at least 1")
     collected = bytearray()
-    for path in _python_files(root):
-        collected += _source(path)
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
+        for name in sorted(files):
+            with suppress(OSError, UnicodeDecodeError):  # what cannot be read, or is not UTF-8, is left out
+                if name.endswith(".py") and len(collected) < max_bytes:
+                    collected += Path(folder, name).read_bytes().decode("utf-8").encode()
         if len(collected) >= max_bytes:
             break
     if not collected:
@@ -89,19 +92,3 @@ def windows(tokens: NDArray[np.uint8], context: int) -> NDArray[np.uint8]:
             f"a text of {len(tokens)} bytes is too short: context={context} needs at least {context + 1}"
         )
     return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-
-def _source(path: Path) -> bytes:
-    """A source file's bytes, or nothing where it cannot be read or is not UTF-8."""
-    try:
-        content = path.read_bytes()
-        content.decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return b""
-    return content

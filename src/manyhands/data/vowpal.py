@@ -183,9 +183,7 @@ def _features(
         if wrong != 0:
             return begin, entry, largest, wrong, (has_numbers, numbers_in)
         if byte(text, at) == _COLON and has_digit(byte(text, at + 1)) and ends_token(byte(text, at + 2)):
-            value = np.float64(
-                np.int64(byte(text, at + 1)) - _ZERO
-            )  # a single digit: spares most of the work
+            value = np.float64(np.int64(byte(text, at + 1)) - _ZERO)  # a digit: spares most of the work
             at += 2
         else:
             value, at = _scale(text, at)

@@ -67,7 +67,6 @@ def clip_norm(exchange: Exchange, model: nn.Module, max_norm: float) -> float:
 
 
 def clip_own(task: Task, model: nn.Module) -> None:
-    """Clip the gradient that this worker's model holds, without communication."""
     if task.clip_norm is not None:
         nn.utils.clip_grad_norm_(clippable(model.parameters()), task.clip_norm)
     elif task.clip_value is not None:

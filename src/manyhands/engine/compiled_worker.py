@@ -94,12 +94,12 @@ class KernelTrainer:
         self._plan, self._task, self._kernel = plan, kernel_task(plan), step
         self._control, self._group = control, control.group
         self.rank, self.world = self._group.rank, self._group.world
-        self._together = isinstance(control.order, Together)
-        self._is_free = not self._together and control.order.turn.order == FREE
+        self._in_lockstep = isinstance(control.order, Together)
+        self._is_free = not self._in_lockstep and control.order.turn.order == FREE
         self._worker_context = worker_context
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
-        self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
+        self._unreported = (0.0, 0.0)  # this worker's sums of losses and of weights
         # What other workers have read from this one, and in how many pieces; all of it counts as step traffic
         self.sent = Traffic()
         self.meter = Meter(traffic=lambda: self.sent)
@@ -122,7 +122,7 @@ class KernelTrainer:
         self._reporter.begin(first)
         step, stopped, model = first, False, self._kernel.model
         while step < self._plan.steps and not stopped and not self._kernel.is_done:
-            step, stopped = self._until_met(step)
+            step, stopped = self._until_synchronized(step)
             if bad := self._control.bad.get():
                 self._reporter.send(now=True)
                 if bad - 1 == self.rank:  # if several broke, the last to report it is named
@@ -146,28 +146,27 @@ class KernelTrainer:
         return {} if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """The model's state, complete on worker 0 once `optimizer_state` has run."""
         return model.state_dict() if self.rank == 0 else None
 
-    def _until_met(self, step: int) -> tuple[int, bool]:
-        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+    def _until_synchronized(self, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all synchronize; where they are then, and whether somebody wants to stop there."""
         order, per_pass = self._control.order, self._task.passes.steps
         end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
-        self._meet(step)  # the readers of the last round's end have read it by now
+        self._synchronize(step)  # the readers of the last round's end have read it by now
         order.begin(step, end)
-        self._meet(step)
+        self._synchronize(step)
         while (mine := order.claim()) is not None:
             self._step(mine)
             self._reporter.send()
         self._worker_context.mark(end, State.WAITING)
-        self._meet(end)
-        own = (*self._since_met, float(self._worker_context.stop_requested() or bool(self._ends)))
+        self._synchronize(end)
+        own = (*self._unreported, float(self._worker_context.stop_requested() or bool(self._ends)))
         loss, weight, stops = self._control.sums(*own)
-        self._since_met = (0.0, 0.0)
+        self._unreported = (0.0, 0.0)
         self._reporter.loss = loss / weight if weight else math.nan
         return order.done(), bool(stops)
 
-    def _meet(self, step: int) -> None:
+    def _synchronize(self, step: int) -> None:
         if self.world == 1:
             return  # a short pass is over before a barrier is: a lone worker continues without one
         book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
@@ -187,8 +186,8 @@ class KernelTrainer:
         if slow is not None:
             slow.sleep(self._plan.seed, step, self.rank, (time.monotonic_ns() - begin) / 1e9)
         loss, weight = taken.loss, taken.weight
-        self._since_met = (self._since_met[0] + loss, self._since_met[1] + weight)
-        if self._together:
+        self._unreported = (self._unreported[0] + loss, self._unreported[1] + weight)
+        if self._in_lockstep:
             loss, weight = self._control.sums(loss, weight)
         end = time.monotonic_ns()
         if not math.isfinite(loss):
@@ -199,7 +198,7 @@ class KernelTrainer:
             order.stop(step)
         mean = loss / weight if weight else 0.0
         self._record(step, taken, (begin, end), mean)
-        if math.isfinite(loss) and (self.rank == 0 or not self._together):
+        if math.isfinite(loss) and (self.rank == 0 or not self._in_lockstep):
             at_s, seconds = self._reporter.seconds, (end - begin) / 1e9
             self._reporter.add(step=step + 1, loss=mean, seconds=seconds, at_s=at_s, weight=weight)
             if taken.metrics:
@@ -213,7 +212,7 @@ class KernelTrainer:
         if self.world > 1:
             stats = self._group.take_stats()
             book.waits({peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited})
-            if self._together:
+            if self._in_lockstep:
                 sent = Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
                 book.exchange(book.at_ns + stats.reducing_ns, sent, Wire.MEMORY)
         book.compute(end)
@@ -238,7 +237,6 @@ def kernel_task(plan: TrainingPlan) -> KernelTask:
 
 
 def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
-    """UserError where a run would continue with other options than it was begun with."""
     before, now = directory.config.get("task_options") or {}, config["task_options"]
     for name, value in now.items():
         if before.get(name) != value:

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
-from manyhands.data.loading import Key, Upcoming
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.reading import BatchReading, ReadShare, ShareReader
+from manyhands.data.reading import BatchReading, Key, ReadShare, ShareReader, Upcoming
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
@@ -130,7 +129,6 @@ class Computer:
         return built
 
     def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
-        """The task's schedule, under what advances it; empty without one."""
         if self.task.scheduler is None:
             return {}
         scheduler = self.task.scheduler(optimizer)
@@ -145,7 +143,6 @@ class Computer:
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        """Context in which loader processes prefetch batches, where the task asks for them."""
         shares, owner = self._shares, f"worker {self._rank}"
         if not self.task.loaders:
             yield
@@ -199,11 +196,9 @@ class Computer:
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """Part `part` of `parts` of batch `step`, and the pieces it is computed in."""
         return self._shares.share(step, part, parts)
 
     def fetch(self, piece: Microbatch) -> Any:
-        """The samples of a piece, on this worker's device."""
         batch = piece.fetch()
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 

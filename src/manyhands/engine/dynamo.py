@@ -41,7 +41,6 @@ _DISABLED: Final = "__dynamo_disable"  # where torch keeps a function that its c
 
 
 def defer() -> None:
-    """Install the stand-in for `torch._dynamo`, unless the real module is imported already."""
     if _NAME in sys.modules:
         return
     spec = importlib.util.find_spec(_NAME)
@@ -66,7 +65,6 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
 
 
 def is_deferred() -> bool:
-    """Whether the stand-in is still installed."""
     return isinstance(sys.modules.get(_NAME), _StandIn)
 
 
@@ -98,7 +96,6 @@ class _StandIn(ModuleType):
         return dir(self.real())
 
     def real(self) -> ModuleType:
-        """The real module, imported on the first call."""
         with vars(self)["_replacing"]:  # not held during the import, which takes locks of its own
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]

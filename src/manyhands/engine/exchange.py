@@ -165,7 +165,6 @@ class SentFor:
         )
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """The form in which a worker reports it and a summary holds it."""
         return asdict(self)
 
     @classmethod

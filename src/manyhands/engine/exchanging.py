@@ -36,7 +36,7 @@ class ExchangeTraining(ProcessTraining):
         samples, besides = super().gather(finished)
         return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
 
     @classmethod
@@ -55,7 +55,6 @@ class ExchangeTraining(ProcessTraining):
 
     @classmethod
     def end(cls, strategy: Any, resources: Resources) -> Exchange:
-        """One worker's exchange, on one host or across hosts."""
         if not resources.several_hosts:
             return cls.exchange(strategy, resources)
         return cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)[0]
@@ -91,5 +90,4 @@ def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
 
 
 def exchange_for(strategy: Strategy, resources: Resources) -> Exchange:
-    """One worker's exchange of `strategy` among the workers of one host."""
     return exchanging(strategy).exchange(strategy, resources)

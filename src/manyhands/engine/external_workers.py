@@ -66,10 +66,7 @@ __all__ = [
 
 _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
-_CAUSE_S: Final = 1.0
-_REPORT_S: Final = 3.0
-_ALL_MET_S: Final = 3.0
-_THIS_HOST: Final = "127.0.0.1"
+_CAUSE_S, _REPORT_S, _ALL_MET_S = 1.0, 3.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +126,6 @@ class ControlListener:
             act(failure.rank, failure.sentence)
 
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
-        """The failure that ended the run; waits up to `timeout_s` for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, timeout_s)
             return self.failure
@@ -451,7 +447,7 @@ def connect_worker(
             rendezvous.rank,
             rendezvous.world,
             store,
-            address=party.address if several else _THIS_HOST,
+            address=party.address if several else "127.0.0.1",
             timeout_s=timeout_s,
             on_lost=worker_links.missed,
         )

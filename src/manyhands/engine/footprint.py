@@ -95,7 +95,6 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of all tensors, a storage that several share counted once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors

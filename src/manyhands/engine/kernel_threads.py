@@ -40,7 +40,6 @@ class KernelThreads(Training):
         return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
-        """Compile, start the threads, process their notes, and return the memory that they trained on."""
         kernel_task(self._request.plan).warm()  # compiling is not part of the measured time
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
@@ -49,10 +48,10 @@ class KernelThreads(Training):
             rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
             named = {f"worker-{rank}": ring for rank, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
-            hands = _Hands(files, rings)
+            pool = _WorkerThreads(files, rings)
             try:
                 with stage.view(collector):
-                    trained = hands.run(lambda rank: self._work(rank, hands, stage), stage, rows)
+                    trained = pool.run(lambda rank: self._work(rank, pool, stage), stage, rows)
             finally:
                 stage.take_rows(rows.rest())
             collector.flush()
@@ -62,15 +61,15 @@ class KernelThreads(Training):
                 samples=sum(one.samples for one in trained),
                 seconds=trained[0].seconds,
                 stopped_early=trained[0].stopped_early,
-                observed={**collector.summary(), **overlap_report(hands.overlaps)},
+                observed={**collector.summary(), **overlap_report(pool.overlaps)},
             )
 
-    def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
-        request, worker_context = self._request, _Thread(hands, rank)
+    def _work(self, rank: int, pool: _WorkerThreads, stage: Stage) -> Trained:
+        request, worker_context = self._request, _Thread(pool, rank)
         task, order = kernel_task(request.plan), request.strategy.facts.record_order
         assert order is not None, "threads share one memory"
         joined = time.monotonic_ns()
-        files = hands.files
+        files = pool.files
         group = SharedGroup(
             control=os.dup(files.control),
             arena=os.dup(files.arena),
@@ -85,12 +84,12 @@ class KernelThreads(Training):
                     worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
                     trainer = KernelTrainer(request.plan, step, control, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
-                    hands.overlaps.append(trainer.overlap)
+                    pool.overlaps.append(trainer.overlap)
             worker_context.record(EventKind.LEAVE, time.monotonic_ns())
         return trained
 
 
-class _Hands:
+class _WorkerThreads:
     """The threads of one run, and their notes to the thread that started them."""
 
     def __init__(self, files: SharedGroupFiles, rings: list[EventRing]) -> None:
@@ -102,8 +101,6 @@ class _Hands:
         self._errors: list[BaseException] = []
 
     def run(self, work: Any, stage: Stage, rows: RowsInOrder) -> list[Trained]:
-        """Run `work(rank)` in a thread each; an exception is raised once no thread is left."""
-
         def life(rank: int) -> None:
             try:
                 self._ended[rank] = work(rank)
@@ -114,7 +111,7 @@ class _Hands:
                 self.notes.put(None)
 
         threads = [
-            threading.Thread(target=life, args=(rank,), name=f"hand-{rank}", daemon=True)
+            threading.Thread(target=life, args=(rank,), name=f"manyhands-worker-{rank}", daemon=True)
             for rank in range(self.files.world)
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
@@ -174,10 +171,10 @@ class _Hands:
 class _Thread:
     """The worker context of a worker that is a thread."""
 
-    def __init__(self, hands: _Hands, rank: int) -> None:
-        self.record = hands.rings[rank].record
-        self.note = hands.notes.put
-        self.stop_requested = hands.stop.is_set
+    def __init__(self, pool: _WorkerThreads, rank: int) -> None:
+        self.record = pool.rings[rank].record
+        self.note = pool.notes.put
+        self.stop_requested = pool.stop.is_set
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Does nothing: no status table is kept for threads."""

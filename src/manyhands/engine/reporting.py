@@ -297,7 +297,6 @@ class Reporter:
         self._rows.append(row)
 
     def send(self, *, now: bool = False) -> None:
-        """Send the rows, if it is time to or `now`."""
         if self._keeps_rows and self._peers.rank != 0:
             del self._rows[:-_ROWS_KEPT]
             return
@@ -347,7 +346,6 @@ class StepBook:
             self.at_ns = item.end_ns + item.exchange_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
-        """Book the waits for late workers, one after another."""
         for peer, duration_ns in waited_ns.items():
             self._record(EventKind.WAIT, self.at_ns, duration_ns, step=self._step, peer=peer)
             self.at_ns += duration_ns
@@ -388,6 +386,5 @@ class StepBook:
                 self._record(EventKind.RECEIVE, post.received_ns, **about)
 
     def end(self, end_ns: int, samples: int, loss: float = 0.0) -> None:
-        """Book the whole step, from its beginning to `end_ns`."""
         begin_ns = self._begin_ns
         self._record(EventKind.STEP, begin_ns, end_ns - begin_ns, step=self._step, count=samples, value=loss)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchPlan
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask
@@ -218,7 +218,6 @@ def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
 
 
 def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
-    """The task with its data distributed, where every worker reads its own."""
     own, parts = task.own, strategy.shares(workers)
     if own is None:
         return task

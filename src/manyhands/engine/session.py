@@ -16,9 +16,8 @@ from torch import nn
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
-from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.line_files import Backlog
-from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
+from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
@@ -103,7 +102,6 @@ def check_capacity_for(request: Request, model: nn.Module) -> None:
 def _open_directory(
     training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
 ) -> tuple[RunDirectory | None, int | None]:
-    """The run's directory, where it has one, and the number of steps to resume from."""
     if out is None:
         return None, None
     config = request.config(model)
@@ -267,7 +265,6 @@ class _Session:
             _log.warning(event["sentence"])
 
     def _add_how_to_resume(self, error: ManyhandsError, training: Training) -> None:
-        """Append the resume command to the error that ended the run, where a checkpoint exists."""
         if self._directory is None or self._request.options.resume_command == "":
             return
         try:
@@ -346,7 +343,6 @@ class _TrainingClock:
         self._began_s: float | None = None
 
     def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Update from rows that have just arrived: the one with the least delay is the most accurate."""
         reported = [row["at_s"] for row in rows if row.get("at_s")]
         if reported:
             began_s = time.monotonic() - max(reported)

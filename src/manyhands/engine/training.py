@@ -71,7 +71,6 @@ class Stage:
     stop_wanted: Callable[[], bool]  # whether the run is to end at the next step that it can end at
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
-        """Process a worker's note: its rows of the history, through `order`, and its notices for the user."""
         rows = [dict(row) for row in note.rows]
         self.take_rows(order.add(rows) if order is not None else rows)
         if note.saved is not None:
@@ -97,7 +96,6 @@ class Stage:
 
     @contextmanager
     def view(self, collector: Collector) -> Iterator[None]:
-        """Context in which the run is shown, if a view was requested."""
         from manyhands.observe.draw.showing import showing
 
         options, steps, totals = self.request.options, self.request.plan.steps, collector.snapshot
@@ -188,7 +186,6 @@ class Training(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notices from resuming."""
         return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
 
     def take_part(self, member: GroupMember) -> None:
@@ -233,7 +230,6 @@ class Kept:
 
 
 def last_kept(folder: Path, task: AnyTask, strategy: Strategy) -> Kept | None:
-    """The newest checkpoint in a run's directory; None where there is none yet."""
     directory = RunDirectory.open(folder, lock=False)
     try:
         found = training_class(strategy, compiled=task.compiled).kept(directory, task, strategy)

@@ -155,7 +155,6 @@ class Trainer:
         return self._trained(step, stopped, weights)
 
     def sent(self) -> SentFor:
-        """The bytes that this worker has sent so far, by purpose."""
         steps, saving = self._in_steps, self.reporter.saving
         between = self._exchange.meter.traffic() - steps - saving
         return SentFor(gradients=steps, control=between, checkpoints=saving)
@@ -259,7 +258,6 @@ class Trainer:
         return shared
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
-        """Add the step's row to the history, once all have agreed on its loss."""
         rounds = self._exchange.rounds
         facts = rounds.row_facts() if rounds is not None else {}
         self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self.reporter.seconds, **facts})
@@ -311,7 +309,6 @@ class Course:
 
     @property
     def has_grown(self) -> bool:
-        """Whether the loss has grown far beyond where it began."""
         if self.first is None or self.last is None:
             return False
         return self.last > _GROWN_LOSS * max(abs(self.first), 1e-3)

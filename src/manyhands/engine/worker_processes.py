@@ -102,7 +102,7 @@ class ProcessTraining(Training):
         """From the workers' final reports: the samples of the run, and extra entries of its summary."""
         return finished[0]["samples"], {}
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """From the workers' final reports: sentences for the summary."""
         del finished
         return ()
@@ -149,7 +149,7 @@ class ProcessTraining(Training):
             stopped_early=finished[0]["stopped_early"],
             sent=sum((SentFor.from_dict(one["sent"]) for one in finished), SentFor()),
             observed={**observed, **besides},
-            notes=self.said(finished),
+            notes=self.notices(finished),
         )
 
     def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:

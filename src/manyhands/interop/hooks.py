@@ -20,9 +20,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
+from manyhands.wire.codec import BadBytes, ErrorFeedback, ParcelCodec, codec_named, encodes
 from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
-from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.names import RAW, check_feedback
 from manyhands.wire.parcels import Matrix, Parcel
 

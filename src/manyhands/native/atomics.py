@@ -21,22 +21,6 @@ from numba.extending import intrinsic
 
 from manyhands.native.decorators import inlined, njit
 
-__all__ = [
-    "add_i64",
-    "add_u32",
-    "array_at",
-    "clock_ns",
-    "compare_swap_u32",
-    "fence",
-    "futex_wait",
-    "futex_wake",
-    "load_i64",
-    "load_u32",
-    "pause",
-    "store_i64",
-    "store_u32",
-]
-
 _X86 = platform.machine() in ("x86_64", "AMD64", "i686")
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes

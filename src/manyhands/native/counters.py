@@ -23,7 +23,6 @@ class Counter:
 
     @classmethod
     def within(cls, segment: Segment, offset: int) -> Counter:
-        """The counter at `offset` of a segment."""
         return cls(segment.address + offset, segment)
 
     def get(self) -> int:

@@ -62,12 +62,9 @@ def inlined(**options: Any) -> Callable[[Function], Any]:
 
 
 def cfunc(signature: Any) -> Callable[[Function], Any]:
-    """Compile a function at once to be called by its address."""
-
     def decorate(function: Function) -> Any:
-        compiled = CFunc(
-            function, (signature.args, signature.return_type), locals={}, options={"nopython": True}
-        )
+        types = signature.args, signature.return_type
+        compiled = CFunc(function, types, locals={}, options={"nopython": True})
         _keep(compiled, function)
         compiled.compile()
         return compiled
@@ -79,9 +76,8 @@ class _ForKernels(CPUDispatcher):  # type: ignore[misc]
     """A compiled function without an entrance for Python, which numba itself would look for where there is none."""
 
     def __call__(self, *_values: Any) -> Any:
-        raise TypeError(
-            f"{self.py_func.__name__} is for compiled code only; decorate it with njit to call it here"
-        )
+        name = self.py_func.__name__
+        raise TypeError(f"{name} is for compiled code only; decorate it with njit to call it here")
 
 
 def _keep(compiled: Any, function: Function) -> None:
@@ -132,11 +128,8 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except (
-            EOFError,
-            pickle.UnpicklingError,
-        ):  # written while the machine went down; compiled and written again
-            return None
+        except (EOFError, pickle.UnpicklingError):  # written while the machine went down
+            return None  # compiled and written again
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

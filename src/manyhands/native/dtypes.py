@@ -51,26 +51,18 @@ NAMED: Final[dict[str, torch.dtype]] = {
     kind.name: getattr(torch, kind.name) for kind in TYPES if hasattr(torch, kind.name)
 }
 """By name, those that this torch has."""
-
 CODES: Final[dict[torch.dtype, int]] = {NAMED[kind.name]: kind.code for kind in TYPES if kind.name in NAMED}
-"""The number of each."""
-
 BY_CODE: Final[dict[int, torch.dtype]] = {code: dtype for dtype, code in CODES.items()}
-"""And back."""
-
 LINKED: Final = tuple(dtype for dtype, code in CODES.items() if code <= _LAST_LINKED)
 """What a link carries."""
-
 STORED: Final[dict[torch.dtype, str]] = {
     NAMED[kind.name]: kind.stored for kind in TYPES if kind.stored is not None and kind.name in NAMED
 }
 """What a safetensors file holds, and how it calls that."""
-
 SUMMED: Final = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What is summed over workers, and the number of the compiled code that does it."""
-
 HALVES: Final = (torch.bfloat16, torch.float16)
 """Those of them that are widened to float32 to be summed."""
 
 if len({kind.code for kind in TYPES}) != len(TYPES) or not all(kind.code > 0 for kind in TYPES):
-    raise ImportError("wire/dtypes.py: every type needs one code of its own, other than 0")
+    raise ImportError("native/dtypes.py: every type needs one code of its own, other than 0")

@@ -25,6 +25,8 @@ __all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "reserve", "round
 
 CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 PAGE = mmap.PAGESIZE
+# Of control groups of version 2, and of version 1.
+_CGROUP = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -38,14 +40,8 @@ def available_bytes() -> int:
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     machine = (int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     room = next(machine, os.sysconf("SC_AVPHYS_PAGES") * PAGE)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _number(limit_file), _number(usage_file)
+    for files in _CGROUP:
+        limit, usage = (_number(f"/sys/fs/cgroup/{file}") for file in files)
         if limit is not None and usage is not None:
             room = min(room, max(0, limit - usage))
     return room
@@ -87,7 +83,6 @@ class Segment(Closeable):
 
     @classmethod
     def attach(cls, descriptor: int) -> Segment:
-        """Map a whole segment whose descriptor this process was given."""
         return cls(descriptor, os.fstat(descriptor).st_size)
 
     @property
@@ -110,7 +105,6 @@ class Segment(Closeable):
         return np.frombuffer(self._map, dtype, count, offset)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A one-dimensional tensor of `count` items at `offset`; it shares the memory."""
         import torch  # here alone: what compiles kernels over shared memory has no use for it
 
         if count == 0 or self._map is None:

@@ -33,7 +33,6 @@ def hang_at(address: int) -> None:
 
 
 def sign_address() -> int:
-    """The marker's address, for compiled code."""
     return _hangs_at
 
 

@@ -33,20 +33,6 @@ from manyhands.native.atomics import (
 )
 from manyhands.native.decorators import helper, inlined, njit
 
-__all__ = [
-    "ABORTED",
-    "LEAVE_BYTES",
-    "REACHED",
-    "TIMED_OUT",
-    "announce",
-    "leave_cores",
-    "nudge",
-    "on_my_core",
-    "reached",
-    "spins_for",
-    "wait_until",
-]
-
 REACHED, ABORTED, TIMED_OUT = 0, 1, 2
 WORD_BYTES = 12
 
@@ -114,10 +100,8 @@ def leave_cores(words: int, count: int, stride: int, room: int) -> None:
     The words lie `stride` bytes apart from address `words`; `room` is the address of LEAVE_BYTES of the caller's own.
     The thread is bound to the other cores and at once unbound again, so it is free to move as before.
     """
-    allowed, others = (
-        array_at(room, _SET_BYTES // 4, uint32),
-        array_at(room + _SET_BYTES, _SET_BYTES // 4, uint32),
-    )
+    allowed = array_at(room, _SET_BYTES // 4, uint32)
+    others = array_at(room + _SET_BYTES, _SET_BYTES // 4, uint32)
     if _sched_getaffinity(0, _SET_BYTES, room) != 0:
         return
     for i in range(_SET_BYTES // 4):

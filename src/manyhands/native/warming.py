@@ -15,16 +15,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from manyhands.native.cache_folder import cache_folder
-from manyhands.native.sources import digest_of, imported_files, module_file
+from manyhands.native.cache_folder import cache_folder, digest_of, imported_files, module_file
+from manyhands.workloads.registry import FAMILIES, JOBS, WORKLOADS, CompileJob, Workload, find
 
 __all__ = ["jobs_of", "missing_jobs", "prepare", "spent_s"]
 
@@ -33,67 +31,6 @@ _SHOWN_EVERY_S = 1.0
 _PREPARED: set[str] = set()
 """What this process has prepared, or tried to."""
 _SPENT_S: list[float] = []
-
-
-@dataclass(frozen=True, slots=True)
-class CompileJob:
-    """Kernels that one process compiles: modules to import, and functions `module:name` to call."""
-
-    calls: tuple[str, ...]
-    after: str | None = None
-    """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
-
-
-JOBS: Mapping[str, CompileJob] = {
-    "waiting": CompileJob(("manyhands.native.waiting",)),
-    "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
-    "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
-    "group": CompileJob(("manyhands.native.group.shared_group",), after="waiting"),
-    "records": CompileJob(
-        (
-            "manyhands.observe.record.event_ring:warm",
-            "manyhands.transport.link.byte_ring",
-            "manyhands.transport.heartbeats",
-            "manyhands.places.local.status",
-            "manyhands.native.counters",
-        ),
-        after="waiting",
-    ),
-    "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
-    "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
-    "codecs": CompileJob(
-        tuple(
-            f"manyhands.wire.kernels.{name}"
-            for name in (
-                "fp8_kernels",
-                "indices",
-                "int8_kernels",
-                "packing",
-                "qsgd_kernels",
-                "randomk_kernels",
-                "select",
-                "sign_kernels",
-                "ternary_kernels",
-            )
-        )
-    ),
-    "hashing": CompileJob(("manyhands.native.hashing:warm",)),
-    "c10d": CompileJob(
-        (
-            "manyhands.transport.hub.arenas",
-            "manyhands.interop.c10d.compiled_calls",
-        ),
-        after="group",
-    ),
-}
-
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "fit": ("waiting", "group", "records", "reductions", "reductions_double", "hashing"),
-    "codecs": ("codecs",),
-    "libsvm": ("libsvm",),
-    "vowpal": ("vowpal",),
-}
-"""What each kind of run needs; that of a workload is in its entry in workloads/registry.py."""
 
 
 def prepare(*families: str) -> float:
@@ -112,12 +49,12 @@ def prepare(*families: str) -> float:
         missing = missing_jobs(*families)
         if missing:  # and no other process has done it meanwhile
             cores = len(os.sched_getaffinity(0))
-            _tell(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
+            _warn(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
             _compile_elsewhere(missing)
     seconds = time.monotonic() - began
     _SPENT_S.append(seconds)
     if missing:
-        _tell(f"compiled in {seconds:.1f} s")
+        _warn(f"compiled in {seconds:.1f} s")
     return seconds
 
 
@@ -133,9 +70,6 @@ def missing_jobs(*families: str) -> list[str]:
 
 def jobs_of(*families: str) -> list[str]:
     """The jobs of these families, each once: a kind of run, a workload's name, or `all`."""
-    # The registry is a table of names, which is read from below.
-    from manyhands.workloads.registry import WORKLOADS
-
     found: list[str] = []
     for family in families:
         if family == "all":
@@ -144,18 +78,15 @@ def jobs_of(*families: str) -> list[str]:
             found += FAMILIES[family]
         else:
             needed = _workload(family)
-            found += [*needed.uses, *map(partial(_job_name, family), needed.kernels)]
+            found += [*needed.uses, *(_job_name(family, call) for call in needed.kernels)]
     return list(dict.fromkeys(found))
 
 
 def job_named(name: str) -> CompileJob:
-    """One of `JOBS`, or of a workload."""
     return JOBS[name] if name in JOBS else _workload_jobs(name.rpartition(".")[0])[name]
 
 
-def _workload(name: str) -> Any:
-    from manyhands.workloads.registry import WORKLOADS, find
-
+def _workload(name: str) -> Workload:
     found = WORKLOADS.get(name) or find(name)
     assert found is not None, f"no workload {name}"
     return found
@@ -164,8 +95,7 @@ def _workload(name: str) -> Any:
 @cache
 def _workload_jobs(name: str) -> dict[str, CompileJob]:
     """Each kernel of a workload is a job, which comes after the one of waiting where its code calls that."""
-    workload, waiting = _workload(name), module_file("manyhands.native.waiting")
-    found = {}
+    workload, waiting, found = _workload(name), module_file("manyhands.native.waiting"), {}
     for call in (*workload.kernels, *workload.rare_kernels):
         file = module_file(call.partition(":")[0])
         waits = file is not None and waiting in imported_files(file)
@@ -213,9 +143,7 @@ def _alone(root: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    _tell(
-                        f"another process has compiled for {_PATIENCE_S:.0f} s; going on without waiting for it"
-                    )
+                    _warn(f"another process has compiled for {_PATIENCE_S:.0f} s; continuing without it")
                     break
                 time.sleep(0.05)
         yield
@@ -224,7 +152,6 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _compile_elsewhere(names: Sequence[str]) -> None:
-    """Run jobs in a separate process, and report what went wrong."""
     command = [sys.executable, "-m", "manyhands.native.warming", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
@@ -240,10 +167,10 @@ def _compile_elsewhere(names: Sequence[str]) -> None:
         if process.stderr is not None:
             process.stderr.close()
     if said is None:
-        _tell(f"kernels were not compiled within {_PATIENCE_S:.0f} s; going on without them")
+        _warn(f"kernels were not compiled within {_PATIENCE_S:.0f} s; continuing without them")
     elif process.returncode != 0:
         last = said.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-        _tell(f"kernels could not be compiled beforehand: {last[0]}")
+        _warn(f"kernels could not be compiled beforehand: {last[0]}")
 
 
 def _what_it_says(process: subprocess.Popen[str], names: Sequence[str]) -> str | None:
@@ -313,21 +240,13 @@ def _compile(job: CompileJob) -> None:
             getattr(found, function)()
 
 
-def _tell(line: str) -> None:
+def _warn(line: str) -> None:
     print(f"manyhands: {line}", file=sys.stderr, flush=True)
 
 
-def _something(value: int) -> int:
-    return abs(value)
-
-
-def _main(names: Sequence[str]) -> None:
-    # Once for all: numba, and what it does before it compiles its first function.
-    import_module("manyhands.native.decorators").njit("int64(int64)")(_something)
-    failed = run_jobs(names, slots=max(1, len(os.sched_getaffinity(0))))
-    if failed:
-        sys.exit(f"{', '.join(failed)} failed")
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    # Once for all: numba, and what it does before it compiles its first function.
+    import_module("manyhands.native.decorators").njit("int64(int64)")(lambda value: abs(value))
+    failed_jobs = run_jobs(sys.argv[1:], slots=max(1, len(os.sched_getaffinity(0))))
+    if failed_jobs:
+        sys.exit(f"{', '.join(failed_jobs)} failed")

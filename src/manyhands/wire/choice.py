@@ -18,23 +18,14 @@ from typing import Any, Final
 from manyhands.wire.names import RAW, rounds_hops
 
 __all__ = [
-    "CHOSEN",
-    "CodecChoice",
-    "CodecCost",
-    "LinkCost",
-    "candidates",
-    "codec_sentence",
-    "decide",
-    "looks_at",
+    "CHOSEN", "CodecChoice", "CodecCost", "LinkCost", "candidates", "codec_sentence", "decide", "looks_at",
     "sent_bytes",
-]
+]  # fmt: skip
 
 CHOSEN: Final = "codec_choices"
-"""By which a summary tells what was chosen: a list of `step`, `codec` and `why`."""
-
+"""The key of the choices in a summary: a list of `step`, `codec` and `why`."""
 LOSSY: Final = ("fp16", "bf16", "int8", "fp8", "qsgd:127", "sign", "topk:0.01")
 """What may be chosen where an error is allowed."""
-
 _PAYS = 0.95  # of the time without it: what is nearer makes no difference
 _SWITCH = 0.9  # of the time by the codec in use: or noise would change it back and forth
 _FIRST, _EVERY = 3, 200  # the first steps load and compile what later ones have
@@ -129,9 +120,16 @@ def decide(
         best = RAW
     if now in total and best != now and total[best] > _SWITCH * total[now]:
         best = now
+    speed = f" at {_rate(1 / link.seconds_per_byte)}" if link.seconds_per_byte > 0 else ""
+    why = f"{best}: an exchange of {num_bytes / 1e6:.3g} MB takes {1e3 * raw_s:.3g} ms as it is{speed}"
     others = [codec for codec in wire if codec != RAW]
     shown = best if best != RAW else min(others, key=total.__getitem__, default=None)
-    why = _reason(best, shown, wire, work, link, num_bytes)
+    if shown is None:
+        why += ", and no codec keeps within the error that is allowed"
+    else:
+        verb = "takes" if best != RAW else "would take"
+        why += f"; in {shown} it {verb} {1e3 * wire[shown]:.3g} ms on the wire"
+        why += f" and {1e3 * work[shown]:.3g} ms to encode and decode"
     return CodecChoice(codec=best, step=step, why=why)
 
 
@@ -148,29 +146,6 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
     last = choices[-1]
     often = f", the last of {len(choices)} looks, with {changes} changes" if len(choices) > 1 else ""
     return f"codec=auto chose {last['why']} (at step {last['step'] + 1}{often})"
-
-
-def _reason(
-    best: str,
-    shown: str | None,
-    wire: dict[str, float],
-    work: dict[str, float],
-    link: LinkCost,
-    num_bytes: int,
-) -> str:
-    speed = f" at {_rate(1 / link.seconds_per_byte)}" if link.seconds_per_byte > 0 else ""
-    whole = f"an exchange of {num_bytes / 1e6:.3g} MB takes {_ms(wire[RAW])} as it is{speed}"
-    if shown is None:
-        return f"{best}: {whole}, and no codec keeps within the error that is allowed"
-    verb = "takes" if best != RAW else "would take"
-    return (
-        f"{best}: {whole}; in {shown} it {verb} {_ms(wire[shown])} on the wire and {_ms(work[shown])} to encode and "
-        "decode"
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 def _rate(bytes_per_s: float) -> str:

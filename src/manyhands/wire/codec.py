@@ -1,4 +1,4 @@
-"""Parcel codecs: a codec is one file with three methods, and a setting of a strategy.
+"""Parcel codecs: a codec is a class with three methods, and a setting of a strategy.
 
 Where parcels are sent, `codec=bf16` rounds them to half the bytes. The sender replaces its values by what the
 receivers decode, so that all continue with the same numbers; sums are taken in the parcel's type. A codec whose sums
@@ -7,34 +7,39 @@ values are the same everywhere. The others are encoded by the worker that comput
 worker that adds them up.
 
 Bytes from a socket are never trusted: bytes that the same codec cannot have made raise BadBytes.
+
+The state of a codec, in a checkpoint: bytes of the names (u64) · names, types and counts as JSON, filled up to 8 · the
+tensors, one after the other.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.data.randomness import mix
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.dtypes import NAMED
 from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
 __all__ = [
-    "BadBytes",
-    "ParcelCodec",
-    "check_optimizer",
-    "codec_named",
-    "encodes",
-    "expect_bytes",
-    "round_trip",
-]
+    "BadBytes", "Bytes", "ErrorFeedback", "Floats", "ParcelCodec", "as_memory", "as_one", "check_optimizer",
+    "codec_named", "encodes", "expect_bytes", "key_of", "round_trip",
+]  # fmt: skip
 
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+_WORD: Final = 8
 _DRAWN: Final = 0xC0DEC  # or seed and step would only count by their sum
 
 
@@ -50,13 +55,13 @@ class ParcelCodec(ABC):
 
     carries_values: bool = True
     """Whether parameters may travel in it, and not only gradients and other changes, parts of which may come later."""
-
     sums_vote: bool = False
     """Whether `settle` changes sums, so that whoever adds up must have every worker's."""
-
     seed: int = 0
     worker: int = 0
     step: int = 0
+    inner: ParcelCodec | None = None
+    """The codec that it gives its own values to, if any."""
 
     @abstractmethod
     def size(self, parcel: Parcel) -> int:
@@ -87,11 +92,14 @@ class ParcelCodec(ABC):
         """Finalize the sum of all workers' parts, in place."""
 
     def at(self, step: int) -> None:
-        """Set the step that the following encodings belong to."""
         self.step = step
+        if self.inner is not None:
+            self.inner.at(step)
 
     def from_worker(self, seed: int, worker: int) -> None:
         self.seed, self.worker = seed, worker
+        if self.inner is not None:
+            self.inner.from_worker(seed, worker)
 
     def drawn(self, parcel: Parcel) -> int:
         """64 random bits for the draws in a parcel."""
@@ -105,6 +113,63 @@ class ParcelCodec(ABC):
         """Load the state that another codec of the same kind gave as `memory`."""
         if memory:
             raise ValueError(f"{type(self).__name__} keeps nothing, and was given {', '.join(memory)}")
+
+
+class ErrorFeedback(ParcelCodec):
+    """Wraps any codec: what that leaves out is kept, in the parcel's type, and added to what is sent next.
+
+    All that was ever sent, and what is still kept, add up to all that was ever given: Σ sent + memory = Σ given (Seide
+    et al., Interspeech 2014). So what is left out is late and not lost, and a biased codec converges like none
+    (Karimireddy et al., ICML 2019). Values that are not finite are sent and not kept.
+    """
+
+    inner: ParcelCodec
+
+    def __init__(self, codec: ParcelCodec) -> None:
+        self.inner, self.carries_values, self.sums_vote = codec, codec.carries_values, codec.sums_vote
+        self._kept: dict[str, Tensor] = {}
+
+    def size(self, parcel: Parcel) -> int:
+        return self.inner.size(parcel)
+
+    def usual_size(self, parcel: Parcel) -> int:
+        return self.inner.usual_size(parcel)
+
+    def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
+        residual = self.with_residual(parcel, values)
+        num_bytes = self.inner.encode(parcel, residual, into)
+        self.inner.add(parcel, into[:num_bytes], residual, -1.0)
+        self.keep(residual)
+        return num_bytes
+
+    def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
+        self.inner.decode(parcel, encoded, into)
+
+    def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
+        self.inner.add(parcel, encoded, into, alpha)
+
+    def settle(self, parcel: Parcel, total: Tensor) -> None:
+        self.inner.settle(parcel, total)
+
+    def with_residual(self, parcel: Parcel, values: Tensor) -> Tensor:
+        """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""
+        kept = self._kept.get(parcel.key)
+        if kept is None:
+            kept = self._kept[parcel.key] = torch.zeros_like(values)
+        return kept.add_(values)
+
+    def keep(self, residual: Tensor) -> None:
+        """Clear what is not finite from a residual, or it would stay there forever."""
+        if not residual.sum().isfinite():
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def memory(self) -> dict[str, Tensor]:
+        return {f"left/{key}": kept for key, kept in self._kept.items()} | self.inner.memory()
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        mine = {name: kept for name, kept in memory.items() if name.startswith("left/")}
+        self._kept = {name.removeprefix("left/"): kept.clone() for name, kept in mine.items()}
+        self.inner.remember({name: kept for name, kept in memory.items() if name not in mine})
 
 
 def codec_named(
@@ -122,13 +187,13 @@ def codec_named(
     word, options = first
     location, remembers = CODECS[word].location, CODECS[word].remembers
     if sums and word == "dgc":
-        location, remembers = "dgc:DgcSums", False
+        location, remembers = "sparse:DgcSums", False
         options = {name: options[name] for name in ("fraction", "warmup")}
     if rest:
         options["values"] = _make(CODECS[rest[0][0]].location, rest[0][1])
     codec = _make(location, options)
     if feedback and has_feedback(text) and not remembers:
-        codec = import_module("manyhands.wire.feedback").ErrorFeedback(codec)
+        codec = ErrorFeedback(codec)
     codec.from_worker(seed, worker)
     return codec
 
@@ -161,7 +226,41 @@ def check_optimizer(text: str, optimizer: Optimizer) -> None:
         )
 
 
+def key_of(drawn: int) -> tuple[np.uint32, np.uint32]:
+    """64 drawn bits as compiled code takes them."""
+    return np.uint32(drawn & 0xFFFFFFFF), np.uint32(drawn >> 32)
+
+
 def expect_bytes(encoded: Tensor, num_bytes: int) -> None:
-    """Raise BadBytes unless there are exactly `num_bytes`."""
     if encoded.numel() != num_bytes:
         raise BadBytes(f"{encoded.numel()} bytes came, and {num_bytes} were due")
+
+
+def as_one(memory: Mapping[str, Tensor]) -> Tensor:
+    rows = [[name, str(one.dtype).removeprefix("torch."), one.numel()] for name, one in memory.items()]
+    head = json.dumps(rows).encode()
+    head += b" " * (-len(head) % _WORD)
+    parts = [
+        torch.tensor([len(head)]).view(torch.uint8),
+        torch.frombuffer(bytearray(head), dtype=torch.uint8),
+    ]
+    for one in memory.values():
+        flat = one.contiguous().view(torch.uint8)
+        parts += [flat, torch.zeros(-flat.numel() % _WORD, dtype=torch.uint8)]
+    return torch.cat(parts)
+
+
+def as_memory(given: Tensor) -> dict[str, Tensor]:
+    """The tensors from the bytes of `as_one`; BadBytes for malformed ones."""
+    try:
+        end = _WORD + int(given[:_WORD].view(torch.int64).item())
+        memory: dict[str, Tensor] = {}
+        for name, dtype, count in json.loads(given[_WORD:end].numpy().tobytes()):
+            num_bytes = NAMED[dtype].itemsize * count
+            memory[name] = given[end : end + num_bytes].clone().view(NAMED[dtype])
+            if len(memory[name]) != count:
+                raise ValueError(f"{name} is cut short")
+            end += num_bytes + -num_bytes % _WORD
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise BadBytes(f"what a codec has kept cannot be read: {error}") from error
+    return memory

@@ -18,16 +18,9 @@ from manyhands.native.segment import round_up
 from manyhands.wire.parcels import Matrix, Parcel, gaps_between
 
 __all__ = [
-    "LINE_BYTES",
-    "BucketLayout",
-    "LayoutSlot",
-    "bucket_of",
-    "lay_out",
-    "least_loaded",
-    "padded",
-    "side_by_side",
-    "trainable",
-]
+    "LINE_BYTES", "BucketLayout", "LayoutSlot", "bucket_of", "lay_out", "least_loaded", "padded",
+    "side_by_side", "trainable",
+]  # fmt: skip
 
 FIRST_BUCKET_BYTES = 1024 * 1024
 LINE_BYTES = 64
@@ -80,9 +73,7 @@ def bucket_of(dtype: torch.dtype, tensors: Iterable[tuple[int, int]]) -> BucketL
 
 
 def lay_out(
-    parameters: Sequence[tuple[int, torch.dtype]],
-    cap_bytes: int,
-    first_bytes: int = FIRST_BUCKET_BYTES,
+    parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> tuple[BucketLayout, ...]:
     """Lay (number of items, dtype) of each parameter, in registration order, into buckets in launch order."""
     closed: list[BucketLayout] = []

@@ -9,6 +9,7 @@ needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,28 +19,14 @@ from manyhands.errors import UserError, nearest
 from manyhands.strategy import check_choice, setting, switch_setting
 
 __all__ = [
-    "CODECS",
-    "MOST_STAGES",
-    "RAW",
-    "auto_error",
-    "check_codec",
-    "check_feedback",
-    "codec_setting",
-    "feedback_setting",
-    "has_feedback",
-    "momentum_of",
-    "parse_codec",
-    "rounds_hops",
-    "votes",
-    "words_of",
-]
+    "CODECS", "MOST_STAGES", "RAW", "auto_error", "check_codec", "check_feedback", "codec_setting",
+    "feedback_setting", "has_feedback", "momentum_of", "parse_codec", "rounds_hops", "votes", "words_of",
+]  # fmt: skip
 
 RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""
-
 AUTO: Final = "auto"
 """The word for a codec that workers choose themselves, by what they measure."""
-
 MOST_STAGES: Final = 2
 """Of a chain; events have room for three."""
 
@@ -59,31 +46,22 @@ class CodecEntry:
 
     number: int
     """In events: 1 to 31; never reuse one."""
-
     location: str
     """Where its class is, inside `wire.codecs`."""
-
     about: str
     """What it sends, in a few words."""
-
     options: tuple[CodecOption, ...] = ()
     """The first may stand without its name."""
-
     biased: bool = False
     """Whether what it sends is wrong on average: then what is left out is kept, and added to the next."""
-
     remembers: bool = False
     """It keeps what it leaves out by itself, and that cannot be turned off."""
-
     hops: bool = False
     """Whether sums may be rounded again at every hop: then any algorithm carries it."""
-
     sparse: bool = False
     """It sends a few items: another codec may follow it, for their values."""
-
     vectors: bool = True
     """Whether it may follow a sparse one."""
-
     of_gradients: str = ""
     """Why it makes no sense for changes of parameters, and what would; empty where it does."""
 
@@ -96,15 +74,25 @@ class CodecStage:
     options: Mapping[str, Any]
 
 
-def _fraction(text: str) -> float:
-    """Read a share above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise UserError(f"{text!r} must be a fraction above 0 and at most 1, as 0.01")
-    return value
+def _reader(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise UserError(f"{text!r} must be {wanted}")
+        return value
+
+    return read
+
+
+_fraction = _reader(lambda value: 0 < value <= 1, "a fraction above 0 and at most 1, as 0.01")
+
+
+def _number(least: float, below: float) -> Callable[[str], float]:
+    wanted = f"a number from {least:g} to below {below:g}"
+    return _reader(lambda value: least <= value < below, wanted)
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
@@ -112,19 +100,6 @@ def _between(least: int, most: int) -> Callable[[str], int]:
         if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
             raise UserError(f"{text!r} must be an integer from {least} to {most}")
         return int(text)
-
-    return read
-
-
-def _number(least: float, below: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = below
-        if not least <= value < below:
-            raise UserError(f"{text!r} must be a number from {least:g} to below {below:g}")
-        return value
 
     return read
 
@@ -138,7 +113,6 @@ def _word(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-_STEPS = _between(0, 10**9 - 1)
 _FEW = (CodecOption("fraction", 0.01, _fraction),)
 
 CODECS: Final[dict[str, CodecEntry]] = {
@@ -149,31 +123,31 @@ CODECS: Final[dict[str, CodecEntry]] = {
     ),
     "fp8": CodecEntry(
         number=4,
-        location="fp8:Fp8",
+        location="quantized:Fp8",
         about="one byte, scaled per block",
         options=(CodecOption("kind", "e4m3", _word("e4m3", "e5m2")),),
         biased=True,
     ),
     "int8": CodecEntry(
-        number=5, location="int8:Int8", about="one byte, evenly spaced per block", biased=True
+        number=5, location="quantized:Int8", about="one byte, evenly spaced per block", biased=True
     ),
     "qsgd": CodecEntry(
         number=6,
-        location="qsgd:Qsgd",
+        location="quantized:Qsgd",
         about="a few levels, rounded at random",
         options=(CodecOption("levels", 7, _between(1, 127)),),
     ),
-    "ternary": CodecEntry(number=7, location="ternary:Ternary", about="-1, 0 or 1, at random"),
+    "ternary": CodecEntry(number=7, location="quantized:Ternary", about="-1, 0 or 1, at random"),
     "sign": CodecEntry(
         number=8,
-        location="sign:Sign",
+        location="quantized:Sign",
         about="one bit, and the mean size per block",
         options=(CodecOption("kind", "scaled", _word("scaled", "vote")),),
         biased=True,
     ),
     "topk": CodecEntry(
         number=9,
-        location="topk:TopK",
+        location="sparse:TopK",
         about="the largest items",
         options=(*_FEW, CodecOption("sampled", False, lambda text: _word("yes", "no")(text) == "yes")),
         biased=True,
@@ -182,7 +156,7 @@ CODECS: Final[dict[str, CodecEntry]] = {
     ),
     "randomk": CodecEntry(
         number=10,
-        location="randomk:RandomK",
+        location="sparse:RandomK",
         about="items at random, made larger for the others",
         options=_FEW,
         sparse=True,
@@ -190,13 +164,13 @@ CODECS: Final[dict[str, CodecEntry]] = {
     ),
     "dgc": CodecEntry(
         number=11,
-        location="dgc:Dgc",
+        location="sparse:Dgc",
         about="the largest items of a momentum",
         options=(
             CodecOption("fraction", 0.001, _fraction),
             CodecOption("momentum", 0.9, _number(0, 1)),
             CodecOption("clip", 0.0, _number(0, 1e9)),
-            CodecOption("warmup", 0, _STEPS),
+            CodecOption("warmup", 0, _between(0, 10**9 - 1)),
         ),
         biased=True,
         remembers=True,
@@ -241,12 +215,10 @@ def _parse_stage(text: str) -> CodecStage:
     if word == RAW:
         raise UserError(f"codec: {RAW} stands alone")
     known = {option.name: option for option in CODECS[word].options}
-    if colon and (not known or not tail):
-        raise UserError(
-            f"codec {text}: "
-            + (f"write {word} alone" if not known else f"a value must follow, as {_example(word)}")
-        )
     options = {option.name: option.default for option in known.values()}
+    if colon and (not known or not tail):
+        example = f"a value must follow, as {word}:{next(iter(options.values()))}" if known else ""
+        raise UserError(f"codec {text}: {example or f'write {word} alone'}")
     given = set[str]()
     for number, part in enumerate(tail.split(",") if tail else ()):
         name, equals, value = part.partition("=")
@@ -266,10 +238,6 @@ def _parse_stage(text: str) -> CodecStage:
     return CodecStage(word, options)
 
 
-def _example(word: str) -> str:
-    return f"{word}:{CODECS[word].options[0].default}"
-
-
 def auto_error(text: str) -> float | None:
     """How large an error `codec=auto` may choose, as a share of what is sent; None for a codec that is named."""
     word, colon, tail = text.partition(":")
@@ -286,7 +254,7 @@ def auto_error(text: str) -> float | None:
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words of a chain, without their options: as events tell it."""
+    """The words of a chain, without their options."""
     return tuple(stage.word for stage in parse_codec(text))
 
 
@@ -339,7 +307,18 @@ def check_codec(
     make no sense with it, and why.
     """
     if auto_error(text) is not None:
-        _check_auto(text, strategy=strategy, feedback=feedback, algorithm=algorithm, chooses=chooses)
+        if not chooses:
+            raise UserError(
+                f"{strategy} codec={text}: only workers that exchange at the same steps, as of allreduce, measure and "
+                "choose a codec together; name one, as bf16"
+            )
+        if algorithm != "direct":
+            raise UserError(
+                f"codec={text}: it may choose codecs that only algorithm=direct carries, not algorithm={algorithm}; "
+                "leave the algorithm out"
+            )
+        if not feedback:
+            raise UserError(f"feedback=no codec={text}: what a codec leaves out is kept; leave feedback out")
         return
     stages = parse_codec(text)
     if stages and link == "shared":
@@ -367,18 +346,3 @@ def check_feedback(text: str, feedback: bool) -> None:
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
     if not feedback and any(CODECS[word].remembers for word in words_of(text)):
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
-
-
-def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str, chooses: bool) -> None:
-    if not chooses:
-        raise UserError(
-            f"{strategy} codec={text}: only workers that exchange at the same steps, as of allreduce, measure and "
-            "choose a codec together; name one, as bf16"
-        )
-    if algorithm != "direct":
-        raise UserError(
-            f"codec={text}: it may choose codecs that only algorithm=direct carries, not algorithm={algorithm}; leave "
-            "the algorithm out"
-        )
-    if not feedback:
-        raise UserError(f"feedback=no codec={text}: what a codec leaves out is kept; leave feedback out")

@@ -36,13 +36,10 @@ class Parcel:
     dtype: torch.dtype
     priority: int = 0
     """Who carries several may let those of lower numbers leave first; the next step needs them first."""
-
     exact: bool = False
     """It travels as it is, whatever the codec: workers agree by it, or decide."""
-
     matrices: tuple[Matrix, ...] = ()
     """Which of its items are matrices, for a codec that sees more in them than items."""
-
     gaps: tuple[tuple[int, int], ...] = ()
     """Items `begin` to `end` that belong to no tensor: the next tensor begins on a line of its own; ascending."""
 
@@ -74,18 +71,14 @@ class Parcel:
     def part(self, begin: int, end: int) -> Parcel:
         """Items `begin` to `end` of it, as a parcel of their own."""
         item = self.dtype.itemsize
-        inside = tuple(
-            one._replace(begin=one.begin - begin)
-            for one in self.matrices
-            if begin <= one.begin and one.end <= end
-        )
-        gaps = tuple(
-            (max(first, begin) - begin, min(last, end) - begin)
-            for first, last in self.gaps
-            if first < end and begin < last
-        )
+        inside = [one for one in self.matrices if begin <= one.begin and one.end <= end]
+        gaps = [(max(first, begin) - begin, min(last, end) - begin) for first, last in self.gaps]
         return replace(
-            self, begin=self.begin + begin * item, end=self.begin + end * item, matrices=inside, gaps=gaps
+            self,
+            begin=self.begin + begin * item,
+            end=self.begin + end * item,
+            matrices=tuple(one._replace(begin=one.begin - begin) for one in inside),
+            gaps=tuple((first, last) for first, last in gaps if first < last),
         )
 
 

@@ -37,8 +37,9 @@ class WorkerOptions:
     )
     workers: int = option(0, "processes", at_least=0, shown="one a core")
 
-    def fill_in(self) -> None:
+    def __post_init__(self) -> None:
         """A worker for each core, as far as the strategy takes them; one worker is `single`, more are `allreduce`."""
+        super().__post_init__()  # type: ignore[misc]  # of the workload's own options, which checks them
         workers, cores = self.workers, len(os.sched_getaffinity(0))
         if not workers:
             most = Strategy.parse(self.strategy).most_workers if self.strategy else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved, seed_all
@@ -27,14 +28,9 @@ from manyhands.workloads.registry import find
 from manyhands.workloads.registry import load as load_text
 
 __all__ = [
-    "Export",
-    "ExportAsked",
-    "export_run",
-    "export_weights",
-    "load",
-    "recorded_options",
+    "Export", "ExportAsked", "export_run", "export_weights", "load", "read_model_file", "recorded_options",
     "trained_steps",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +61,14 @@ class Export:
     precision: str
     steps: int
     """How many steps the weights have seen."""
-
     num_bytes: int
     """Of the file."""
-
     full_bytes: int
     """Of the same weights in single precision."""
-
     before: dict[str, float] = field(default_factory=dict)
     """Metrics on the task's evaluation data with the weights as they were trained; empty where it has none."""
-
     after: dict[str, float] = field(default_factory=dict)
     """The same with the weights of the file."""
-
     largest_difference: float | None = None
     """Between what the file's program computes and what the module does, where it is one that was compared."""
 
@@ -93,10 +84,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
         config, built = _task_of(place, task, with_data=False)
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
-    about = exported.about
-    options = _options(about.get("options", "{}"), place)
     if task is None:
-        task = _builtin(about.get("task", ""), options, place, with_data=False)
+        options = _options(exported.about.get("options", "{}"), place)
+        task = _builtin(exported.about.get("task", ""), options, place, with_data=False)
         _check_shapes(task, exported.weights, place)
     return _filled(task, exported.weights)
 
@@ -106,11 +96,7 @@ def recorded_options(path: str | Path) -> Mapping[str, Any]:
     place = Path(path)
     if not place.is_dir():
         return _options(read_exported(place).about.get("options", "{}"), place)
-    directory = RunDirectory.open(place, lock=False)
-    try:
-        return directory.config.get("task_options") or {}
-    finally:
-        directory.close()
+    return _config(place).get("task_options") or {}
 
 
 def trained_steps(path: str | Path) -> int:
@@ -119,8 +105,21 @@ def trained_steps(path: str | Path) -> int:
     if place.is_dir():
         config, built = _task_of(place, None, with_data=False)
         return _newest(place, config, built)[0]
-    recorded = read_exported(place).about.get("steps", "")
-    return int(recorded) if recorded.isdecimal() and len(recorded) < 19 else 0
+    steps = read_exported(place).about.get("steps", "")
+    return int(steps) if steps.isdecimal() and len(steps) < 19 else 0
+
+
+def read_model_file(path: Path | str, name: str) -> tuple[Path, dict[str, str], dict[str, Tensor]]:
+    """A safetensors file, or `name` in the directory of a run: path, header and tensors; UserError where it is none."""
+    file = Path(path) / name if Path(path).is_dir() else Path(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header: dict[str, str] = opened.metadata() or {}
+            return file, header, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
+        raise UserError(f"model {file} is no safetensors file: {error}") from error
 
 
 def export_weights(asked: ExportAsked) -> Export:
@@ -149,15 +148,13 @@ def export_run(
         "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
     }
     write_exported(file, weights, precision, about)
-    full = sum(
-        4 * tensor.numel() if tensor.dtype.is_floating_point else tensor.nbytes for tensor in weights.values()
-    )
+    sizes = [4 * one.numel() if one.is_floating_point() else one.nbytes for one in weights.values()]
     return Export(
         path=file,
         precision=precision,
         steps=steps,
         num_bytes=file.stat().st_size,
-        full_bytes=full,
+        full_bytes=sum(sizes),
         before=_measured(built, _filled(built, weights)),
         after=_measured(built, _filled(built, read_exported(file).weights)),
     )
@@ -168,15 +165,19 @@ def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple
         raise UserError(
             f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
         )
-    directory = RunDirectory.open(place, lock=False)
-    config = directory.config
-    directory.close()
+    config = _config(place)
     options = config.get("task_options") or {}
     return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
 
 
+def _config(place: Path) -> Mapping[str, Any]:
+    directory = RunDirectory.open(place, lock=False)
+    directory.close()
+    return directory.config
+
+
 def _options(text: str, place: Path) -> Mapping[str, Any]:
-    """Those that the header of a file has; a stranger may have written it."""
+    """Those that the header of a file has; it is not trusted."""
     try:
         options = json.loads(text)
     except ValueError:
@@ -202,7 +203,7 @@ def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: b
 
 
 def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> None:
-    """Before memory is taken for a model that a file's header tells of: its weights must be those of the file."""
+    """Before memory is taken for a model by a file's header: its weights must be those of the file."""
     with preserved(), torch.device("meta"):
         model = task.model()
     wanted = {name: value.shape for name, value in model.state_dict().items()}

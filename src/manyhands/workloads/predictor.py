@@ -8,8 +8,7 @@
 An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
 byte of a text and so all that follow, and with int8 by the scale of the activations, which is that of the batch.
 
-A module that computes in fewer bits: what inference does with them, unlike `data.store.tensorfile`, which only keeps
-them.
+A module may compute in fewer bits (`data.store.tensorfile` only keeps them):
 
 fp32   as trained
 bf16   weights and activations in bfloat16: half the memory traffic, fast where the processor multiplies it
@@ -43,7 +42,7 @@ Inputs = TypeVar("Inputs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadAs:
-    """How `predict` was told to read its file."""
+    """How `predict` reads its file."""
 
     format: str = "auto"
     skip_bad: bool = False
@@ -56,16 +55,12 @@ class Predictor(ABC, Generic[Inputs]):
 
     takes: ClassVar[str]
     """What one input is as JSON, in words: for sentences about inputs that are none."""
-
     formats: ClassVar[tuple[str, ...]] = ("auto",)
     """What `--format` may say; the first is to find out."""
-
     task: str = ""
     """The name of its task."""
-
     precision: str = "fp32"
     """What it computes in from `prepare` on."""
-
     left_out: int = 0
     """Lines of the last file that were wrong and skipped."""
 
@@ -116,7 +111,6 @@ class ModulePredictor(Predictor[Inputs]):
         self.model = model.eval()
 
     def prepare(self) -> None:
-        """Take on the precision that was asked for."""
         self.model = in_precision(self.model, self.precision)
 
     def check_precision(self, precision: str) -> None:
@@ -134,27 +128,23 @@ def table_of(
 
     With `missing`, null and what is not finite may stand for a number; null becomes NaN. `takes` says what a row is.
     """
-    rows = [_row(number, value, columns, takes, missing) for number, value in enumerate(values)]
-    return np.stack(rows) if rows else np.empty((0, columns))
-
-
-def _row(number: int, value: Any, columns: int, takes: str, missing: bool) -> NDArray[np.float64]:
-    wanted = f"it must be {takes}, {columns} in all"
-    if not isinstance(value, list):
-        raise UserError(f"input {number} is no array; {wanted}")
-    if len(value) != columns:
-        raise UserError(f"input {number} has {len(value)} numbers; {wanted}")
-    for place, one in enumerate(value):
-        # bool is an int to Python, and text that looks like a number is one to numpy
-        if type(one) not in (int, float) and not (missing and one is None):
-            raise UserError(f"input {number} has {str(one)[:40]!r} at place {place}; {wanted}")
-    try:
-        row = np.array(value, np.float64)
-    except OverflowError:
-        raise UserError(f"input {number} has a number beyond double precision; {wanted}") from None
-    if not missing and not np.isfinite(row).all():
-        raise UserError(f"input {number} has a number that is not finite; {wanted}")
-    return row
+    table, wanted = np.empty((len(values), columns)), f"it must be {takes}, {columns} in all"
+    for number, value in enumerate(values):
+        if not isinstance(value, list):
+            raise UserError(f"input {number} is no array; {wanted}")
+        if len(value) != columns:
+            raise UserError(f"input {number} has {len(value)} numbers; {wanted}")
+        for place, one in enumerate(value):
+            # bool is an int to Python, and text that looks like a number is one to numpy
+            if type(one) not in (int, float) and not (missing and one is None):
+                raise UserError(f"input {number} has {str(one)[:40]!r} at place {place}; {wanted}")
+        try:
+            table[number] = np.array(value, np.float64)
+        except OverflowError:
+            raise UserError(f"input {number} has a number beyond double precision; {wanted}") from None
+        if not missing and not np.isfinite(table[number]).all():
+            raise UserError(f"input {number} has a number that is not finite; {wanted}")
+    return table
 
 
 _ENGINES = {"aarch64": "qnnpack", "arm64": "qnnpack"}

@@ -1,7 +1,8 @@
 """Every workload by its name: where its task or training, its kernels and its predictor are. One entry each.
 
-What is named is imported when it is first used, so that a command line is read, a run is opened and kernels are
-compiled without importing all of them. A package of a user offers a workload by an entry point that names a `Workload`:
+Also where all other kernels are, for native/warming.py. What is named is imported when it is first used, so that a
+command line is read, a run is opened and kernels are compiled without importing all of them. A package of a user offers
+a workload by an entry point that names a `Workload`:
 
     [project.entry-points."manyhands.workloads"]
     mine = "mypackage.offer:MINE"
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final
 
 from manyhands.errors import UserError, first_line, nearest
 
-__all__ = ["GROUP", "TASK_NAMES", "WORKLOADS", "Workload", "find", "load", "names", "offered", "require_task"]
+__all__ = [
+    "FAMILIES", "JOBS", "TASK_NAMES", "WORKLOADS", "CompileJob", "Workload", "find", "load", "names",
+    "offered", "require_task",
+]  # fmt: skip
 
 GROUP = "manyhands.workloads"
 """The group of entry points."""
@@ -31,33 +35,67 @@ class Workload:
 
     task: str = ""
     """A `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy."""
-
     training: str = ""
     """A `CompiledWorkload` (workloads/compiled_workload.py): compiled steps, and a training of its own."""
-
     forks_workers: bool = True
     """Whether the strategy that it is trained by unless another is named has its workers in processes."""
-
     kernels: tuple[str, ...] = ()
     """What compiles its kernels: functions, each in a process of its own; see native/warming.py."""
-
     rare_kernels: tuple[str, ...] = ()
     """Those that few runs need: they are compiled by `manyhands doctor --warm`, or where they are first called."""
-
     uses: tuple[str, ...] = ()
-    """Kernels of others that it needs, by the names of their jobs in native/warming.py."""
-
+    """Kernels of others that it needs, by the names of their `JOBS`."""
     predictor: str = ""
     """(path: Path) -> Predictor, of a run's directory or a file of its model; see `workloads.predictor`."""
-
     exporter: str = "manyhands.workloads.exporting:export_weights"
     """(ExportAsked) -> Export: the model as one file, in as few bits as wanted."""
-
     begins: bytes = b""
     """What a file of its model begins with, where that tells it from all others; safetensors files name their task."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Kernels that one process compiles: modules to import, and functions `module:name` to call."""
+
+    calls: tuple[str, ...]
+    after: str | None = None
+    """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
+
+
+JOBS: Final = {
+    "waiting": CompileJob(("manyhands.native.waiting",)),
+    "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
+    "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
+    "group": CompileJob(("manyhands.native.group.shared_group",), after="waiting"),
+    "records": CompileJob(
+        (
+            "manyhands.observe.record.event_ring:warm",
+            "manyhands.transport.link.byte_ring",
+            "manyhands.transport.heartbeats",
+            "manyhands.places.local.status",
+            "manyhands.native.counters",
+        ),
+        after="waiting",
+    ),
+    "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
+    "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
+    "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
+    "hashing": CompileJob(("manyhands.native.hashing:warm",)),
+    "c10d": CompileJob(
+        ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls"), after="group"
+    ),
+}
+"""The kernels that are of no workload."""
+
 _CORE = ("waiting", "group", "records")
+
+FAMILIES: Final = {
+    "fit": (*_CORE, "reductions", "reductions_double", "hashing"),
+    "codecs": ("codecs",),
+    "libsvm": ("libsvm",),
+    "vowpal": ("vowpal",),
+}
+"""The jobs that each kind of run needs besides those of its workload."""
 
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(
@@ -90,23 +128,23 @@ WORKLOADS: dict[str, Workload] = {
         ),
         rare_kernels=("manyhands.workloads.glove.glove_kernels:warm_in_order",),
         uses=_CORE,
-        predictor="manyhands.workloads.glove.predicting:open_vectors",
-        exporter="manyhands.workloads.glove.predicting:export_vectors",
+        predictor="manyhands.workloads.glove.vector_files:open_vectors",
+        exporter="manyhands.workloads.glove.vector_files:export_vectors",
     ),
     "logreg": Workload(
         training="manyhands.workloads.logreg.command:LOGREG",
         forks_workers=False,
         kernels=("manyhands.workloads.logreg.logreg_kernels:warm",),
         uses=(*_CORE, "libsvm"),
-        predictor="manyhands.workloads.logreg.predicting:open_logreg",
-        exporter="manyhands.workloads.logreg.predicting:export_logreg",
+        predictor="manyhands.workloads.logreg.model:open_logreg",
+        exporter="manyhands.workloads.logreg.model:export_logreg",
     ),
     "svd": Workload(
         training="manyhands.workloads.svd.command:SVD",
         kernels=("manyhands.workloads.svd.product_kernels:warm",),
         uses=(*_CORE, "reductions_double", "libsvm"),
-        predictor="manyhands.workloads.svd.predicting:open_svd",
-        exporter="manyhands.workloads.svd.predicting:export_svd",
+        predictor="manyhands.workloads.svd.model:open_svd",
+        exporter="manyhands.workloads.svd.model:export_svd",
     ),
     "gbdt": Workload(
         training="manyhands.workloads.gbdt.command:GBDT",
@@ -117,8 +155,8 @@ WORKLOADS: dict[str, Workload] = {
             "manyhands.workloads.gbdt.split_kernels:warm",
         ),
         uses=(*_CORE, "libsvm"),
-        predictor="manyhands.workloads.gbdt.predicting:open_gbdt",
-        exporter="manyhands.workloads.gbdt.predicting:export_gbdt",
+        predictor="manyhands.workloads.gbdt.text_format:open_gbdt",
+        exporter="manyhands.workloads.gbdt.text_format:export_gbdt",
         begins=b"tree\nversion=",
     ),
 }
@@ -130,7 +168,6 @@ TASK_NAMES = tuple(name for name, workload in WORKLOADS.items() if workload.task
 
 @cache
 def load(text: str) -> Any:
-    """What a text of a workload names."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 
@@ -158,7 +195,6 @@ def find(name: str) -> Workload | None:
 
 
 def names() -> list[str]:
-    """Those of all workloads, built in or installed."""
     return [*WORKLOADS, *(name for name in _installed() if name not in WORKLOADS)]
 
 
@@ -166,8 +202,7 @@ def offered(part: str) -> Iterator[Any]:
     """The `task` or the `training` of every workload that has one; an installed one that fails is said on stderr."""
     for name in names():
         try:
-            workload = find(name) if name not in WORKLOADS else WORKLOADS[name]
-            text = getattr(workload, part)
+            text = getattr(WORKLOADS.get(name) or find(name), part)
             if text:
                 yield load(text)
         except (UserError, ImportError, AttributeError) as error:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from manyhands.errors import UserError, nearest, printable
 
-__all__ = ["Option", "check_options", "chosen", "narrowed", "option", "options_of"]
+__all__ = ["CheckedOptions", "Option", "check_options", "chosen", "narrowed", "option", "options_of"]
 
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -84,7 +84,10 @@ class Option:
                 and (self.below is None or value < self.below)
             )
         if fits and self.kind is Path:
-            fits = _is_path(value)
+            try:
+                fits = b"\0" not in os.fsencode(value)  # a file can be called this
+            except UnicodeEncodeError:
+                fits = False
         if fits and self.choices and value not in self.choices:
             raise UserError(f"{self.name} is {printable(repr(value))}; {nearest(value, self.choices)}")
         if not fits:
@@ -93,15 +96,11 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
-        bounds = {
-            "of at least": self.at_least,
-            "above": self.above,
-            "and at most": self.at_most,
-            "and below": self.below,
-        }
-        words = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
-        return " ".join([_KINDS[self.kind], *words])
+        words = [("of at least", self.at_least), ("above", self.above)]
+        words += [("and at most", self.at_most), ("and below", self.below)]
+        return " ".join(
+            [_KINDS[self.kind], *(f"{word} {bound:g}" for word, bound in words if bound is not None)]
+        )
 
 
 def option(default: Any, help_text: str, **about: Any) -> Any:
@@ -117,20 +116,24 @@ def check_options(options: Any) -> None:
         object.__setattr__(options, one.name, one.check(getattr(options, one.name)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions:
+    """Options that are checked when they are made: a UserError names the field, its value and what is allowed."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 def options_of(options_type: type) -> tuple[Option, ...]:
     """The fields of a dataclass that were made by `option`, in order."""
     hints = typing.get_type_hints(options_type)
     found = []
     for field in dataclasses.fields(options_type):
-        if "option" not in field.metadata:
-            continue
-        kind, many = _kind(hints[field.name])
-        required = field.default is MISSING
-        default = None if required else field.default
-        about = field.metadata["option"]
-        found.append(
-            Option(name=field.name, kind=kind, many=many, default=default, required=required, **about)
-        )
+        if "option" in field.metadata:
+            kind, many = _kind(hints[field.name])
+            required = field.default is MISSING
+            about = {"default": None if required else field.default, **field.metadata["option"]}
+            found.append(Option(name=field.name, kind=kind, many=many, required=required, **about))
     return tuple(found)
 
 
@@ -165,11 +168,3 @@ def _kind(hint: Any) -> tuple[type, bool]:
             f"an option cannot be of type {hint!r}; allowed: {', '.join(kind.__name__ for kind in _KINDS)}"
         )
     return typing.cast(type, kinds[0]), False
-
-
-def _is_path(value: Path) -> bool:
-    """Whether a file can be called this at all."""
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False

@@ -121,7 +121,6 @@ def write_atomically(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> 
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Put `value` as readable JSON in the place of `path`, whole or not at all."""
     write_atomically(path, [render_json(value, path.name, indent=1)])
 
 
@@ -204,7 +203,6 @@ def require_empty(out: Path) -> None:
 
 
 def make_output(out: Path) -> None:
-    """Make the directory, where it is not there yet; UserError where the disk does not take it."""
     try:
         make_directory(out)
     except OSError as error:

@@ -120,7 +120,6 @@ class Loaded:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The state that another process continues from, for `of` there."""
         return {"step": self.step, "model": self.model, "optimizer": self.optimizer, "extra": self.extra}
 
     @classmethod
@@ -232,7 +231,6 @@ class CheckpointStore:
         return tuple(sorted({step for step, _ in self._candidates()}))
 
     def best_step(self) -> int | None:
-        """The step with the lowest score, None where none has a score."""
         return best(self._entries())
 
     def _sweep(self) -> None:
@@ -308,7 +306,6 @@ def _write(folder: Path, snapshot: Snapshot, content: _Content) -> None:
 
 
 def _read(folder: Path, step: int) -> Loaded:
-    """The checkpoint in `folder`, every byte of it verified, or Damaged."""
     manifest = read_manifest(folder, step)
     damages = damaged_files(folder, manifest, hashes=True)
     if damages:

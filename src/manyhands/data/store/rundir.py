@@ -15,6 +15,7 @@ runs/digits/
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -24,10 +25,13 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from torch import Tensor
 
 from manyhands.data.store.atomic import (
     WriteFailed,
@@ -40,17 +44,19 @@ from manyhands.data.store.atomic import (
     write_json,
 )
 from manyhands.data.store.checkpoint import CheckpointStore
-from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.line_files import LineFile, MetricsLog
-from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
+from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed, printable
 from manyhands.native.closeable import Closeable
 
 __all__ = [
     "IN_PYTHON",
     "ON_COMMAND_LINE",
+    "Fingerprint",
     "RunDirectory",
     "RunLock",
+    "fingerprint",
     "origin",
+    "parameter_shapes",
     "require_free",
     "shown_command",
 ]
@@ -156,11 +162,9 @@ class RunDirectory(Closeable):
         return bool(RunLock.is_held(path / _LOCK))
 
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
-        """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
 
     def is_held(self) -> bool | None:
-        """Whether a live run has the directory; None where none ever had."""
         return RunLock.is_held(self.path / _LOCK)
 
     def record_end(self, error: ManyhandsError, at_s: float) -> None:
@@ -215,7 +219,6 @@ class RunDirectory(Closeable):
             self.path.rmdir()
 
     def close(self) -> None:
-        """Sync the metrics and let others have the directory."""
         try:
             self._members.close()
             self.metrics.close()
@@ -260,7 +263,6 @@ def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The configuration of the run at `path`, or UserError with what is wrong."""
     file = path / _CONFIG
     try:
         content = read_object(file)
@@ -343,7 +345,6 @@ class RunLock:
         self.descriptor = -1
 
     def acquire(self) -> None:
-        """Take the lock now, or raise UserError with the process that has it."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -391,3 +392,62 @@ class RunLock:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+_PLAIN_FIELDS = {"task": str, "seed": int, "batch_size": int, "samples": int}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The part of a configuration that a resumed run shares with the one before."""
+
+    task: str
+    seed: int
+    batch_size: int
+    samples: int
+    parameters: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        fields = [getattr(self, name) for name in _PLAIN_FIELDS]
+        text = json.dumps([*fields, sorted(self.parameters.items())])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def conflict(self, current: Fingerprint) -> str | None:
+        """Why `current` cannot continue a run of this fingerprint, as a sentence; None if it can."""
+        for name in _PLAIN_FIELDS:
+            before, now = getattr(self, name), getattr(current, name)
+            if before != now:
+                now, before = printable(repr(now)), printable(repr(before))
+                return f"{name} is {now}, but the run was started with {before}; resume with that"
+        for name in [*self.parameters, *current.parameters]:
+            before, now = self.parameters.get(name, "absent"), current.parameters.get(name, "absent")
+            if before != now:
+                who, now, before = printable(repr(name)), printable(now), printable(before)
+                return f"parameter {who} is {now}, but in the run it was {before}; resume with that model"
+        return None
+
+
+def fingerprint(config: Mapping[str, Any]) -> Fingerprint:
+    """Pick the fields that must stay the same out of a configuration; UserError names one it lacks."""
+    for name, kind in _PLAIN_FIELDS.items():
+        if not isinstance(config.get(name), kind):
+            shown = printable(repr(config.get(name)))
+            raise UserError(f"the configuration's {name} is {shown}; it must be {kind.__name__}")
+    parameters = config.get("parameters")
+    if not isinstance(parameters, Mapping):
+        shown = printable(repr(parameters))
+        raise UserError(f"the configuration's parameters are {shown}; they must map names to shapes")
+    return Fingerprint(
+        **{name: config[name] for name in _PLAIN_FIELDS},
+        parameters={str(name): str(shape) for name, shape in parameters.items()},
+    )
+
+
+def parameter_shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """`model.named_parameters()` as `{"fc.weight": "float32 10×64"}`: the configuration's `parameters`."""
+    shapes = {}
+    for name, tensor in named:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        shapes[name] = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+    return shapes

@@ -157,7 +157,6 @@ class Exported:
 
 
 def check_precision(precision: str) -> None:
-    """Raise the UserError that lists what a precision may be, unless it is one."""
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r}: {nearest(precision, PRECISIONS)}")
 
@@ -216,7 +215,6 @@ def write_exported(
 
 
 def read_exported(path: Path) -> Exported:
-    """Read what `write_exported` wrote; UserError says what is wrong with the file."""
     try:
         with safe_open(path, framework="pt") as opened:
             header: dict[str, str] = opened.metadata() or {}

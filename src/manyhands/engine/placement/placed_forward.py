@@ -53,7 +53,6 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the running module; None where its tensors decide."""
         return self.running[-1][1] if self.running else None
 
 
@@ -99,7 +98,6 @@ class Placing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch in place of each of its functions."""
         del types
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
@@ -171,7 +169,6 @@ class Placing(TorchFunctionMode):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -194,7 +191,6 @@ def brought(value: Any, device: torch.device) -> Any:
 
 
 def _writes(name: str) -> bool:
-    """Whether an operation writes into its first tensor."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -233,7 +229,6 @@ class PlacementLog:
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes that the last forward pass copied between devices."""
         return sum(row.copied_bytes for row in self.rows)
 
     def note(self, sentence: str) -> None:

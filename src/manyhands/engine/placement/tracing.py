@@ -54,7 +54,6 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
 
 
 def _called_with(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the first call that `run` makes to the model."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ miniature: 30 learners train a small network on handwritten digits. Time is simu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.models import SimulatedTrained
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
+from manyhands.native.threads import with_threads
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.workloads.tasks.digits import read_digits
 
@@ -60,16 +60,14 @@ def straggler_table(
 ) -> list[StragglerRow]:
     """Run the same batches (`rounds` for each worker) under every consistency of `BOUNDS`."""
     rows = []
-    for consistency in BOUNDS:
-        spec = SimulationSpec(
-            workers=workers, steps=workers * rounds, consistency=consistency, compute=compute, seed=seed
-        )
-        run = simulate(spec)
-        rows.append(
-            StragglerRow(
-                consistency=consistency, waiting_share=run.waiting_share, updates_per_s=run.updates_per_s
+    for name in BOUNDS:
+        run = simulate(
+            SimulationSpec(
+                workers=workers, steps=workers * rounds, consistency=name, compute=compute, seed=seed
             )
         )
+        waiting, rate = run.waiting_share, run.updates_per_s
+        rows.append(StragglerRow(consistency=name, waiting_share=waiting, updates_per_s=rate))
     return rows
 
 
@@ -119,24 +117,13 @@ def learn_digits(
         model=model,
         seed=seed,
     )
-    with _one_thread():
+    with with_threads(1):  # tensors this small are slower with several
         run = simulate(spec)
     module = model.show([store.read() for store in run.stores])
     _, _, images, labels = _digits()
     with torch.no_grad():
         accuracy = (module(images).argmax(1) == labels).double().mean().item()
     return LearningRow(consistency=consistency, accuracy=accuracy, staleness=run.staleness())
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: tensors this small are slower with several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 _MINIBATCH = 8  # images per minibatch of a learner

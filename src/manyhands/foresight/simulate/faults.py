@@ -33,72 +33,54 @@ class FaultRole(Enum):
     SERVER = "server"
 
 
-def _check(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise UserError(f"{name}={value}: must be finite and not negative")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    at_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("at_s", "seconds", "factor"):
+            value = getattr(self, name, 0.0)
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name}={value}: must be finite and not negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class Kill(_Planned):
     """A process ends abruptly (kill -9)."""
 
-    at_s: float
     role: FaultRole
     pick: int
 
-    def __post_init__(self) -> None:
-        _check("at_s", self.at_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class Pause(_Planned):
     """A process is stopped (SIGSTOP) and later continues; messages to it wait meanwhile."""
 
-    at_s: float
     seconds: float
     role: FaultRole
     pick: int
 
-    def __post_init__(self) -> None:
-        _check("at_s", self.at_s)
-        _check("seconds", self.seconds)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLink:
+class SlowLink(_Planned):
     """For a while every message to and from a process takes `factor` times as long."""
 
-    at_s: float
     seconds: float
     factor: float
     role: FaultRole
     pick: int
 
-    def __post_init__(self) -> None:
-        _check("at_s", self.at_s)
-        _check("seconds", self.seconds)
-        _check("factor", self.factor)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerComes:
+class WorkerComes(_Planned):
     """The user adds a worker."""
 
-    at_s: float
-
-    def __post_init__(self) -> None:
-        _check("at_s", self.at_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGoes:
+class WorkerGoes(_Planned):
     """The user removes a slot; never the last one."""
 
-    at_s: float
     pick: int
-
-    def __post_init__(self) -> None:
-        _check("at_s", self.at_s)
 
 
 Fault = Kill | Pause | SlowLink | WorkerComes | WorkerGoes
@@ -110,23 +92,24 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
     The meaning of a seed never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
     """
     draw = random.Random(f"faults {seed}")
-    kinds = [Kill, Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]
+    kinds: list[type[Fault]] = [Kill, Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]
     faults: list[Fault] = []
     for at_s in sorted(draw.uniform(0, until_s) for _ in range(count)):
         kind, role, pick = draw.choice(kinds), draw.choice(list(FaultRole)), draw.randrange(2**16)
         seconds = draw.choice([0.02, 0.2, 1.0]) * until_s * draw.random()
-        if kind is Kill:
-            faults.append(Kill(at_s=at_s, role=role, pick=pick))
-        elif kind is Pause:
-            faults.append(Pause(at_s=at_s, seconds=seconds, role=role, pick=pick))
-        elif kind is SlowLink:
-            factor = draw.choice([3.0, 30.0, 300.0])
-            faults.append(SlowLink(at_s=at_s, seconds=seconds, factor=factor, role=role, pick=pick))
-        elif kind is WorkerComes:
-            faults.append(WorkerComes(at_s=at_s))
-        else:
-            faults.append(WorkerGoes(at_s=at_s, pick=pick))
+        factor = draw.choice([3.0, 30.0, 300.0]) if kind is SlowLink else 1.0
+        faults.append(_made(kind, at_s, role, pick, seconds, factor))
     return tuple(faults)
+
+
+def _made(kind: type[Fault], at_s: float, role: FaultRole, pick: int, seconds: float, factor: float) -> Fault:
+    if kind is Kill:
+        return Kill(at_s=at_s, role=role, pick=pick)
+    if kind is Pause:
+        return Pause(at_s=at_s, seconds=seconds, role=role, pick=pick)
+    if kind is SlowLink:
+        return SlowLink(at_s=at_s, seconds=seconds, factor=factor, role=role, pick=pick)
+    return WorkerComes(at_s=at_s) if kind is WorkerComes else WorkerGoes(at_s=at_s, pick=pick)
 
 
 def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault, ...]:
@@ -147,17 +130,9 @@ def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault
         at_s = (
             at_s + draw.choice([0.002, 0.02, 0.2]) * draw.random() if in_a_burst else draw.uniform(0, until_s)
         )
-        faults.append(_drawn_fault(draw, draw.choices(kinds, weights)[0], at_s, until_s))
+        kind = draw.choices(kinds, weights)[0]
+        role, pick = draw.choice(list(FaultRole)), draw.randrange(2**16)
+        seconds = until_s * 10 ** draw.uniform(-2.5, 0.3)
+        factor = 300 ** draw.random() if kind is SlowLink else 1.0
+        faults.append(_made(kind, at_s, role, pick, seconds, factor))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
-
-
-def _drawn_fault(draw: random.Random, kind: type[Fault], at_s: float, until_s: float) -> Fault:
-    role, pick = draw.choice(list(FaultRole)), draw.randrange(2**16)
-    seconds = until_s * 10 ** draw.uniform(-2.5, 0.3)
-    if kind is Kill:
-        return Kill(at_s=at_s, role=role, pick=pick)
-    if kind is Pause:
-        return Pause(at_s=at_s, seconds=seconds, role=role, pick=pick)
-    if kind is SlowLink:
-        return SlowLink(at_s=at_s, seconds=seconds, factor=300 ** draw.random(), role=role, pick=pick)
-    return WorkerComes(at_s=at_s) if kind is WorkerComes else WorkerGoes(at_s=at_s, pick=pick)

@@ -72,8 +72,7 @@ class Copy:
     store: Any
     held: dict[tuple[int, int], Gradient]
     rows: list[Row]
-    core: str
-    """The core's own state, as JSON text."""
+    core: str  # the core's own state, as JSON text
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ Worker s has role s, as in a live run, and the servers' roles follow. Evaluating
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.engine.exchange import Traffic
@@ -23,7 +22,7 @@ from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import LEAD, Message, Parameters, Push, Read, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 
-__all__ = ["EventBook", "RunBook", "SimulatedNews"]
+__all__ = ["EventBook", "RunBook"]
 
 _FLUSH_EVERY = 256  # events of all roles between two flushes; a ring holds more
 
@@ -65,29 +64,27 @@ class EventBook:
             self.at(role, kind, begin_s, end_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedNews:
-    """The callbacks for the reports of a simulated run."""
-
-    take_rows: Callable[[list[dict[str, Any]]], None]
-    take_computed: Callable[[ComputedRow], None]
-    evaluate_every: int  # global batches; 0: never
-
-
 class RunBook(Observer):
-    """Records a run of `model` on `workers` workers and `servers` servers as events."""
+    """Records a run of `model` on `workers` workers and `servers` servers as events.
+
+    It evaluates every so many global batches (0: never). `take_rows` gets the history, `take_computed` the records of
+    workers.
+    """
 
     def __init__(
         self,
         model: SimulatedTask,
         events: EventBook,
-        news: SimulatedNews,
         *,
+        take_rows: Callable[[list[dict[str, Any]]], None],
+        take_computed: Callable[[ComputedRow], None],
+        evaluate_every: int,
         workers: int,
         servers: int,
         wire: int,
     ) -> None:
-        self._model, self._events, self._news, self._wire = model, events, news, wire
+        self._model, self._events, self._wire = model, events, wire
+        self._take_rows, self._take_computed, self._evaluate_every = take_rows, take_computed, evaluate_every
         self._workers, self._servers, self._shards = workers, servers, model.layout.shards
         self._roles: dict[int, int] = {}  # roles of servers, by member
         self._asked_s: dict[tuple[int, int], float] = {}  # by slot and shard: when its Read came
@@ -118,8 +115,7 @@ class RunBook(Observer):
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
         """Evaluate, if due before this batch, by the worker with its first part, on what it has read."""
-        every = self._news.evaluate_every
-        due = every and work.batch and work.batch % every == 0
+        due = self._evaluate_every and work.batch and work.batch % self._evaluate_every == 0
         if not due or work.part or work.batch in self.evaluated:
             return
         self.evaluated.add(work.batch)
@@ -130,7 +126,7 @@ class RunBook(Observer):
             row = self._losses.add_evaluation(
                 Evaluated(step=work.batch, metrics=metrics), self.training_s(now_s)
             )
-            self._news.take_rows([row] if row is not None else [])
+            self._take_rows([row] if row is not None else [])
 
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
         made = self._model.made[slot]
@@ -147,7 +143,7 @@ class RunBook(Observer):
             seconds=now_s - began_s,
         )
         row = self._losses.add(part, self.training_s(now_s))
-        self._news.take_rows([row] if row is not None else [])
+        self._take_rows([row] if row is not None else [])
 
     def training_s(self, at_s: float) -> float:
         """The seconds since the first worker began to compute."""
@@ -159,7 +155,7 @@ class RunBook(Observer):
         """Record a push to a server, or parameters to a worker, which may have been held back until now."""
         if isinstance(message, Push):
             if message.shard == LEAD:
-                self._news.take_computed(self._computed_row(source, message))
+                self._take_computed(self._computed_row(source, message))
             num_bytes = self._model.layout.range_bytes(message.shard)
             self._pushed[message.slot] = self._pushed.get(message.slot, 0) + num_bytes
             self.sent += Traffic(messages_sent=1, bytes_sent=num_bytes)

@@ -34,11 +34,6 @@ class WorkerTimes:
     waiting_s: float = 0.0
     num_computed: int = 0
 
-    @property
-    def waiting_share(self) -> float:
-        total = self.computing_s + self.waiting_s
-        return self.waiting_s / total if total else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,12 +30,12 @@ from manyhands.engine.session import run_session
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.driver import simulate
-from manyhands.foresight.simulate.simulated_recording import EventBook, RunBook, SimulatedNews
+from manyhands.foresight.simulate.simulated_recording import EventBook, RunBook
 from manyhands.foresight.simulate.simulated_run import SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulatedConditions, SimulationSpec
 from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
+from manyhands.native.threads import with_threads
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live.live_training import server_summary
 from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome
@@ -50,26 +50,6 @@ __all__ = ["SimulatedRequest", "SimulatedTraining", "fit_simulated", "require_si
 
 
 _RING_EVENTS = 1 << 10
-
-
-class ServedStrategy(Protocol):
-    """What the simulator requires of a strategy: shards, and when they serve and step."""
-
-    @property
-    def servers(self) -> int:
-        """The number of shards."""
-
-    @property
-    def consistency(self) -> Policy:
-        """The consistency: when replicas must agree."""
-
-    @property
-    def replicas(self) -> int:
-        """The number of backups of each shard."""
-
-    @property
-    def num_server_processes(self) -> int:
-        """The number of server processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +86,7 @@ class SimulatedTraining(Training):
         super().__init__(request, model)
         assert isinstance(request, SimulatedRequest), "made by fit_simulated"
         self._conditions = request.conditions
-        self._strategy: ServedStrategy = request.strategy  # type: ignore[assignment]  # require_simulated has looked
+        self._strategy: Any = request.strategy  # one of servers: require_simulated has looked
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
         """Raise UserError: a simulated run keeps no intermediate checkpoints."""
@@ -116,9 +96,10 @@ class SimulatedTraining(Training):
     def run(self, stage: Stage) -> Result:
         request = self._request
         with ExitStack() as stack:
-            stack.enter_context(_one_thread())
+            stack.enter_context(with_threads(1))  # as the record states: a replay must use the same
             record = self._record()
-            parts = ReplayStage(request.plan.task, record, self._strategy)  # type: ignore[arg-type]
+            assert isinstance(request.plan.task, Task), "require_simulated has looked"
+            parts = ReplayStage(request.plan.task, record, self._strategy)
             model = SimulatedTask(stack.enter_context(parts))
             step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
             files = stack.enter_context(
@@ -132,7 +113,10 @@ class SimulatedTraining(Training):
             book = self._book(model, stage, files, events)
             shards = [{"shard": n, "bytes": model.layout.range_bytes(n)} for n in range(model.layout.shards)]
             stage.take_event({"event": "layout", "shards": shards})
-            stage.take_event({"event": "simulated", "at_s": 0.0, "sentence": self._sentence(step_s)})
+            sentence = f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms"
+            if self._conditions.step_s is None:
+                sentence += ", as measured here: give it as --compute, and the run is the same again"
+            stage.take_event({"event": "simulated", "at_s": 0.0, "sentence": sentence})
             with stage.view(collector):
                 run = simulate(self._spec(model, step_s), observer=book)
                 book.ends(run.seconds)
@@ -142,11 +126,6 @@ class SimulatedTraining(Training):
             self._leave(stage, parts, result)
             observed = {**collector.summary(), **server_summary(self._outcome(run, files.kept))}
             return replace(result, observed={**observed, **result.observed})
-
-    def _sentence(self, step_s: float) -> str:
-        how = ", as measured here: give it as --compute, and the run is the same again"
-        origin = "" if self._conditions.step_s is not None else how
-        return f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms{origin}"
 
     def _spec(self, model: SimulatedTask, step_s: float) -> SimulationSpec:
         request, strategy, conditions = self._request, self._strategy, self._conditions
@@ -173,14 +152,12 @@ class SimulatedTraining(Training):
         }
 
     def _book(self, model: SimulatedTask, stage: Stage, files: _Files, events: EventBook) -> RunBook:
-        plan = self._request.plan
-        news = SimulatedNews(
-            take_rows=stage.take_rows, take_computed=files.computed, evaluate_every=plan.evaluate_every
-        )
         return RunBook(
             model,
             events,
-            news,
+            take_rows=stage.take_rows,
+            take_computed=files.computed,
+            evaluate_every=self._request.plan.evaluate_every,
             workers=self._request.workers,
             servers=self._strategy.num_server_processes,
             wire=wire_of(Wire.TCP, "raw"),
@@ -241,7 +218,7 @@ class SimulatedTraining(Training):
                 {
                     "shard": shard,
                     "staleness": sorted(stale.items()),
-                    "nbytes": store.nbytes,
+                    "nbytes": store.store.nbytes,
                     "sha256": store.digest,
                     "version": store.version,
                 }
@@ -283,17 +260,6 @@ class _Files:
             shards.close()
         for recorder in self._workers.values():
             self.kept |= recorder.kept
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use the number of threads that the record states: a replay must use the same."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def fit_simulated(

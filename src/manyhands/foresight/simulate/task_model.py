@@ -11,10 +11,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from manyhands.errors import NonFinite
 from manyhands.foresight.simulate.models import Gradient, Model, Store
@@ -41,72 +42,57 @@ class SimulatedGradient:
     hashes: tuple[str, ...]  # of each shard's part
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class _Read(NamedTuple):
     """The values of a shard at one version; a worker loads them while it computes."""
 
     values: Tensor
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pushed:
+class _Pushed(NamedTuple):
     """A gradient in transit to one shard."""
 
     batch: int
     contribution: Contribution
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoreState:
-    state: ShardState
-    version: int
-
-
 class TaskStore(Store):
     """One copy of one shard: a live server's store."""
 
     def __init__(self, store: ShardStore, layout: FlatLayout, shard: int) -> None:
-        self._store, self._layout, self._shard = store, layout, shard
+        self.store, self._layout, self._shard = store, layout, shard
         self._read: _Read | None = None
         self.version = 0
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
         contributions = [replace(pushed.contribution, factor=factor) for factor, pushed in gradients]
-        self._store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
+        self.store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
         self._read = None
         self.version += 1
 
     def read(self) -> _Read:
         """Return a copy of the values, shared by all readers of this version."""
         if self._read is None:
-            self._read = _Read(self._store.values.memory.clone(), self.version)
+            self._read = _Read(self.store.values.memory.clone(), self.version)
         return self._read
 
-    def state(self) -> _StoreState:
-        copied = self._store.state()
+    def state(self) -> tuple[ShardState, int]:
+        state = self.store.state()
         fresh = ShardState(
-            model={name: value.clone() for name, value in copied.model.items()},
-            optimizer=_cloned(copied.optimizer),
-            batches=copied.batches,
+            model={name: value.clone() for name, value in state.model.items()},
+            optimizer=tree_map_only(Tensor, Tensor.clone, state.optimizer),
+            batches=state.batches,
         )
-        return _StoreState(fresh, self.version)
+        return fresh, self.version
 
     def load(self, state: Any) -> None:
-        self._store.load_state(state.state)
-        self.version, self._read = state.version, None
-
-    @property
-    def shard_state(self) -> ShardState:
-        return self._store.state()
-
-    @property
-    def nbytes(self) -> int:
-        return self._store.nbytes
+        shard_state, self.version = state
+        self.store.load_state(shard_state)
+        self._read = None
 
     @property
     def digest(self) -> str:
-        return shard_digest(self._store, self._layout, self._shard)
+        return shard_digest(self.store, self._layout, self._shard)
 
 
 class SimulatedTask(Model):
@@ -138,7 +124,10 @@ class SimulatedTask(Model):
                 f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
                 "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"
             )
-        pushed = [_Pushed(work.batch, self._contribution(shard)) for shard in range(self.layout.shards)]
+        pushed = []
+        for shard, part in enumerate(self._parts):
+            gradient = self.layout.range_in(part.gradient.memory.clone(), shard)
+            pushed.append(_Pushed(work.batch, Contribution(gradient=gradient, present=part.flags.clone())))
         self.samples += done.samples
         self.made[slot] = SimulatedGradient(
             loss=done.loss,
@@ -147,7 +136,7 @@ class SimulatedTask(Model):
             versions=tuple(one.version for one in read),
             hashes=tuple(gradient_hash(part.flags, part.gradient) for part in self._parts),
         )
-        return list(pushed), done.share
+        return pushed, done.share
 
     def evaluate(self, slot: int, read: Sequence[Any]) -> tuple[dict[str, float], int] | None:
         """Return the metrics of what a worker has read, and the number of samples."""
@@ -169,12 +158,12 @@ class SimulatedTask(Model):
 
     def trained(self, stores: Sequence[Store], last_slot: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return the final model, with the buffers of the worker that made the last update, and its optimizer."""
-        model = self._stage.new_model()
+        model = self._stage.computer.build().model
         self._buffers.switch(last_slot)
         with torch.no_grad():
             for own, last in zip(model.buffers(), self._stage.replica.model.buffers(), strict=True):
                 own.copy_(last)
-        states = [store.shard_state for store in stores if isinstance(store, TaskStore)]
+        states = [store.store.state() for store in stores if isinstance(store, TaskStore)]
         values, optimizer = merge(self.layout, states, model.state_dict())
         model.load_state_dict(values)
         return model.cpu(), optimizer
@@ -184,19 +173,3 @@ class SimulatedTask(Model):
         for part, one in zip(self._parts, read, strict=True):
             part.values.copy_(one.values)
         self._stage.replica.pulled()
-
-    def _contribution(self, shard: int) -> Contribution:
-        part = self._parts[shard]
-        gradient = self.layout.range_in(part.gradient.memory.clone(), shard)
-        return Contribution(gradient=gradient, present=part.flags.clone())
-
-
-def _cloned(value: Any) -> Any:
-    match value:
-        case Tensor():
-            return value.clone()
-        case dict():
-            return {key: _cloned(one) for key, one in value.items()}
-        case list():
-            return [_cloned(one) for one in value]
-    return value

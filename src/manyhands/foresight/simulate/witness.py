@@ -140,7 +140,11 @@ class Witness(Observer):
         found = list(self._lost_at_takeover)
         for shard, store in enumerate(run.stores):
             assert isinstance(store, LedgerStore)
-            found += self._repeated(shard, store)
+            found += [
+                f"shard {shard} applied update {clock} of slot {slot} twice"
+                for (slot, clock), times in Counter((m.slot, m.clock) for m in _marks(store)).items()
+                if times > 1
+            ]
             found += [
                 f"shard {shard} acknowledged update {clock} of slot {slot} and does not have it"
                 for slot, clock in sorted(self._acknowledged[shard] - _names(store))
@@ -172,15 +176,6 @@ class Witness(Observer):
             if (reading.slot, reading.work.clock) in applied
             and len({seen.length for seen in reading.seen}) > 1
         ]
-
-    def _repeated(self, shard: int, store: LedgerStore) -> list[str]:
-        names: set[tuple[int, int]] = set()
-        found = []
-        for mark in _marks(store):
-            if (mark.slot, mark.clock) in names:
-                found.append(f"shard {shard} applied update {mark.clock} of slot {mark.slot} twice")
-            names.add((mark.slot, mark.clock))
-        return found
 
     def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
         """Check that at the end only late updates are pending, and that backups equal their primaries."""

@@ -62,7 +62,6 @@ class RoundClock:
         self._input_ns = 0
 
     def start(self) -> None:
-        """Start the clock: this worker computes from now on; earlier time is not booked."""
         self._worker_context.mark(self.rounds + 1, State.COMPUTING)
         self._take()
         self._take_input_ns()
@@ -264,7 +263,6 @@ class Rounds:
             torch.set_rng_state(mine[0])
 
     def all_have_a_batch(self, mine: bool) -> bool:
-        """Collective: whether every worker's stream has one."""
         return all(word.value for word in self.words.meet(Call.EPOCH, float(mine)))
 
     def worker_0s_draws(self) -> Draws:

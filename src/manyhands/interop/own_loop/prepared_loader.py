@@ -180,7 +180,6 @@ def _is_dense(value: Any) -> bool:
 
 
 def narrowed(batch: Any, span: range) -> Any:
-    """The rows `span` of everything in a batch, which stays what it is."""
     if _is_dense(batch):
         return batch[span.start : span.stop]
     if isinstance(batch, Mapping):

@@ -47,7 +47,6 @@ class Draws:
         return draws
 
     def content(self) -> torch.Tensor:
-        """As bytes: flat, uint8, of one length in all processes."""
         (_, words, next_gauss), (_, keys, *of_numpy), of_torch = self._states
         numbers = np.array([np.nan if next_gauss is None else next_gauss, *of_numpy], np.float64)
         raw = np.array(words, np.uint32).tobytes() + np.asarray(keys, np.uint32).tobytes() + numbers.tobytes()

@@ -57,7 +57,6 @@ class PartsScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,  # noqa: ARG002 - true only for optimizers that handle scales
     ) -> dict[torch.device, torch.Tensor]:
-        """What `unscale_` calls, and `step` through it."""
         found_inf.fill_(float(self._unscale(optimizer, inv_scale)))
         return {found_inf.device: found_inf}
 

@@ -98,7 +98,6 @@ class Words:
         self._table, *self._carriers = collective.allocate(parcels)
 
     def say(self, word: Word) -> None:
-        """Send this worker's word; returns at once."""
         row = [word.call, word.stop, word.last, word.mark, word.news, word.value]
         self._table.zero_()
         begin = self.rank * _FIELDS

@@ -238,7 +238,7 @@ _reduce_half = _reducer("float16", uint16, float32, _widen_half, _narrow_half)
 
 
 @helper()
-def _settled(parts: Any, num_bytes: int, operation: int) -> bool:
+def _copied(parts: Any, num_bytes: int, operation: int) -> bool:
     """Do what needs no arithmetic; whether that was all."""
     if parts.size == 1 or num_bytes == 0:
         return True
@@ -251,25 +251,25 @@ def _settled(parts: Any, num_bytes: int, operation: int) -> bool:
 
 def _float32(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
     parts = array_at(table, world, int64)
-    if not _settled(parts, 4 * count, operation):
+    if not _copied(parts, 4 * count, operation):
         _reduce_float(parts, count, operation, target, scratch)
 
 
 def _float64(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
     parts = array_at(table, world, int64)
-    if not _settled(parts, 8 * count, operation):
+    if not _copied(parts, 8 * count, operation):
         _reduce_double(parts, count, operation, target, scratch)
 
 
 def _bfloat16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
     parts = array_at(table, world, int64)
-    if not _settled(parts, 2 * count, operation):
+    if not _copied(parts, 2 * count, operation):
         _reduce_bfloat(parts, count, operation, target, scratch)
 
 
 def _float16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
     parts = array_at(table, world, int64)
-    if not _settled(parts, 2 * count, operation):
+    if not _copied(parts, 2 * count, operation):
         _reduce_half(parts, count, operation, target, scratch)
 
 

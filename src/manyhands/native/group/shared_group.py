@@ -173,8 +173,7 @@ class SharedGroupFiles(Closeable):
 
     def __init__(self, control: Segment, arena: int, world: int) -> None:
         self._control = control
-        self.arena = arena
-        """The descriptor of the arena, which rank 0 sizes in `allocate`."""
+        self.arena = arena  # the descriptor of the arena, which rank 0 sizes in `allocate`
         self.world = world
 
     @classmethod

@@ -131,7 +131,7 @@ class Locked(Free):
 
 
 class _Planned(Order):
-    """Who takes which batch is known beforehand: every `_stride`-th from `_next` on."""
+    """Every `_stride`-th batch from `_next` on is this worker's."""
 
     _next = 0
     _stride = 1

@@ -38,11 +38,7 @@ _OF_SERVER: Mapping[str, tuple[str, Callable[[ServerView], float]]] = {
 
 
 def metrics_text(view: RunView) -> str:
-    return "".join(
-        line
-        for family in (*_of_run(view), *_of_members(view), *_of_traffic(view))
-        for line in family_lines(*family)
-    )
+    return "".join(line for family in (*_of_run(view), *_of_members(view)) for line in family_lines(*family))
 
 
 def _of_run(view: RunView) -> Iterator[Family]:
@@ -80,17 +76,9 @@ def _of_members(view: RunView) -> Iterator[Family]:
     for name, (about, of_server) in _OF_SERVER.items() if view.servers else ():
         labels = ({"server": one.name.removeprefix("server ")} for one in view.servers)
         yield name, about, zip(labels, map(of_server, view.servers), strict=True)
-
-
-def _of_traffic(view: RunView) -> Iterator[Family]:
-    if view.traffic:
-        labels = [{"wire": one.wire, "codec": one.codec} for one in view.traffic]
-        for name, amounts in (
-            ("Bytes", [one.num_bytes for one in view.traffic]),
-            ("Messages", [one.messages for one in view.traffic]),
-        ):
-            about = f"{name} by what carried them, and in which codec."
-            yield f"wire_{name.lower()}_total", about, zip(labels, amounts, strict=True)
+    for word, amount in (("Bytes", "num_bytes"), ("Messages", "messages")) if view.traffic else ():
+        carried = [({"wire": one.wire, "codec": one.codec}, getattr(one, amount)) for one in view.traffic]
+        yield f"wire_{word.lower()}_total", f"{word} by what carried them, and in which codec.", carried
 
 
 def family_lines(name: str, about: str, samples: _Samples) -> Iterator[str]:

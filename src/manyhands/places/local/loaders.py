@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from typing import Any, Generic, TypeVar
 
-from manyhands.data.loading import Loading
+from manyhands.data.reading import Loading
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.places.local.child_descriptors import LoaderSpec

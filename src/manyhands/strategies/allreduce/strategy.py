@@ -41,9 +41,9 @@ class AllReduce(Strategy):
     processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
     hosts, `codec` makes gradients smaller on their way. Where every worker has a GPU of its own, and no setting asks
     for another way, NCCL sums on the GPUs: `link=nccl` insists on that, and `link=tcp` does without. With `elastic=yes`
-    the run goes on without a worker that is lost, and workers may join and leave. With `order=priority` gradients leave
-    in slices, those that the next forward needs first before all others, while that forward goes on; at most `credit`
-    bytes are on their way at once. `helpers=2` adds two processes that only sum, over links.
+    the run continues without a worker that is lost, and workers may join and leave. With `order=priority` gradients
+    leave in slices, those that the next forward needs first before all others, while that forward runs; at most
+    `credit` bytes are on their way at once. `helpers=2` adds two processes that only sum, over links.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -61,7 +61,7 @@ class AllReduce(Strategy):
     feedback: bool = feedback_setting()
     """Whether what a codec leaves out is kept and added to the next gradient."""
     elastic: bool = switch_setting()
-    """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
+    """Whether the run continues without a worker that is lost, and workers may join and leave it."""
     order: str = setting("arrival", str)
     """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
     credit: int = setting(_CREDIT, parse_size, show_size)
@@ -86,7 +86,7 @@ class AllReduce(Strategy):
         self._check_order()
         if self.elastic and not rounds_hops(self.codec):
             raise UserError(
-                f"elastic=yes codec={self.codec}: a step that is taken again would send twice what is owed; leave one "
+                f"elastic=yes codec={self.codec}: a step that is taken again would send its residuals twice; leave one "
                 "of the two out, or take a codec that rounds, as bf16"
             )
         if self.group and self.algorithm != "hierarchical":
@@ -114,7 +114,7 @@ class AllReduce(Strategy):
             )
         if self.order == "priority":
             raise UserError(
-                f"helpers={self.helpers} order=priority: helpers are told of whole buckets, in the order in which they "
+                f"helpers={self.helpers} order=priority: helpers sum whole buckets, in the order in which they "
                 "are filled; leave one of the two out"
             )
         if not rounds_hops(self.codec):
@@ -153,7 +153,7 @@ class AllReduce(Strategy):
         if self.helpers:
             return f"helpers={self.helpers}: helpers sum in the memory of their hosts"
         if self.elastic:
-            return "elastic=yes: a group of NCCL cannot go on when a worker is lost"
+            return "elastic=yes: a group of NCCL cannot continue when a worker is lost"
         if self.order == "priority":
             return "order=priority: NCCL sums whole buckets in the order in which they are filled"
         if self.codec != RAW:

@@ -82,6 +82,6 @@ class AllReduceTraining(ExchangeTraining):
         samples, besides = super().gather(finished)
         return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         choice = finished[0].get(SUMS)
-        return (*super().said(finished), *((sums_sentence(choice),) if choice is not None else ()))
+        return (*super().notices(finished), *((sums_sentence(choice),) if choice is not None else ()))

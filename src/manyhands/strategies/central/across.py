@@ -47,8 +47,7 @@ class BetweenHosts:
         self.hosts = [tuple(host) for host in resources.hosts]
         self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
         """The number of this host."""
-        self.here = self.hosts[self.number]
-        """The workers of this host."""
+        self.here = self.hosts[self.number]  # the workers of this host
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links, self._resources = resources.links(), resources
@@ -100,8 +99,7 @@ class HostsCollective(Collective):
 
     def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]], between: BetweenHosts) -> None:
         self.rank, self.world, self.wire = between.rank, between.world, between.wire
-        self.inside = SharedCollective(group, owned)
-        """Among the workers of this host."""
+        self.inside = SharedCollective(group, owned)  # among the workers of this host
         self._group, self._owned, self._between = group, owned, between
         self._launched: list[int] = []
         self._given = 0  # of those launched

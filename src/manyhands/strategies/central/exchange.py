@@ -54,8 +54,7 @@ class CentralExchange(Exchange):
     hooks: Reducer | None = None
     _optimizer: Optimizer
     _values: CentralParameters
-    _inside: SharedCollective
-    """The collective among the workers of this host."""
+    _inside: SharedCollective  # the collective among the workers of this host
     _slices: SlicedOptimizer
 
     def __init__(self, group: SharedGroup, bucket_bytes: int, between: BetweenHosts | None = None) -> None:

@@ -37,7 +37,12 @@ class CentralParameters:
 
     def __init__(self, group: SharedGroup, model: nn.Module, layouts: Sequence[BucketLayout]) -> None:
         named = list(model.named_parameters())
-        _require_movable(named)
+        for name, parameter in named:
+            if parameter.device.type not in ("cpu", "cuda"):
+                raise UserError(
+                    f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda"
+                )
+        require_apart(named)
         self._parameters = [parameter for _, parameter in named]
         self._segment: Segment | None = None
         places, num_bytes = _lay_out(self._parameters, layouts)
@@ -50,8 +55,7 @@ class CentralParameters:
             for view, parameter in zip(views, self._parameters, strict=True):
                 view.copy_(parameter.detach())
         group.barrier()
-        self.shared = views
-        """The shared copy of every parameter, in the order of the model."""
+        self.shared = views  # the shared copy of every parameter, in the order of the model
         self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._parameters)
         if self._on_gpu:
             self.refresh()
@@ -88,13 +92,6 @@ def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]
     return [by_slot[next(trained)] if one.requires_grad else next(kept) for one in parameters], end
 
 
-def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in named:
-        if parameter.device.type not in ("cpu", "cuda"):
-            raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")
-    require_apart(named)
-
-
 # Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.
 # The partition of ZeRO (Rajbhandari et al., SC 2020), laid over the gradient buckets. For an optimizer that treats
 # every item by itself the cut may fall anywhere: each bucket is divided evenly over all workers, so no worker waits for
@@ -112,8 +109,7 @@ def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 class Ownership:
     """A partition of all parameters; every item belongs to exactly one worker."""
 
-    layouts: tuple[BucketLayout, ...]
-    """The buckets, with slots possibly reordered."""
+    layouts: tuple[BucketLayout, ...]  # the buckets, with slots possibly reordered
     ranges: tuple[tuple[range, ...], ...]
     """By bucket and worker: the items of the bucket that the worker owns."""
     pieces: tuple[tuple[Piece, ...], ...]
@@ -182,8 +178,7 @@ class Carrier:
     """Memory that every worker of a host maps: one part each, read by the others between two barriers."""
 
     rank: int
-    parts: Sequence[Tensor]
-    """The parts as bytes, equally many for each worker, and at least 8."""
+    parts: Sequence[Tensor]  # the parts as bytes, equally many for each worker, and at least 8
     barrier: Callable[[], None]
 
     def sizes(self, num_bytes: int) -> list[int]:

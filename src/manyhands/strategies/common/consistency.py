@@ -62,8 +62,7 @@ class Book(Protocol):
 class Group(NamedTuple):
     """The updates (slot, clock) of one optimizer step, in the order of their sum."""
 
-    step: int
-    """The clock that all of them have, where steps go by clock."""
+    step: int  # the clock that all of them have, where steps go by clock
     updates: tuple[tuple[int, int], ...]
 
 
@@ -86,11 +85,8 @@ class Policy(ABC):
     takes 1 / tau of the rate, a fresh one all. `damped`: Xie et al., "Asynchronous Federated Optimization" (arXiv
     1903.03934), and FedBuff after it: the rate times (1 + tau) to the power of -1/2, which falls more slowly.
     """
-
-    stepwise: ClassVar[bool] = False
-    """Whether all updates of one clock make one step."""
-    each_alone: ClassVar[bool] = False
-    """Whether every update is a step of its own, as it comes."""
+    stepwise: ClassVar[bool] = False  # whether all updates of one clock make one step
+    each_alone: ClassVar[bool] = False  # whether every update is a step of its own, as it comes
     outlives_read: ClassVar[bool] = False
     """Whether an update may still wait for its group when its worker's next read is answered."""
 

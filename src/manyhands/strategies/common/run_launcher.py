@@ -273,8 +273,7 @@ class MemberLog:
         self._on_event, self._clock = on_event, clock
         self._began_s: float | None = None
         self._lost: dict[str, float] = {}  # what is missing, and since when
-        self.names: dict[int, str] = {}
-        """The name of every member that was ever started."""
+        self.names: dict[int, str] = {}  # the name of every member that was ever started
         self.recoveries: list[dict[str, Any]] = []
 
     @property

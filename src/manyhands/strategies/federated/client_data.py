@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
 from manyhands.data.batches import BatchSource, as_dataset
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.data.randomness import drawn_apart, mix
 from manyhands.engine.device import moved
 from manyhands.errors import UserError, nearest

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
 from manyhands.strategies.federated.clients import held

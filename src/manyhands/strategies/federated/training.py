@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from manyhands.data.parties import Parties
+from manyhands.data.own import Parties
 from manyhands.engine.exchange import Exchange
 from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
@@ -78,7 +78,7 @@ class FederatedTraining(ExchangeTraining):
                 besides[f"fairness{suffix}"] = spreads
         return samples, {**besides, "parties": parties}
 
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         said = [one.get("played") for one in finished]
         said += [sentence for one in finished for sentence in one.get("unmeasured", ())]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
@@ -100,7 +100,7 @@ class FederatedTraining(ExchangeTraining):
                 f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
             )
         said.append(finished[0].get("privacy", {}).get("sentence"))
-        return (*super().said(finished), *dict.fromkeys(sentence for sentence in said if sentence))
+        return (*super().notices(finished), *dict.fromkeys(sentence for sentence in said if sentence))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:

@@ -49,21 +49,14 @@ class HogwildKernels(Training):
 
     def run(self, stage: Stage) -> Result:
         result = self._training.run(stage)
-        idle = self._idle(result)
-        if idle:
-            stage.say(idle)
-        return result
-
-    def _idle(self, result: Result) -> str:
-        """Return a sentence if fewer workers were busy than requested: short data has few steps per pass."""
         task, workers = kernel_task(self._request.plan), self._request.workers
         took_steps = sum(worker["steps"] > 0 for worker in result.observed["per_worker"])
         busy, steps = min(took_steps, task.passes.steps), task.passes.steps
-        if not 0 < busy < workers:
-            return ""
-        hands = "threads" if self._request.strategy.facts.in_threads else "processes"
-        alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
-        return (
-            f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "
-            f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
-        )
+        if 0 < busy < workers:  # short data has few steps per pass
+            hands = "threads" if self._request.strategy.facts.in_threads else "processes"
+            alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
+            stage.say(
+                f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "
+                f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
+            )
+        return result

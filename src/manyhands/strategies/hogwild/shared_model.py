@@ -38,8 +38,7 @@ class SharedStateSlot:
     parameter: nn.Parameter
     views: dict[str, Tensor | None]
     ready: Counter
-    adopted: bool = False
-    """Whether this worker's optimizer uses the views."""
+    adopted: bool = False  # whether this worker's optimizer uses the views
 
 
 class SharedModel:
@@ -76,7 +75,16 @@ class SharedModel:
         num_bytes = end + sum(round_up(one.nbytes, CACHE_LINE) for row in kept.values() for one in row)
         self.segment = group.share(num_bytes, "the model and the optimizer's state")
         self._optimizer = optimizer
-        self._move(group, tensors, places)
+        copies = [
+            self.segment.tensor(place, tensor.numel(), tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
+        if group.rank == 0:
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor.detach())
+        group.barrier()
+        for copy, tensor in zip(copies, tensors, strict=True):
+            tensor.data = copy
         self.slots = self._lay_out(kept, flags, end)
         if group.rank == 0:
             for slot in self.slots.values():
@@ -120,18 +128,6 @@ class SharedModel:
         for name, view in slot.views.items():
             if view is not None:
                 view.copy_(state[name].reshape(view.shape))
-
-    def _move(self, group: SharedGroup, tensors: Sequence[Tensor], places: Sequence[int]) -> None:
-        views = [
-            self.segment.tensor(place, tensor.numel(), tensor.dtype).view(tensor.shape)
-            for place, tensor in zip(places, tensors, strict=True)
-        ]
-        if group.rank == 0:
-            for view, tensor in zip(views, tensors, strict=True):
-                view.copy_(tensor.detach())
-        group.barrier()
-        for view, tensor in zip(views, tensors, strict=True):
-            tensor.data = view
 
     def _lay_out(
         self, kept: Mapping[nn.Parameter, Sequence[KeptState]], flags: int, begin: int

@@ -257,11 +257,9 @@ class _Loop:
     built: Built
     called: nn.Module
     order: Order
-    bad: Counter
-    """The rank of a worker whose loss was not finite, plus one; 0: none."""
+    bad: Counter  # the rank of a worker whose loss was not finite, plus one; 0: none
     stepper: SharedStepper
-    scheduled: int
-    """The number of steps that the learning-rate schedule has taken."""
+    scheduled: int  # the number of steps that the learning-rate schedule has taken
 
     def schedule(self, step: int) -> None:
         """Advance the learning rates to batch `step`; the batches of one worker only go forward."""

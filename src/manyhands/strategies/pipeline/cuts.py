@@ -9,9 +9,9 @@ worker.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 from manyhands.errors import UserError, format_bytes
@@ -27,14 +27,11 @@ PartBytes: TypeAlias = Callable[[int, int, int], int]
 class LayerCost:
     """The cost of one layer of a chain for one micro-batch."""
 
-    seconds: float
-    """Seconds of forward and backward together."""
+    seconds: float  # seconds of forward and backward together
     held_bytes: int = 0
     """Bytes held all the time: parameters, their gradients, the optimizer's state and buffers."""
-    activation_bytes: int = 0
-    """Bytes that its forward saves for its backward."""
-    input_bytes: int = 0
-    """Bytes of its input."""
+    activation_bytes: int = 0  # bytes that its forward saves for its backward
+    input_bytes: int = 0  # bytes of its input
     gives_tensor: bool = True
     """Whether its output is a tensor, which can be sent to another stage, so that a part may end with it."""
 
@@ -117,51 +114,32 @@ def planned(
     much would be needed.
     """
     parts, seconds = stages * chunks, [layer.seconds for layer in layers]
-    found = balanced(seconds, parts, lambda _, __, end: _may_end(layers, end))
-    if found is None:
-        ends = sum(_may_end(layers, end) for end in range(1, len(layers) + 1))
+    whole = len(layers)
+
+    def cut(costs: Sequence[float], most: float) -> tuple[int, ...] | None:
+        def fits(part: int, begin: int, end: int) -> bool:
+            return ends[end] and (most == math.inf or need(part, begin, end) <= most)
+
+        return balanced(costs, parts, fits)
+
+    # By layer: whether a part may end before it. Its output must be a tensor, unless it goes to the loss.
+    ends = [False, *(layer.gives_tensor for layer in layers[:-1]), True]
+    if cut(seconds, math.inf) is None:
         raise UserError(
-            f"stages={stages}: between two stages goes one tensor, and {len(layers) - ends} of {len(layers)} layers "
-            f"give something else, so no cut makes {parts} parts; use at most {ends // chunks} stages"
+            f"stages={stages}: between two stages goes one tensor, and {whole - sum(ends)} of {whole} layers "
+            f"give something else, so no cut makes {parts} parts; use at most {sum(ends) // chunks} stages"
         )
-    if not limit:
-        return found
-    each = limit // chunks
-    found = balanced(seconds, parts, partial(_fits, layers, need, each))
+    found = cut(seconds, limit // chunks if limit else math.inf)
     if found is not None:
         return found
-    least = _least(layers, parts, need) * chunks
-    largest = max(
-        range(len(layers)), key=lambda layer: layers[layer].held_bytes + layers[layer].activation_bytes
-    )
+    spans = [(begin, end) for begin in range(whole) for end in range(begin + 1, whole + 1)]
+    sizes = sorted({need(part, *span) for part in range(parts) for span in spans})
+    enough_at = bisect_left(sizes, True, key=lambda size: cut([0.0] * whole, size) is not None)
+    least = sizes[enough_at] * chunks
+    largest = max(range(whole), key=lambda layer: layers[layer].held_bytes + layers[layer].activation_bytes)
     raise UserError(
-        f"memory={format_bytes(limit)}: no cut of {len(layers)} layers into {parts} parts fits; the best needs "
+        f"memory={format_bytes(limit)}: no cut of {whole} layers into {parts} parts fits; the best needs "
         f"{format_bytes(least)} on a worker (the largest layer is number {largest}): give "
         f"memory={enough(least)}, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
         "recompute=yes"
     )
-
-
-def _may_end(layers: Sequence[LayerCost], end: int) -> bool:
-    """Whether a part may end before layer `end`: its output must be a tensor, unless it goes to the loss."""
-    return end == len(layers) or layers[end - 1].gives_tensor
-
-
-def _fits(layers: Sequence[LayerCost], need: PartBytes, limit: int, part: int, begin: int, end: int) -> bool:
-    return _may_end(layers, end) and need(part, begin, end) <= limit
-
-
-def _least(chain: Sequence[LayerCost], parts: int, need: PartBytes) -> int:
-    """The lowest limit under which there is a way to cut."""
-    layers = len(chain)
-    spans = [(begin, end) for begin in range(layers) for end in range(begin + 1, layers + 1)]
-    sizes = sorted({need(part, begin, end) for part in range(parts) for begin, end in spans})
-    low, high = 0, len(sizes) - 1
-    while low < high:
-        middle = (low + high) // 2
-        fits = partial(_fits, chain, need, sizes[middle])
-        if balanced([0.0] * layers, parts, fits) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return sizes[low]

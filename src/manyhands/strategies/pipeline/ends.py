@@ -9,9 +9,7 @@ calls the model is done on both stages.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -23,7 +21,7 @@ from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 from manyhands.task import Metric
 
-__all__ = ["MeasureEnds", "TrainingEnds", "input_of"]
+__all__ = ["MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),
@@ -35,16 +33,22 @@ _NOT_HERE: Final = (
 class _Left(BaseException):
     """Ends the call of a loss; a BaseException, so that no `except Exception` in user code stops it."""
 
+    def __init__(self, given: Any) -> None:
+        self.input = given
 
-class _StandIn(nn.Module, ABC):
-    """Base of the stand-ins: they can be called with one input, and refuse every other use of a model."""
 
-    def __init__(self, what: str) -> None:
+class StandIn(nn.Module):
+    """Stands in for the model: can be called with one input, and refuses every other use of a model.
+
+    On the last stage it returns `output`, once. With `leaves` it is that of the first stage, and ends the call.
+    """
+
+    def __init__(self, what: str = "task.loss", output: Any = None, *, leaves: bool = False) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._output, self._leaves = what, output, leaves
         self._called = False
         for name in _NOT_HERE:
-            object.__setattr__(self, name, partial(_refuse, what, name))
+            object.__setattr__(self, name, partial(self._refuse, name))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Stand in for the model's forward; UserError unless there is exactly one positional input."""
@@ -53,58 +57,32 @@ class _StandIn(nn.Module, ABC):
                 f"{self._what} calls the model with several inputs, or with named ones; a model that is cut into "
                 "stages takes one, its first layer's: model(input)"
             )
-        return self._take(inputs[0])
-
-    def __getitem__(self, place: Any) -> NoReturn:
-        _refuse(self._what, f"[{place!r}]")
-
-    def __iter__(self) -> NoReturn:
-        _refuse(self._what, "its layers")
-
-    def __len__(self) -> NoReturn:
-        _refuse(self._what, "len()")
-
-    def __bool__(self) -> bool:
-        return True
-
-    @abstractmethod
-    def _take(self, given: Any) -> Any:
-        """Handle the one input that the model is called with."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse(self._what, name)
-
-
-class TakesInput(_StandIn):
-    """Stand-in on the first stage: keeps the input that the model is called with, and ends the call."""
-
-    def __init__(self, what: str = "task.loss") -> None:
-        super().__init__(what)
-        self.input: Any = None
-
-    def _take(self, given: Any) -> NoReturn:
-        self.input, self._called = given, True
-        raise _Left
-
-
-class GivesOutput(_StandIn):
-    """Stand-in on the last stage: returns the output; UserError where it is called twice."""
-
-    def __init__(self, output: Any, what: str = "task.loss") -> None:
-        super().__init__(what)
-        self.output = output
-
-    def _take(self, given: Any) -> Any:
-        del given
+        if self._leaves:
+            raise _Left(inputs[0])
         if self._called:
             raise UserError(
                 f"{self._what} calls the model twice; a model that is cut into stages is gone through once for a "
                 "batch: call it once, on all inputs together"
             )
         self._called = True
-        return self.output
+        return self._output
+
+    def __getitem__(self, place: Any) -> NoReturn:
+        self._refuse(f"[{place!r}]")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("its layers")
+
+    def __len__(self) -> NoReturn:
+        self._refuse("len()")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(name)
 
     def require_call(self) -> None:
         if not self._called:
@@ -112,23 +90,21 @@ class GivesOutput(_StandIn):
                 f"{self._what} did not call the model this time; call it once for every batch: model(input)"
             )
 
+    def _refuse(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(
+            f"{self._what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can "
+            "only be called: model(input)"
+        )
+
 
 def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = "task.loss") -> Any:
     """What `function(model, batch)` calls the model with; UserError where it does not call it."""
-    taker = TakesInput(what)
     try:
-        function(taker, batch)
-    except _Left:
-        return taker.input
+        function(StandIn(what, leaves=True), batch)
+    except _Left as left:
+        return left.input
     raise UserError(
         f"{what} never calls the model; a model that is cut into stages has to be called once for a batch: model(input)"
-    )
-
-
-def _refuse(what: str, name: str, *_: Any, **__: Any) -> NoReturn:
-    raise UserError(
-        f"{what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can only be "
-        "called: model(input)"
     )
 
 
@@ -145,20 +121,19 @@ class TrainingEnds:
 
     def __init__(self, computer: Computer, share: Share, step: int, part: int) -> None:
         self._computer, self._share = computer, share
+        self.computing = computer.precision  # the context in which modules are applied
         self._seed = mix(computer.plan.seed, step, part)
         self._batches: dict[int, Any] = {}
         self._pending: tuple[Callable[[], float], float] | None = None
         self._loss = 0.0
-        self.input_ns = 0
-        """Nanoseconds spent fetching samples."""
-
-    def computing(self) -> AbstractContextManager[object]:
-        return self._computer.precision()
+        self.input_ns = 0  # nanoseconds spent fetching samples
 
     def begin(self, microbatch: int, place: int) -> None:
+        """Seed the random generators before a module of the chain is applied to a micro-batch."""
         seed_all(mix(self._seed, microbatch, place + 1))
 
     def prepare(self, microbatch: int) -> None:
+        """Fetch the samples of a micro-batch, unless they were fetched already."""
         if microbatch not in self._batches:
             begin_ns = time.monotonic_ns()
             self._seed_task(microbatch)
@@ -166,16 +141,17 @@ class TrainingEnds:
             self.input_ns += time.monotonic_ns() - begin_ns
 
     def input(self, microbatch: int) -> Any:
+        """The input of the first part."""
         self.prepare(microbatch)
         self._seed_task(microbatch)
-        with self._computer.precision():
+        with self.computing():
             return input_of(self._computer.task.loss, self._batches[microbatch])
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The task's loss for this output, times the micro-batch's weight in the global batch."""
         self.prepare(microbatch)
         piece = self._share.pieces[microbatch]
-        model = GivesOutput(output)
+        model = StandIn(output=output)
         self._seed_task(microbatch)
         loss = self._computer.loss(model, self._batches.pop(microbatch), piece, self._share)
         model.require_call()
@@ -204,39 +180,25 @@ class MeasureEnds:
     def __init__(
         self, computer: Computer, number: int, piece: Microbatch, measure: tuple[str, Metric]
     ) -> None:
-        self._computer = computer
+        self._computer, self._piece = computer, piece
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
-        self._piece = piece
         self._name, self._function = measure
         self._what = "task.loss" if self._name == "evaluation_loss" else f"task.metrics[{self._name!r}]"
 
-    def computing(self) -> AbstractContextManager[object]:
-        return self._computer.precision()
-
-    def begin(self, microbatch: int, place: int) -> None:
-        del microbatch
+    def begin(self, place: int) -> None:
         seed_all(mix(self._seed, place + 1))
 
-    def prepare(self, microbatch: int) -> None:
-        """Nothing to do: a batch is fetched where it is used."""
-
-    def input(self, microbatch: int) -> Any:
-        del microbatch
+    def input(self) -> Any:
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
         with self._computer.precision():
             return input_of(self._function, batch, self._what)
 
-    def loss(self, microbatch: int, output: Any) -> Tensor:
-        """Never called: an evaluation has no backward pass."""
-        del microbatch, output
-        raise AssertionError("an evaluation has no backward")
-
     def measured(self, output: Any) -> float:
         """The measure of the last part's output, times the number of samples."""
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
-        model = GivesOutput(output, self._what)
+        model = StandIn(self._what, output)
         with self._computer.precision():
             value = float(self._function(model, batch))
         model.require_call()

@@ -31,19 +31,17 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.pipeline.borders import Passed, StageBorders
 from manyhands.strategies.pipeline.cuts import part_bytes, planned
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.split import Holding, holding_of, layer_costs, require_own_statistics
-from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_messages import Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import WaveStage
-from manyhands.strategies.tensor.find_plan import find_plan
 from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing
+from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
 __all__ = ["PipelineExchange"]
 
@@ -177,9 +175,14 @@ class PipelineExchange(Exchange):
                 for column, measure in enumerate(functions.items()):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
-                        output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
+                        place = number % _MOST_EVALUATIONS
+                        x = self._borders.input(part, place) if part.number else ends.input()
+                        with computer.precision():
+                            output = part.forward(x, ends.begin)
                         if self._borders.is_last(part):
                             totals[column] += ends.measured(output)
+                        else:
+                            self._borders.send_output(part, place, output)
                     self._post.flush()
                     number += 1
                 totals[-1] += piece.samples
@@ -236,7 +239,7 @@ class PipelineExchange(Exchange):
             link.close()
 
     def _passed(self) -> Passed:
-        spent_ns = self._sliced.clock.spent_ns
+        spent_ns = self._sliced.state.spent_ns
         passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
         self._passed_ns = spent_ns
         return passed

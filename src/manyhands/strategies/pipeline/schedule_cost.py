@@ -181,14 +181,10 @@ class Boundary:
 class PipelineCost:
     """The cost of one step of a pipeline."""
 
-    time: float
-    """From the start of the first work item to the end of the last, in the unit of the times."""
-    busy: tuple[float, ...]
-    """How long each stage computes."""
-    peaks: tuple[int, ...]
-    """The peak number of (micro-batch, chunk) whose activations each stage holds."""
-    boundaries: tuple[Boundary, ...]
-    """What is sent, by source and then by receiver."""
+    time: float  # from the start of the first work item to the end of the last, in the unit of the times
+    busy: tuple[float, ...]  # how long each stage computes
+    peaks: tuple[int, ...]  # the peak number of (micro-batch, chunk) whose activations each stage holds
+    boundaries: tuple[Boundary, ...]  # what is sent, by source and then by receiver
 
     @property
     def bubbles(self) -> tuple[float, ...]:

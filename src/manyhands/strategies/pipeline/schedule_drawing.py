@@ -76,11 +76,7 @@ def costs_text(schedule: Schedule, found: PipelineCost) -> str:
 
 
 def figure(name: str) -> str:
-    return f"![{heading(_example(name))}](figures/pipeline-{name}.svg)\n"
-
-
-def _example(name: str) -> Schedule:
-    return SCHEDULES[name](4, FIGURES[name])
+    return f"![{heading(SCHEDULES[name](4, FIGURES[name]))}](figures/pipeline-{name}.svg)\n"
 
 
 def _many(number: int, what: str) -> str:
@@ -167,11 +163,12 @@ def _box(schedule: Schedule, item: StageWork, cell: int) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the text of every figure, or write all figures into the given documentation folder."""
+    examples = {name: SCHEDULES[name](4, microbatches) for name, microbatches in FIGURES.items()}
     if not arguments:
-        for name in FIGURES:
-            print(f"{heading(_example(name))}\n\n{as_text(_example(name))}")
+        for schedule in examples.values():
+            print(f"{heading(schedule)}\n\n{as_text(schedule)}")
         return
-    svgs = {f"pipeline-{name}": as_svg(_example(name)) for name in FIGURES}
+    svgs = {f"pipeline-{name}": as_svg(schedule) for name, schedule in examples.items()}
     write_figures(Path(arguments[0]) / "pipeline.md", svgs, figure)
 
 

@@ -47,13 +47,11 @@ class Pass(Enum):
 class StageWork:
     """One work item of one stage."""
 
-    tick: int
-    """When it starts if every work item takes one tick and messages take none; from 0."""
+    tick: int  # when it starts if every work item takes one tick and messages take none; from 0
     stage: int
     microbatch: int
     work: Pass
-    chunk: int = 0
-    """Which of the stage's parts it is about."""
+    chunk: int = 0  # which of the stage's parts it is about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +61,7 @@ class Schedule:
     name: str
     stages: int
     microbatches: int
-    work_items: tuple[StageWork, ...]
-    """All work items, by tick, then by stage."""
+    work_items: tuple[StageWork, ...]  # all work items, by tick, then by stage
     chunks: int = 1
     splits_backward: bool = False
     """Whether backward is two work items: the input's gradient, and the weight gradient, which can be delayed."""
@@ -92,8 +89,7 @@ class PartTimes:
     """How long each part of the chain works on one micro-batch, by part, in any unit."""
 
     forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    """Time for the gradient of the part's input."""
+    backward: tuple[float, ...]  # time for the gradient of the part's input
     weights: tuple[float, ...]
     """Time for the gradient of the part's parameters; schedules that do not split it off add it to backward."""
     send: tuple[float, ...]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.borders import ChainPart
 from manyhands.strategies.pipeline.cuts import LayerCost, parts_of
+from manyhands.strategies.pipeline.stage_messages import ChainPart
 
 __all__ = ["Holding", "holding_of", "layer_costs", "require_own_statistics"]
 
@@ -37,16 +37,16 @@ def layer_costs(
     costs = []
     for place, module in enumerate(chain):
         with _visiting(module, device):
-            best, kept, output = float("inf"), 0, None
+            tries = []
             for _ in range(_TRIES):
                 begin(place)
-                seconds, kept, output = _try(module, x)
-                best = min(best, seconds)
+                tries.append(_try(module, x))
+        _, kept, output = tries[-1]
         trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
         whole = sum(one.nbytes for one in (*module.parameters(), *module.buffers()))
         costs.append(
             LayerCost(
-                seconds=best,
+                seconds=min(seconds for seconds, _, _ in tries),
                 held_bytes=int(whole + trained * (1 + state_copies)),
                 activation_bytes=kept,
                 input_bytes=x.nbytes if isinstance(x, Tensor) else 0,
@@ -116,18 +116,14 @@ def _visiting(module: nn.Module, device: torch.device) -> Iterator[None]:
 class Holding:
     """What one stage holds of the model."""
 
-    parts: tuple[ChainPart, ...]
-    """The stage's parts of the chain, in order."""
+    parts: tuple[ChainPart, ...]  # the stage's parts of the chain, in order
     parameters: tuple[nn.Parameter, ...]
     """The parameters it computes with, each once; including those that belong to no layer, which any may use."""
-    first: frozenset[int]
-    """Identities of the parameters that no earlier stage holds: this stage reports them."""
+    first: frozenset[int]  # identities of the parameters that no earlier stage holds: this stage reports them
     tied: tuple[tuple[tuple[int, ...], tuple[nn.Parameter, ...]], ...]
     """Parameters shared with other stages, grouped by the stages that hold them, in the same order on all stages."""
-    own: tuple[Tensor, ...]
-    """Parameters and buffers that belong to the model itself and to no layer."""
-    buffers: tuple[str, ...]
-    """Names of the buffers that this stage reports."""
+    own: tuple[Tensor, ...]  # parameters and buffers that belong to the model itself and to no layer
+    buffers: tuple[str, ...]  # names of the buffers that this stage reports
 
 
 def holding_of(

@@ -1,4 +1,4 @@
-"""Messages between stages: outputs forward, gradients back, over the links that all workers have.
+"""Messages between stages, outputs forward and gradients back, and a stage's parts of the chain, which exchange them.
 
 Sending never waits: what a link does not take at once is retried while this stage receives. Several parts and
 micro-batches may be in flight between two stages, in the order of the sender's work items and not of the receiver's;
@@ -11,32 +11,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum, unique
-from typing import Final, NoReturn
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
-from manyhands.transport.link.interface import (
-    Closed,
-    Full,
-    Link,
-    Message,
-    PeerDied,
-    Queued,
-    Received,
-    TimedOut,
-)
-from manyhands.transport.messages import ProtocolError
+from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
+from manyhands.strategies.pipeline.schedules import Schedule, StageWork
+from manyhands.transport.link.interface import Link, Message
 
-__all__ = ["Flow", "StageMessages"]
+__all__ = ["ChainPart", "Flow", "Passed", "StageBorders", "StageMessages"]
 
-_RETRY_S: Final = 0.001  # between two attempts to send over a full link
 _MOST_MICROBATCHES: Final = 1 << 16
 
 
@@ -53,7 +43,21 @@ class Flow(IntEnum):
         return "the gradient" if self is Flow.GRADIENT else "the output"
 
 
-_Key = tuple[Flow, int, int]  # flow, part, micro-batch
+class _StageMailbox(Mailbox):
+    """The mailbox of a worker, whose errors name stages and micro-batches."""
+
+    def __init__(
+        self, stage: int, workers: Sequence[int], links: Mapping[int, Link], timeout_s: float
+    ) -> None:
+        super().__init__(workers[stage], links, timeout_s)
+        self._stages = {worker: stage for stage, worker in enumerate(workers)}
+        self.doing = ""
+
+    def _where(self) -> str:
+        return f"stage {self._stages[self._rank]}, {self.doing}"
+
+    def _peer(self, rank: int) -> str:
+        return f"stage {self._stages[rank]} (worker {rank})"
 
 
 class StageMessages:
@@ -67,21 +71,18 @@ class StageMessages:
         self, stage: int, workers: Sequence[int], links: Mapping[int, Link], timeout_s: float
     ) -> None:
         self.stage = stage
-        self._workers = tuple(workers)
-        self._links, self._timeout_s = links, timeout_s
         self.on_wait: Callable[[MicrobatchTime], object] = lambda _: None
         """Called with each receive that had to wait."""
+        self._workers = tuple(workers)
+        self._mailbox = _StageMailbox(stage, self._workers, links, timeout_s)
         self._pass = 0
         self._checked = True
-        self._unsent: dict[int, deque[Message]] = {other: deque() for other in range(len(workers))}
-        self._early: dict[_Key, Tensor] = {}
+        self._unsent: list[LinkMessage] = []
+        self._early: dict[tuple[Flow, int, int], Tensor] = {}  # by flow, part and micro-batch
         self._sent_shapes: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
         self._received_shapes: dict[int, tuple[int, ...]] = {}
-        self._first_shapes: dict[
-            int, tuple[int, tuple[int, ...]]
-        ] = {}  # of this pass, by part, with the micro-batch
-        self._posts: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
-        self._messages = self._bytes = 0
+        self._first_shapes: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By part, in this pass: the first micro-batch and the shape of its output."""
 
     def begin(self, *, checked: bool = True) -> None:
         """Start a new pass, on all stages; where it is `checked`, outputs of micro-batches must match in shape."""
@@ -95,10 +96,17 @@ class StageMessages:
         The tensor must not be changed afterwards.
         """
         if flow is Flow.OUTPUT:
-            self._check(part, microbatch, tensor)
+            first = self._first_shapes.setdefault(part, (microbatch, tuple(tensor.shape)))
+            if self._checked and (len(first[1]) != tensor.dim() or first[1][1:] != tuple(tensor.shape[1:])):
+                raise UserError(
+                    f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(tensor.shape)}, "
+                    f"that of micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: "
+                    "pad the others"
+                )
         if to == self.stage:
             self._early[flow, part, microbatch] = tensor.detach()
             return
+        self._mailbox.doing = f"micro-batch {microbatch}, {flow.words}"
         shape = (tensor.dim(), *tensor.shape[1:])
         if flow is Flow.OUTPUT and self._sent_shapes.get(part) != shape:  # the receiver does not know it yet
             self._sent_shapes[part] = shape
@@ -109,126 +117,209 @@ class StageMessages:
             host.copy_(tensor.detach(), non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()
         self._queue(to, flow, part, microbatch, host.cpu().view(-1))
-        self._push(to)
+        self._unsent = self._mailbox.post(self._unsent)
+
+    def _queue(self, to: int, flow: Flow, part: int, microbatch: int, payload: Tensor) -> None:
+        tag = part * _MOST_MICROBATCHES + microbatch
+        message = Message(kind=flow, step=self._pass, tag=tag, payload=payload)
+        self._unsent.append((self._workers[to], message))
 
     def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
         """Receive from stage `source`: the output of `part` in its shape, or that output's gradient, flattened."""
         key = (flow, part, microbatch)
         if key not in self._early:
-            begin_ns = time.monotonic_ns()
+            begin_ns, worker = time.monotonic_ns(), self._workers[source]
+            self._mailbox.doing = f"micro-batch {microbatch}, {flow.words}"
             while key not in self._early:
-                self._take_next(source, key)
-            end_ns, worker = time.monotonic_ns(), self._workers[source]
+                self._take_next(worker)
+            end_ns = time.monotonic_ns()
             self.on_wait(
                 MicrobatchTime(begin_ns=begin_ns, end_ns=end_ns, microbatch=microbatch, waited_for=worker)
             )
         return self._early.pop(key)
 
-    def flush(self) -> None:
-        """Wait until the links have taken everything that was sent; PeerTimeout where a link makes no progress."""
-        left_s = self._timeout_s
-        while any(self._unsent.values()):
-            for other in self._unsent:
-                before = len(self._unsent[other])
-                self._push(other)
-                if len(self._unsent[other]) < before:
-                    left_s = self._timeout_s
-                elif before:
-                    self._links[self._workers[other]].flush(_RETRY_S)
-                    left_s -= _RETRY_S
-            if left_s <= 0:
-                full = next(other for other, waiting in self._unsent.items() if waiting)
-                why = f"{self._name(full)} took nothing within {self._timeout_s:g} s"
-                raise PeerTimeout(f"stage {self.stage}: {why}", self._workers[full])
-
-    def traffic(self) -> Traffic:
-        return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
-
-    def take_traffic(self) -> dict[int, PeerTraffic]:
-        posts, self._posts = self._posts, defaultdict(PeerTraffic)
-        return posts
-
-    def _check(self, part: int, microbatch: int, output: Tensor) -> None:
-        first = self._first_shapes.setdefault(part, (microbatch, tuple(output.shape)))
-        if self._checked and (len(first[1]) != output.dim() or first[1][1:] != tuple(output.shape[1:])):
-            raise UserError(
-                f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(output.shape)}, that "
-                f"of micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: pad the "
-                "others"
-            )
-
-    def _queue(self, to: int, flow: Flow, part: int, microbatch: int, payload: Tensor) -> None:
-        tag = part * _MOST_MICROBATCHES + microbatch
-        self._unsent[to].append(Message(kind=flow, step=self._pass, tag=tag, payload=payload))
-
-    def _push(self, other: int) -> None:
-        waiting = self._unsent[other]
-        while waiting:
-            worker, message = self._workers[other], waiting[0]
-            outcome = self._links[worker].send(message)
-            if isinstance(outcome, Full):
-                return
-            if not isinstance(outcome, Queued):
-                self._lost(other, outcome, message.tag % _MOST_MICROBATCHES, Flow(message.kind))
-            waiting.popleft()
-            self._messages += 1
-            self._bytes += message.payload_bytes
-            post = self._posts[worker]
-            post.sent_ns = post.sent_ns or time.monotonic_ns()
-            post.messages_sent += 1
-            post.bytes_sent += message.payload_bytes
-
-    def _take_next(self, source: int, awaited: _Key) -> None:
-        message = self._next(source, awaited)
+    def _take_next(self, worker: int) -> None:
+        message, self._unsent = self._mailbox.next(worker, None, self._unsent)
         part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
-        if message.step != self._pass or message.payload is None or message.kind not in tuple(Flow):
-            raise ManyhandsError(
-                f"stage {self.stage}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; "
-                f"due was {awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
+        payload = message.payload
+        if message.step != self._pass or payload is None or message.kind not in tuple(Flow):
+            self._mailbox.refuse(
+                worker,
+                f"a message of kind {message.kind}, pass {message.step}; due was one of pass {self._pass}",
             )
         flow = Flow(message.kind)
         if flow is Flow.SHAPE:
-            self._received_shapes[part] = tuple(message.payload.tolist())
+            self._received_shapes[part] = tuple(payload.tolist())
             return
-        payload = message.payload
         if flow is Flow.OUTPUT:
             dims, *tail = self._received_shapes[part]
             rest = math.prod(tail)
             payload = payload.view(*([payload.numel() // max(1, rest)] if dims else []), *tail)
         self._early[flow, part, microbatch] = payload
 
-    def _next(self, source: int, awaited: _Key) -> Message:
-        worker, left_s = self._workers[source], self._timeout_s
-        with LongWait() as wait:
-            while True:
-                busy = any(self._unsent.values())
-                slice_s = min(left_s, _RETRY_S if busy else LONG_WAIT_S)
-                try:
-                    outcome = self._links[worker].receive(slice_s)
-                except ProtocolError as error:
-                    raise ManyhandsError(f"stage {self.stage}: from {self._name(source)}: {error}") from error
-                if isinstance(outcome, Received):
-                    self._posts[worker].received_ns = time.monotonic_ns()
-                    return outcome.message
-                if not isinstance(outcome, TimedOut):
-                    self._lost(source, outcome, awaited[2], awaited[0])
-                left_s -= slice_s
-                if left_s <= 0:
-                    raise PeerTimeout(
-                        f"stage {self.stage}: {self._name(source)} did not send {awaited[0].words} of micro-batch "
-                        f"{awaited[2]} within {self._timeout_s:g} s",
-                        worker,
-                    )
-                wait.goes_on(worker)
-                for other in self._unsent:
-                    self._push(other)
+    def flush(self) -> None:
+        """Wait until the links have taken everything that was sent; PeerTimeout where a link makes no progress."""
+        self._mailbox.flush(self._unsent, ())
+        self._unsent = []
 
-    def _lost(self, other: int, outcome: Closed | PeerDied, microbatch: int, flow: Flow) -> NoReturn:
-        reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
-        raise WorkerFailed(
-            f"stage {self.stage}, micro-batch {microbatch}, {flow.words}: lost {self._name(other)}: {reason}",
-            self._workers[other],
+    def traffic(self) -> Traffic:
+        return self._mailbox.traffic()
+
+    def take_traffic(self) -> Mapping[int, PeerTraffic]:
+        return self._mailbox.take_traffic()
+
+
+class ChainPart:
+    """Consecutive modules of a chain; `number` is the part's index, `first` the place of its first module."""
+
+    def __init__(
+        self, number: int, first: int, modules: Sequence[nn.Module], own: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self.number, self.first = number, first
+        self.own = tuple(own)
+        """Parameters that belong to the model and to none of its layers; any layer may use them."""
+        self.modules = tuple(modules)
+        self._changes_input: bool | None = None  # not known before the first forward
+
+    def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
+        """Apply the modules; `begin` is called with each module's place in the chain before it is applied."""
+        with self.changeable(x) as x:
+            for place, module in enumerate(self.modules, self.first):
+                begin(place)
+                x = module(x)
+        return x
+
+    @contextmanager
+    def changeable(self, x: Any) -> Iterator[Any]:
+        """Yield an input that the modules may change in place; neither leaves nor another part's tensors may be.
+
+        It is a copy, until a training pass has shown that the modules leave their input alone.
+        """
+        if not isinstance(x, Tensor) or self._changes_input is False:
+            yield x
+            return
+        copy = x.clone()
+        yield copy
+        if self._changes_input is None and all(module.training for module in self.modules):
+            self._changes_input = copy._version > 0  # some change it in training only
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(one for module in self.modules for one in module.parameters()))
+
+    def buffers(self) -> list[Tensor]:
+        return [one for module in self.modules for one in module.buffers()]
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules:
+            module.train(mode)
+
+
+class Passed(NamedTuple):
+    """Time spent on communication between the slices of a stage's layers."""
+
+    spent_ns: int = 0
+    waits_ns: Mapping[int, int] = {}  # of `spent_ns`: waiting for each worker
+
+
+class StageBorders:
+    """Inputs and outputs of one stage, for all its parts, on its device; records the times of its work items."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        parts: Sequence[ChainPart],
+        post: StageMessages,
+        device: torch.device | None = None,
+    ) -> None:
+        self.schedule, self.stage = schedule, stage
+        self.parts = {part.number: part for part in parts}
+        self.post = post
+        self._device = device if device is not None else torch.device("cpu")
+        self._times: list[MicrobatchTime] = []
+        self._begin_ns: int | None = None  # start of the work item, until it was slowed down
+        self.passed: Callable[[], Passed] = Passed
+        """Returns the time spent on communication between slices since the last call."""
+        self.slow_down: Callable[[float], None] = lambda _: None
+        """Called once in each work item, before it sends anything, with the seconds that it has taken."""
+        post.on_wait = self._times.append
+
+    def is_last(self, part: ChainPart) -> bool:
+        return part.number + 1 == self.schedule.parts
+
+    def input(self, part: ChainPart, microbatch: int) -> Tensor:
+        """Receive the output of the part before, as a leaf that gets a gradient; not for the first part."""
+        before = part.number - 1
+        x = self.post.receive(Flow.OUTPUT, before, microbatch, before % self.schedule.stages)
+        x = x.to(self._device)
+        return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
+
+    def gradient(self, part: ChainPart, microbatch: int, shape: torch.Size) -> Tensor | None:
+        """Receive the gradient of the part's output, which has this shape; not for the last part.
+
+        None where no trained parameter depends on the output.
+        """
+        after = (part.number + 1) % self.schedule.stages
+        gradient = self.post.receive(Flow.GRADIENT, part.number, microbatch, after)
+        return gradient.reshape(shape).to(self._device) if gradient.numel() else None
+
+    def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
+        output = self.tensor(output, part, microbatch)
+        self._be_slow()
+        self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
+
+    def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
+        """Send the gradient of a part's input to the part before, where the input is floating-point.
+
+        An empty tensor is sent where there is no gradient: zeros would make weight decay apply to the earlier
+        parameters, which does not happen in one process.
+        """
+        if not part.number or not x.is_floating_point():
+            return
+        gradient = x.grad if x.grad is not None else x.new_empty(0)
+        before = part.number - 1
+        self._be_slow()
+        self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
+
+    def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
+        if isinstance(output, Tensor):
+            return output
+        raise UserError(
+            f"stage {self.stage}, micro-batch {microbatch}: {type(part.modules[-1]).__name__} gives a "
+            f"{type(output).__name__}; between two stages goes one tensor: cut elsewhere (cuts=…), or give one there"
         )
 
-    def _name(self, other: int) -> str:
-        return f"stage {other} (worker {self._workers[other]})"
+    @contextmanager
+    def timed(self, item: StageWork) -> Iterator[None]:
+        begin_ns = self._begin_ns = time.monotonic_ns()
+        yield
+        self._be_slow()
+        spent_ns, waits_ns = self.passed()
+        at_ns = time.monotonic_ns() - spent_ns
+        parts: list[tuple[int, int | None]] = [(at_ns - begin_ns, None)]
+        parts += [(waited_ns, worker) for worker, waited_ns in waits_ns.items()]
+        for number, (duration_ns, worker) in enumerate(parts, 1):
+            # What was neither computed nor waited for is the exchange's, and counts with the last.
+            exchange_ns = spent_ns - sum(waits_ns.values()) if number == len(parts) else 0
+            end_ns = begin_ns + duration_ns
+            self._times.append(
+                MicrobatchTime(
+                    begin_ns=begin_ns,
+                    end_ns=end_ns,
+                    microbatch=item.microbatch,
+                    waited_for=worker,
+                    exchange_ns=exchange_ns,
+                )
+            )
+            begin_ns = end_ns
+
+    def _be_slow(self) -> None:
+        """Apply an artificial slowdown, once per work item and before other stages get what they wait for."""
+        begin_ns, self._begin_ns = self._begin_ns, None
+        if begin_ns is not None:
+            self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
+
+    def take_times(self) -> list[MicrobatchTime]:
+        times = self._times.copy()
+        self._times.clear()
+        return times

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from manyhands.strategies.pipeline.borders import ChainPart, Ends, StageBorders
+from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
+from manyhands.strategies.pipeline.stage_messages import ChainPart, StageBorders
 
 __all__ = ["PipelineStage"]
 
@@ -44,8 +45,8 @@ class PutOff:
     def input_gradient(self) -> None:
         if self._x is None:
             return
-        forks = self._forks = _forks(self._root, self._x, self._parameters)
-        handles = [fork.listen() for fork in forks or ()]
+        self._forks = _forks(self._root, self._x, self._parameters)
+        handles = [fork.node.register_prehook(fork.arrive) for fork in self._forks or ()]
         torch.autograd.backward(self._root, self._gradient, retain_graph=True, inputs=[self._x])
         for handle in handles:
             handle.remove()
@@ -55,31 +56,26 @@ class PutOff:
             if self._parameters:
                 torch.autograd.backward(self._root, self._gradient, inputs=self._parameters)
         else:
-            for fork in self._forks:
-                fork.go_on()
+            for fork in self._forks:  # continue backward from this operation to its parameters alone
+                edges = [GradientEdge(fork.node, number) for number in fork.arrived]
+                if edges:
+                    torch.autograd.backward(
+                        edges, list(fork.arrived.values()), inputs=fork.parameters, retain_graph=True
+                    )
         self._forks = None
         del self._root, self._gradient
 
 
+@dataclass(slots=True, eq=False)
 class _Fork:
     """An operation on the path to the input from which some parameters are reached by other paths."""
 
-    def __init__(self, node: Node, parameters: list[nn.Parameter]) -> None:
-        self._node, self._parameters = node, parameters
-        self._arrived: tuple[Tensor | None, ...] = ()
+    node: Node
+    parameters: list[nn.Parameter]
+    arrived: dict[int, Tensor] = field(default_factory=dict)
 
-    def listen(self) -> Any:
-        def arrive(gradients: tuple[Tensor | None, ...]) -> None:
-            self._arrived = gradients
-
-        return self._node.register_prehook(arrive)
-
-    def go_on(self) -> None:
-        """Continue backward from this operation to its parameters alone."""
-        arrived = {number: one for number, one in enumerate(self._arrived) if one is not None}
-        if arrived:
-            edges = [GradientEdge(self._node, number) for number in arrived]
-            torch.autograd.backward(edges, list(arrived.values()), inputs=self._parameters, retain_graph=True)
+    def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.arrived = {number: one for number, one in enumerate(gradients) if one is not None}
 
 
 def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[_Fork] | None:
@@ -91,11 +87,7 @@ def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[
     end, start = _accumulator(x), root.grad_fn
     if start is None or end is None:
         return None
-    known: dict[Node, nn.Parameter] = {}
-    for one in parameters:
-        accumulator = _accumulator(one)
-        if accumulator is not None:
-            known[accumulator] = one
+    known = {node: one for one in parameters if (node := _accumulator(one)) is not None}
     order = _in_order(start)
     leads: set[Node] = set()  # nodes on a path to the input
     reached: dict[Node, set[nn.Parameter]] = {}  # parameters reached from nodes that are not
@@ -144,8 +136,7 @@ class _Kept:
     """What the forward pass of one micro-batch keeps for its backward pass."""
 
     input: Any
-    root: Tensor | None = None
-    """The part's output, or the loss; None where it will be recomputed."""
+    root: Tensor | None = None  # the part's output, or the loss; None where it will be recomputed
     shape: torch.Size | None = None
     """Shape of an output for which a gradient comes back; None where none does."""
     put_off: PutOff | None = None
@@ -160,10 +151,9 @@ class PipelineStage:
         self._recompute = recompute
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._items = schedule.of_stage(borders.stage)
-        self.most_kept = 0
-        """Peak number of (part, micro-batch) pairs that were kept at once in the last pass."""
+        self.most_kept = 0  # peak number of (part, micro-batch) pairs that were kept at once in the last pass
 
-    def run(self, ends: Ends, count: int, mark: Callable[[int], None]) -> None:
+    def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
         """Run forward and backward of the first `count` micro-batches; gradients accumulate in the parameters.
 
         `mark` is called before each work item with the number of its micro-batch.
@@ -186,7 +176,7 @@ class PipelineStage:
         self._borders.post.flush()
         assert not self._kept, "every forward has its backward"
 
-    def _forward(self, item: StageWork, ends: Ends) -> None:
+    def _forward(self, item: StageWork, ends: TrainingEnds) -> None:
         part, microbatch, borders = self._part(item), item.microbatch, self._borders
         x = borders.input(part, microbatch) if part.number else ends.input(microbatch)
         kept = self._kept[part.number, microbatch] = _Kept(x)
@@ -204,7 +194,7 @@ class PipelineStage:
             if not self._recompute:
                 kept.root = output
 
-    def _backward(self, item: StageWork, ends: Ends) -> None:
+    def _backward(self, item: StageWork, ends: TrainingEnds) -> None:
         part, microbatch, borders = self._part(item), item.microbatch, self._borders
         kept = self._kept[part.number, microbatch]
         gradient = borders.gradient(part, microbatch, kept.shape) if kept.shape is not None else None
@@ -227,7 +217,7 @@ class PipelineStage:
         if not self._schedule.splits_backward:
             del self._kept[part.number, microbatch]
 
-    def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: Ends) -> Tensor:
+    def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: TrainingEnds) -> Tensor:
         with ends.computing():
             output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
         if self._borders.is_last(part):

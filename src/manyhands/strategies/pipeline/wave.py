@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from manyhands.data.batches import split
 from manyhands.engine.chain import OverTime, State
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.borders import Ends, StageBorders
+from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
+from manyhands.strategies.pipeline.stage_messages import StageBorders
 
 __all__ = ["WaveStage", "check_over_time"]
 
@@ -52,10 +53,8 @@ class _Slice:
     output: Tensor
     before: list[State | None] = field(default_factory=list)
     """The state that each recurrent layer began with, as leaves of the graph."""
-    after: list[State] = field(default_factory=list)
-    """The state that each recurrent layer ended with."""
-    leaf: Tensor | None = None
-    """On the last stage: the output, detached, as the loss sees it."""
+    after: list[State] = field(default_factory=list)  # the state that each recurrent layer ended with
+    leaf: Tensor | None = None  # on the last stage: the output, detached, as the loss sees it
 
 
 class WaveStage:
@@ -69,10 +68,9 @@ class WaveStage:
         self._kept: dict[int, _Slice] = {}
         self._state_gradients: list[list[Tensor | None]] = []  # from the following slice, by recurrent layer
         self._whole: Tensor | None = None
-        self.most_kept = 0
-        """Peak number of slices that were kept at once in the last pass."""
+        self.most_kept = 0  # peak number of slices that were kept at once in the last pass
 
-    def run(self, ends: Ends, count: int, mark: Callable[[int], None]) -> None:
+    def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
         """Run forward and backward of `count` pieces, one after the other; gradients accumulate in the parameters.
 
         `mark` is called before each work item with the number of its slice.
@@ -91,7 +89,7 @@ class WaveStage:
             self._borders.post.flush()
             self._whole = None
 
-    def _forward(self, item: StageWork, piece: int, ends: Ends) -> None:
+    def _forward(self, item: StageWork, piece: int, ends: TrainingEnds) -> None:
         part, number, borders = self._part, item.microbatch, self._borders
         x = borders.input(part, number) if part.number else self._own_input(number, piece, ends)
         if borders.is_last(part):
@@ -104,7 +102,7 @@ class WaveStage:
             else:
                 borders.send_output(part, number, kept.output)
 
-    def _backward(self, item: StageWork, piece: int, ends: Ends) -> None:
+    def _backward(self, item: StageWork, piece: int, ends: TrainingEnds) -> None:
         part, number, borders = self._part, item.microbatch, self._borders
         is_last = borders.is_last(part)
         arrived = None if is_last else borders.gradient(part, number, self._kept[number].output.shape)
@@ -126,7 +124,7 @@ class WaveStage:
             self._state_gradients = [[one.grad for one in _tensors(state)] for state in kept.before]
             borders.send_gradient(part, number, kept.input)
 
-    def _apply(self, x: Tensor, number: int, piece: int, ends: Ends) -> _Slice:
+    def _apply(self, x: Tensor, number: int, piece: int, ends: TrainingEnds) -> _Slice:
         before: list[State | None] = []
         after: list[State] = []
         given = x
@@ -143,7 +141,7 @@ class WaveStage:
                     x = module(x)
         return _Slice(input=given, output=x, before=before, after=after)
 
-    def _own_input(self, number: int, piece: int, ends: Ends) -> Tensor:
+    def _own_input(self, number: int, piece: int, ends: TrainingEnds) -> Tensor:
         if self._whole is None:
             whole = ends.input(piece)
             if not isinstance(whole, Tensor) or whole.dim() < 2 or whole.shape[1] < self._slices:

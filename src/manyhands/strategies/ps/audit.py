@@ -2,7 +2,7 @@
 missing.
 
 `audit` is a pure function of parsed rows. It checks, in this order: the logs of all servers that kept a shard
-against each other (`audit_story`), each shard's log against the rules of its policy (`audit_shard`), the shards
+against each other, and each shard's log against the rules of its policy (`audit_shard`), the shards
 against each other and against what the workers recorded, and all of that against the length of the run and its
 summary (here). It depends on the policy only, not on the code that wrote the records.
 """
@@ -10,17 +10,77 @@ summary (here). It depends on the policy only, not on the code that wrote the re
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
 
 from manyhands.strategies.common.consistency import Policy
-from manyhands.strategies.ps.audit_found import Audit, Evidence, Fate, ShardSummary, Verdict, Violation
-from manyhands.strategies.ps.audit_shard import ShardAuditor
-from manyhands.strategies.ps.audit_story import tell
+from manyhands.strategies.ps.audit_shard import Fate, ShardAuditor, ShardSummary, Violation
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, UpdateRow
 from manyhands.strategies.ps.update_files import ComputedRow
 
 __all__ = ["Audit", "Evidence", "ShardSummary", "Verdict", "Violation", "audit"]
+
+
+class Verdict(Enum):
+    """The overall result of an audit."""
+
+    COMPLETE = "complete"
+    """Every batch of the run is in every shard, once, and no rule was broken."""
+
+    RESTORED = "restored"
+    """A shard went back to a snapshot: no rule was broken, and the lost batches are counted."""
+
+    INCOMPLETE = "incomplete"
+    """No rule was broken as far as the records go, but the run did not finish or the records lack something."""
+
+    BROKEN = "broken"
+    """The records contradict each other or a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of a run besides its logs; an absent item is not compared."""
+
+    computed: Mapping[int, Sequence[ComputedRow]] | None = None  # the rows that workers recorded, by process
+    share: Callable[[int, int, int], float] | None = None
+    """The share of its batch that (batch, part, parts) is: the weight of an update."""
+    versions: Mapping[int, int] | None = None  # the final version by shard; None if the run left no summary
+    recorded: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows written, by file, for processes that ended in order."""
+    found: Mapping[str, int] = field(default_factory=dict)  # the number of rows that were read, by file
+    unrecorded: Sequence[str] = ()  # a sentence for each file whose recording ended before the run did
+    begun: int = 0  # the first batch that these shards trained; others were trained under another strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The findings of an audit."""
+
+    violations: tuple[Violation, ...]  # in the order of the log, shard by shard
+    missing: tuple[str, ...]  # a sentence for each thing that the records lack
+    shards: tuple[ShardSummary, ...]
+    lost: int = 0  # how many batches shards lack after a return to a snapshot, summed over shards
+
+    @property
+    def clean(self) -> bool:
+        """Whether no rule was broken."""
+        return not self.violations
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.violations:
+            return Verdict.BROKEN
+        if self.missing:
+            return Verdict.INCOMPLETE
+        return Verdict.RESTORED if any(shard.restores for shard in self.shards) else Verdict.COMPLETE
+
+    @property
+    def words(self) -> str:
+        """The verdict as text, with the number of lost batches after a restore."""
+        return f"restored, {self.lost} lost" if self.verdict is Verdict.RESTORED else self.verdict.value
+
 
 _NOTHING = Evidence()
 
@@ -34,91 +94,71 @@ def audit(
     shards = {}
     for shard, kept in files.items():
         shards[shard] = ShardAuditor(shard, policy, range(evidence.begun, steps), restores=restores)
-        shards[shard].read(tell(kept), evidence.share)
-    whole = _Whole(shards, policy, steps, evidence, is_restored=restores > 0)
-    whole.check()
-    found = [violation for shard in shards.values() for violation in shard.violations]
-    missing = [sentence for shard in shards.values() for sentence in shard.missing]
+        shards[shard].read(kept, evidence.share)
+    run = _RunAuditor(shards, policy, steps, evidence, restores > 0)
+    run.check()
     return Audit(
-        violations=(*found, *whole.violations),
-        missing=(*whole.missing, *missing),
+        violations=(*(one for shard in shards.values() for one in shard.violations), *run.violations),
+        missing=(*run.missing, *(sentence for shard in shards.values() for sentence in shard.missing)),
         shards=tuple(shard.summary for shard in shards.values()),
-        lost=whole.lost,
+        lost=run.lost,
     )
 
 
-class _Whole:
+@dataclass(slots=True)
+class _RunAuditor:
     """The checks of a run across its shards."""
 
-    def __init__(
-        self,
-        shards: Mapping[int, ShardAuditor],
-        policy: Policy,
-        steps: int,
-        evidence: Evidence,
-        *,
-        is_restored: bool,
-    ) -> None:
-        self.violations: list[Violation] = []
-        self.missing: list[str] = []
-        self.lost = 0
-        self._shards, self._policy, self._steps, self._evidence = shards, policy, steps, evidence
-        self._is_restored = is_restored
+    shards: Mapping[int, ShardAuditor]
+    policy: Policy
+    steps: int
+    evidence: Evidence
+    is_restored: bool
+    violations: list[Violation] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    lost: int = 0
 
     def check(self) -> None:
         """Run all checks; they append to `violations` and `missing`."""
-        self._check_files()
-        self._check_versions()
-        for shard in self._shards.values():
-            self._check_batches(shard)
-        if not self._is_restored:
-            self._check_shards()
-        if self._evidence.computed is not None:
-            self._check_workers(self._evidence.computed)
-
-    # ── the run and its summary ───────────────────────────────────────────────────────────────────────────────────────
-
-    def _check_files(self) -> None:
-        """Compare the row count of every file with the count that was recorded when it was written."""
-        for name, written in sorted(self._evidence.recorded.items()):
-            found = self._evidence.found.get(name, 0)
+        for name, written in sorted(self.evidence.recorded.items()):
+            found = self.evidence.found.get(name, 0)
             if found < written:
                 self.missing.append(f"{name} has {found} rows of the {written} that were written")
             elif found > written:
-                self._say(f"{name} has {found} rows, and {written} were written")
-        self.missing += self._evidence.unrecorded
-
-    def _say(self, sentence: str, shard: int = -1) -> None:
-        self.violations.append(Violation(shard=shard, sentence=sentence))
-
-    def _check_versions(self) -> None:
-        for number, version in sorted((self._evidence.versions or {}).items()):
-            shard = self._shards.get(number)
-            recorded = shard.summary.versions if shard is not None else 0
+                sentence = f"{name} has {found} rows, and {written} were written"
+                self.violations.append(Violation(shard=-1, sentence=sentence))
+        self.missing += self.evidence.unrecorded
+        for number, version in sorted((self.evidence.versions or {}).items()):
+            one = self.shards.get(number)
+            recorded = one.summary.versions if one is not None else 0
             if recorded < version:
                 self.missing.append(
                     f"shard {number}: its log ends at version {recorded}, the run at version {version}"
                 )
-            elif recorded > version and shard is not None:
-                shard.say(f"its log has version {recorded}, and it ended with version {version}")
+            elif recorded > version and one is not None:
+                one.say(f"its log has version {recorded}, and it ended with version {version}")
+        for shard in self.shards.values():
+            self._check_batches(shard)
+        if not self.is_restored:
+            self._check_shards()
+        if self.evidence.computed is not None:
+            self._check_workers(self.evidence.computed)
 
     def _check_batches(self, shard: ShardAuditor) -> None:
-        """Check that every batch of the run is there; the cost is linear in the rows, not in the length of the
-        run.
-        """
-        there = self._whole_steps(shard) if self._policy.stepwise else self._whole_batches(shard)
+        """Check that every batch of the run is there; the cost is linear in the rows, not in the run's length."""
+        there = self._whole_steps(shard) if self.policy.stepwise else self._whole_batches(shard)
         shard.summary.batches = len(there)
-        begun = self._evidence.begun
-        num_absent = self._steps - begun - len(there)
+        begun = self.evidence.begun
+        num_absent = self.steps - begun - len(there)
         if num_absent <= 0:
             return
-        if self._is_restored and self._evidence.versions is not None:
+        if self.is_restored and self.evidence.versions is not None:
             # The logs are complete, so the absent batches were lost when a shard returned to a snapshot.
             self.lost += num_absent
             return
         first = next(batch for batch in count(begun) if batch not in there)
         which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} others are"
-        shard.lack(f"its log has {len(there)} of the run's {self._steps - begun} batches; {which} not there")
+        shard.lack(f"its log has {len(there)} of the run's {self.steps - begun} batches; {which} not there")
 
     def _whole_batches(self, shard: ShardAuditor) -> set[int]:
         """The batches of a policy where an update is a whole batch; a batch with two updates is a violation."""
@@ -127,149 +167,109 @@ class _Whole:
             batch = settled.batch
             if batch is None:
                 continue
-            if batch in seen and not self._is_restored:
+            if batch in seen and not self.is_restored:
                 other = seen[batch]
                 shard.say(
                     f"slot {slot}, clock {clock}: batch {batch} was {settled.fate.value}, although slot {other[0]}, "
                     f"clock {other[1]} was of it already"
                 )
             seen.setdefault(batch, (slot, clock))
-        return {batch for batch in seen if self._evidence.begun <= batch < self._steps}
+        return {batch for batch in seen if self.evidence.begun <= batch < self.steps}
 
     def _whole_steps(self, shard: ShardAuditor) -> set[int]:
         """The batches of a policy where a step combines the parts of one batch: those with all parts that count."""
         there = set()
-        may_be_late = self._policy.chosen_by_lead or self._is_restored
-        for clock in sorted(
-            {clock for _, clock in shard.settled if self._evidence.begun <= clock < self._steps}
-        ):
-            slots = shard.slots_at(clock)
+        for clock in sorted({clock for _, clock in shard.settled}):
+            generation = shard.generation_at(clock)
+            slots = generation.slots if generation is not None else ()
             fates = [shard.settled.get((slot, clock)) for slot in slots]
             here = sum(one is not None and one.fate in (Fate.APPLIED, Fate.SKIPPED) for one in fates)
-            if any(one is None for one in fates) or not here:
+            if not self.evidence.begun <= clock < self.steps or None in fates or not here:
                 continue
-            if here < len(fates):
+            if here < len(fates) and not (self.policy.chosen_by_lead or self.is_restored):
                 late = next(slot for slot, one in zip(slots, fates, strict=True) if one and one.batch is None)
-                if not may_be_late:
-                    shard.say(
-                        f"slot {late}, clock {clock}: {self._policy} waits for every part, and this is not there"
-                    )
-                elif self._is_restored and any(one is not None and one.fate is Fate.LOST for one in fates):
-                    continue
-            there.add(clock)
+                shard.say(
+                    f"slot {late}, clock {clock}: {self.policy} waits for every part, and this is not there"
+                )
+            if not self.is_restored or all(one is None or one.fate is not Fate.LOST for one in fates):
+                there.add(clock)
         return there
 
-    # ── shards against each other ─────────────────────────────────────────────────────────────────────────────────────
-
     def _check_shards(self) -> None:
-        """Check that an update has the same batch in all shards, and that all shards agree on which updates were
-        late.
-        """
-        first, *others = self._shards.values()
+        """Check that an update has the same batch in all shards, and that all agree on which updates were late."""
+        first, *others = self.shards.values()
         for shard in others:
             for name, settled in shard.settled.items():
                 other = first.settled.get(name)
                 if other is None:
                     continue  # `_check_batches` reports it if it should be there
                 here, there = settled.update, other.update
-                what = f"slot {name[0]}, clock {name[1]}"
+                what, at = f"slot {name[0]}, clock {name[1]}", f"at shard {first.summary.shard}"
                 if here is not None and there is not None and _batch_of(here) != _batch_of(there):
-                    shard.say(
-                        f"{what}: {_words(here)}, and at shard {first.summary.shard} it is {_words(there)}"
-                    )
+                    shard.say(f"{what}: {_batch_of(here)}, and {at} it is {_batch_of(there)}")
                 elif Fate.LATE in (settled.fate, other.fate) and settled.fate is not other.fate:
-                    shard.say(
-                        f"{what}: {settled.fate.value}, and at shard {first.summary.shard} {other.fate.value}"
-                    )
-
-    # ── what workers recorded ─────────────────────────────────────────────────────────────────────────────────────────
+                    shard.say(f"{what}: {settled.fate.value}, and {at} {other.fate.value}")
 
     def _check_workers(self, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
+        """Check every applied update against its worker's record of it."""
         made: defaultdict[tuple[int, int, int], list[ComputedRow]] = defaultdict(list)
-        tops: dict[tuple[int, int], int] = {}
-        for rows in computed.values():
-            for row in rows:
-                made[row.name].append(row)
-                holder = (row.slot, row.member)
-                tops[holder] = max(tops.get(holder, -1), row.clock)
-        for number, shard in self._shards.items():
+        tops: defaultdict[tuple[int, int], int] = defaultdict(lambda: -1)
+        for row in (row for rows in computed.values() for row in rows):
+            made[row.name].append(row)
+            tops[row.slot, row.member] = max(tops[row.slot, row.member], row.clock)
+        evidence = self.evidence
+        short = (one for one, rows in evidence.recorded.items() if evidence.found.get(one, 0) < rows)
+        is_cut = evidence.versions is None or any("worker." in one for one in (*short, *evidence.unrecorded))
+        for number, shard in self.shards.items():
             for step, update in shard.applied:
                 name = f"version {step.version}, slot {update.slot}, clock {update.clock}"
                 if update.name in made:
-                    self._compare(shard, number, name, update, made[update.name])
-                else:
-                    self._find(shard, name, update, tops)
-            if not self._is_restored:
-                self._check_acknowledged(shard, computed)
-
-    def _find(
-        self, shard: ShardAuditor, name: str, update: UpdateRow, tops: Mapping[tuple[int, int], int]
-    ) -> None:
-        """Report an applied update that no worker recorded; it is only missing if the worker's record may have
-        ended before it.
-        """
-        ended = tops.get((update.slot, update.member), -1) < update.clock
-        sentence = f"{name}: no record of a worker says that member {update.member} computed this"
-        if ended and (self._evidence.versions is None or self._is_cut()):
-            shard.lack(sentence)
-        else:
-            shard.say(sentence)
-
-    def _is_cut(self) -> bool:
-        """Whether a worker's record is known to be truncated."""
-        found = self._evidence.found
-        short = (name for name, written in self._evidence.recorded.items() if found.get(name, 0) < written)
-        return any("worker." in name for name in (*short, *self._evidence.unrecorded))
-
-    def _compare(
-        self, shard: ShardAuditor, number: int, name: str, update: UpdateRow, made: Sequence[ComputedRow]
-    ) -> None:
-        """Check that what the shard logged of an update equals one of its worker's records of it."""
-        logged = {
-            "batch": update.batch,
-            "part": (update.part, update.parts),
-            "read version": update.read_version,
-            "version of rows": update.rows_version,
-        }
-        for row in made:
-            if not number < len(row.versions) == len(row.rows_versions):
-                shard.say(f"{name}: its worker recorded {len(row.versions)} shards")
-                return
-        recorded = [
-            {
-                "batch": row.batch,
-                "part": (row.part, row.parts),
-                "read version": row.versions[number],
-                "version of rows": row.rows_versions[number],
-            }
-            for row in made
-        ]
-        if logged not in recorded:
-            what = next(what for what in logged if logged[what] != recorded[-1][what])
-            shard.say(
-                f"{name}: its {what} is logged as {logged[what]}, and its worker recorded {recorded[-1][what]}"
-            )
-
-    def _check_acknowledged(self, shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
-        """Check that every update before a worker's newest is in the log.
-
-        A worker continues only after every shard has settled its last update.
-        """
-        for rows in computed.values():
-            newest: dict[tuple[int, int], ComputedRow] = {}
-            for row in rows:
-                before = newest.get((row.slot, row.member))
-                newest[row.slot, row.member] = row
-                if before is not None and (before.slot, before.clock) not in shard.settled:
-                    shard.lack(
-                        f"its log lacks slot {before.slot}, clock {before.clock}, which it had acknowledged before "
-                        f"member {row.member} computed clock {row.clock}"
-                    )
+                    _compare(shard, number, name, update, made[update.name])
+                    continue
+                # It is only missing if the worker's record may have ended before it.
+                is_missing = is_cut and tops[update.slot, update.member] < update.clock
+                report = shard.lack if is_missing else shard.say
+                report(f"{name}: no record of a worker says that member {update.member} computed this")
+            if not self.is_restored:
+                _check_acknowledged(shard, computed)
 
 
-def _batch_of(update: UpdateRow) -> tuple[int, int, int, float]:
-    return update.batch, update.part, update.parts, update.weight
+def _compare(
+    shard: ShardAuditor, number: int, name: str, update: UpdateRow, made: Sequence[ComputedRow]
+) -> None:
+    """Check that what the shard logged of an update equals one of its worker's records of it."""
+    for row in made:
+        if not number < len(row.versions) == len(row.rows_versions):
+            shard.say(f"{name}: its worker recorded {len(row.versions)} shards")
+            return
+    fields = ("batch", "part", "read version", "version of rows")
+    logged = (update.batch, (update.part, update.parts), update.read_version, update.rows_version)
+    recorded = [
+        (row.batch, (row.part, row.parts), row.versions[number], row.rows_versions[number]) for row in made
+    ]
+    if logged not in recorded:
+        what, ours, theirs = next(
+            one for one in zip(fields, logged, recorded[-1], strict=True) if one[1] != one[2]
+        )
+        shard.say(f"{name}: its {what} is logged as {ours}, and its worker recorded {theirs}")
 
 
-def _words(update: UpdateRow) -> str:
+def _check_acknowledged(shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
+    """Check that every update before a worker's newest is in the log.
+
+    A worker continues only after every shard has settled its last update.
+    """
+    for rows in computed.values():
+        newest: dict[tuple[int, int], ComputedRow] = {}
+        for row in rows:
+            before = newest.get((row.slot, row.member))
+            newest[row.slot, row.member] = row
+            if before is not None and (before.slot, before.clock) not in shard.settled:
+                shard.lack(
+                    f"its log lacks slot {before.slot}, clock {before.clock}, which it had acknowledged before "
+                    f"member {row.member} computed clock {row.clock}"
+                )
+
+
+def _batch_of(update: UpdateRow) -> str:
     return f"part {update.part} of {update.parts} of batch {update.batch}, of weight {update.weight!r}"

@@ -15,10 +15,10 @@ from manyhands.strategies.ps.audit import Audit, Evidence, Violation, audit
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import (
     RunRecord,
-    computed_lengths,
     read_computed,
     read_logs,
     read_record,
+    record_of,
 )
 from manyhands.strategy import Strategy
 
@@ -31,8 +31,7 @@ class AuditedRun:
 
     strategy: Ps
     found: Audit
-    notes: tuple[str, ...]
-    """What was skipped while reading."""
+    notes: tuple[str, ...]  # what was skipped while reading
 
 
 def audit_run(run: Path) -> AuditedRun:
@@ -46,20 +45,27 @@ def audit_run(run: Path) -> AuditedRun:
         if shard not in logs.files:
             raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
     summary = directory.read_summary() or {}
+    recorded, unrecorded = summary.get("recorded"), summary.get("unrecorded")
+    recorded = recorded if isinstance(recorded, dict) else {}
     evidence = Evidence(
         computed=computed,
         share=_share(run, directory.config),
         versions=_versions(summary),
-        recorded=_counts(summary.get("recorded")),
-        found={**logs.lengths, **computed_lengths(computed)},
-        unrecorded=_sentences(summary.get("unrecorded")),
+        recorded={name: rows for name, rows in recorded.items() if type(rows) is int},
+        found={**logs.lengths, **{record_of(process): len(rows) for process, rows in computed.items()}},
+        unrecorded=tuple(map(str, unrecorded if isinstance(unrecorded, list) else ())),
         begun=record.begun,
     )
     found = audit(logs.files, strategy.consistency, record.steps, evidence)
+    other_length: tuple[str, ...] = ()
+    if (steps := directory.config.get("steps")) not in (None, record.steps):
+        # The run was resumed for more steps and ended before it continued.
+        says = f"{record.steps} steps, and config.json says steps={printable(str(steps))}"
+        other_length = (f"updates/run.json is of a run of {says}",)
     found = replace(
         found,
         violations=(*_contradictions(record, strategy, directory.config), *found.violations),
-        missing=(*_other_length(record, directory.config), *found.missing),
+        missing=(*other_length, *found.missing),
     )
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
 
@@ -78,14 +84,6 @@ def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) 
         if known[name] not in (None, value):
             shown = f"{name}={value}, and config.json says {name}={known[name]}"
             yield Violation(shard=-1, sentence=f"updates/run.json says {printable(shown)}")
-
-
-def _other_length(record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
-    """Report records of another length: the run was resumed for more steps and ended before it continued."""
-    steps = config.get("steps")
-    if steps not in (None, record.steps):
-        says = printable(str(steps))
-        yield f"updates/run.json is of a run of {record.steps} steps, and config.json says steps={says}"
 
 
 def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
@@ -116,21 +114,8 @@ def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
         return None
     versions = {}
     for one in servers:
-        if (
-            not isinstance(one, dict)
-            or type(one.get("shard")) is not int
-            or type(one.get("version")) is not int
-        ):
+        pair = (one.get("shard"), one.get("version")) if isinstance(one, dict) else (None, None)
+        if type(pair[0]) is not int or type(pair[1]) is not int:
             return None
-        versions[one["shard"]] = one["version"]
+        versions[pair[0]] = pair[1]
     return versions
-
-
-def _counts(value: Any) -> dict[str, int]:
-    if not isinstance(value, dict):
-        return {}
-    return {name: count for name, count in value.items() if type(count) is int}
-
-
-def _sentences(value: Any) -> tuple[str, ...]:
-    return tuple(str(one) for one in value) if isinstance(value, list) else ()

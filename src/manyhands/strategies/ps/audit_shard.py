@@ -1,18 +1,25 @@
 """The audit of one shard's log: nothing applied twice or omitted, and no read staler than the bound allows.
 
-Everything is recomputed from the rows alone (`audit_story` merges the logs of all servers that kept the shard).
-The code depends on the policy only, not on the code that wrote the rows.
+Everything is recomputed from the rows alone, and depends on the policy only, not on the code that wrote them.
+
+The logs of all servers that kept the shard are merged first. A server writes from the point where it was given the
+shard (a **stint**: it opens with the slots in force, or with a return to a snapshot) to the point where it stopped.
+Within a stint no row may be missing. Two stints that overlap must have the same rows in the overlap, since a primary
+and its backup commit the same entries. A stint may end anywhere, as its server may die; rows between two stints may be
+missing if a disk was full. If a shard went back to a snapshot, the later rows of the older term are discarded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from manyhands.strategies.common.consistency import BatchPlace, Policy, blend
-from manyhands.strategies.ps.audit_found import Fate, Settled, ShardSummary, Violation
-from manyhands.strategies.ps.audit_story import Story, where
+from manyhands.strategies.common.consistency import Policy, blend
 from manyhands.strategies.ps.log_rows import (
     LateRow,
     LostRow,
@@ -25,9 +32,54 @@ from manyhands.strategies.ps.log_rows import (
 )
 from manyhands.strategies.ps.ps_messages import LEAD
 
-__all__ = ["ShardAuditor"]
+__all__ = ["Fate", "ShardAuditor", "ShardSummary", "Violation"]
 
 _ALL = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A broken rule, in one sentence that names the shard, the version, the slot and the clock."""
+
+    shard: int
+    sentence: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardSummary:
+    """Counts from one shard's log."""
+
+    shard: int
+    versions: int = 0  # the last version
+    applied: int = 0
+    late: int = 0
+    skipped: int = 0
+    lost: int = 0
+    restores: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)  # the number of updates by staleness
+    batches: int = 0  # those of the run that the shard has, with all their parts that count
+
+
+class Fate(Enum):
+    """What happened to an update at a shard."""
+
+    APPLIED = "applied"
+    LATE = "late"
+    SKIPPED = "skipped"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """An update that a shard's log accounts for."""
+
+    fate: Fate
+    version: int  # the shard's at that point
+    update: UpdateRow | None = None  # if it was applied
+    batch: int | None = None  # if the row names it
+
+    def __str__(self) -> str:
+        return f"applied as version {self.version}" if self.fate is Fate.APPLIED else self.fate.value
 
 
 class ShardAuditor:
@@ -41,21 +93,22 @@ class ShardAuditor:
         self.summary = ShardSummary(shard=shard, versions=batches.start)
         self.violations: list[Violation] = []
         self.missing: list[str] = []
-        self.settled: dict[tuple[int, int], Settled] = {}
-        """What happened to each update, by (slot, clock)."""
-
+        self.settled: dict[tuple[int, int], _Settled] = {}  # what happened to each update, by (slot, clock)
         self._shard, self._policy, self._batches = shard, policy, batches
         self._is_restored = restores > 0
         # Every clock of a slot is one batch, and only after a restore may a batch be assigned again.
         self._most_clocks = (batches.stop + 1) * (restores + 1)
-        self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has applied
         self._slots: list[SlotsRow] = []
         self._lives: list[RestoredRow] = []
         self._step_rows: list[StepRow] = []
-        self._settled_at: dict[int, list[tuple[int, int]]] = {}  # by slot: (version, clocks settled by then)
+        self._settled_at: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By slot: (version, clocks settled by then)."""
 
-    def read(self, story: Story, share: Callable[[int, int, int], float] | None = None) -> None:
-        """Check everything that the shard's rows say; `share` as in `Evidence`."""
+    def read(
+        self, files: Sequence[Iterable[Row]], share: Callable[[int, int, int], float] | None = None
+    ) -> None:
+        """Check everything that the shard's files, in any order, say; `share` as in `Evidence`."""
+        story = _merged(files)
         for problem in story.problems:
             self.say(problem)
         self._check_entries(story.rows)
@@ -85,18 +138,18 @@ class ShardAuditor:
         """Check that a push, a loss or a change of slots is one entry with a unique sequence number.
 
         The rows that an entry leads to have the same number: one step at most, unless the entry is the lead's
-        choice for another shard, or a change of slots makes groups smaller, or (by clock, after a restore) the loss
-        of several updates completes several steps. Where each update is a step by itself, an entry is a single row.
+        choice for another shard, or a change of slots makes groups smaller, or (by clock, after a restore) steps
+        that were complete waited for one that the loss of an update completes. Where each update is a step by
+        itself, an entry is a single row.
         """
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
         if chosen and self._shard != LEAD:
             return
-        by_clock = self._policy.stepwise and self._is_restored
-        several = {
-            (row.term, row.sequence)
-            for row in rows
-            if (chosen and isinstance(row, SlotsRow)) or (by_clock and isinstance(row, LostRow))
-        }
+        changed = {(row.term, row.sequence) for row in rows if chosen and isinstance(row, SlotsRow)}
+        lost: defaultdict[tuple[int, int], list[LostRow]] = defaultdict(list)
+        for row in rows:
+            if isinstance(row, LostRow) and self._policy.stepwise and self._is_restored:
+                lost[row.term, row.sequence].append(row)
         counted = [
             row
             for row in rows
@@ -104,9 +157,12 @@ class ShardAuditor:
         ]
         for before, row in pairwise(counted):
             entry = (row.term, row.sequence)
-            if entry == (before.term, before.sequence) and entry not in several:
+            if entry != (before.term, before.sequence) or entry in changed:
+                continue
+            clock = before.updates[0].clock if isinstance(before, StepRow) and before.updates else -1
+            if not any(one.first <= clock < one.until for one in lost.get(entry, ())):
                 self.say(
-                    f"{where(row)}: its sequence number {row.sequence} is that of {where(before)} already"
+                    f"{_where(row)}: its sequence number {row.sequence} is that of {_where(before)} already"
                 )
 
     def say(self, sentence: str) -> None:
@@ -119,20 +175,8 @@ class ShardAuditor:
     def applied(self) -> Iterator[tuple[StepRow, UpdateRow]]:
         return ((row, update) for row in self._step_rows for update in row.updates)
 
-    def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The slots that must deliver an update at `clock`, for policies with a common clock."""
-        generation = self._generation_at(clock)
-        return generation.slots if generation is not None else ()
-
-    def place(self, slot: int, clock: int) -> BatchPlace | None:
-        """The batch that follows from slot and clock; None for policies where it does not."""
-        generation = self._generation_at(clock)
-        if not self._policy.by_clock or generation is None or slot not in generation.slots:
-            return None
-        rank, first = generation.slots.index(slot), (generation.start, generation.base)
-        return self._policy.place(rank, len(generation.slots), clock, first)
-
-    def _generation_at(self, clock: int) -> SlotsRow | None:
+    def generation_at(self, clock: int) -> SlotsRow | None:
+        """The slots that are active at `clock`, for policies with a common clock."""
         return next((row for row in reversed(self._slots) if row.start <= clock), None)
 
     def _change_slots(self, row: SlotsRow) -> None:
@@ -166,7 +210,7 @@ class ShardAuditor:
 
     # ── exactly once ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _step(self, row: StepRow, story: Story) -> None:
+    def _step(self, row: StepRow, story: _Story) -> None:
         before = self.summary.versions
         if row.version > before + 1 and (before, row.version) not in story.gaps:
             self.lack(f"no log tells of versions {before + 1} to {row.version - 1}")
@@ -176,65 +220,15 @@ class ShardAuditor:
         self._step_rows.append(row)
         for update in row.updates:
             self._settle(update.slot, update.clock, Fate.APPLIED, update=update, batch=update.batch)
-            self._clocks[update.slot] = max(self._clocks.get(update.slot, -1), update.clock)
             self.summary.applied += 1
             self.summary.staleness[update.staleness] = self.summary.staleness.get(update.staleness, 0) + 1
-        self._check_rate(row)
-
-    def _check_updates(self, share: Callable[[int, int, int], float] | None) -> None:
-        """Check every update by itself: the version it read, its batch and its weight."""
-        terms = {0, *(life.term for life in self._lives)}
-        for row, update in self.applied:
-            name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
-            self._check_read(row, update, name)
-            if not self._is_restored and update.read_term not in terms:
-                self.say(f"{name}: it read in a life {update.read_term}, which the shard never had")
-            self._check_batch(update, name)
-            weight = share(update.batch, update.part, update.parts) if share is not None else update.weight
-            if update.weight != weight:
-                self.say(f"{name}: its weight is {update.weight!r}, and its part of the batch is {weight!r}")
-
-    def _check_read(self, row: StepRow, update: UpdateRow, name: str) -> None:
-        kept = self._kept(update)
-        true = row.version - 1 - min(update.read_version, kept)
-        if update.staleness != true or true < 0:
-            lost = f" of a life of which {kept} were kept" if kept < update.read_version else ""
-            self.say(
-                f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}, "
-                f"which makes {true}"
-            )
-
-    def _check_batch(self, update: UpdateRow, name: str) -> None:
-        if update.batch not in self._batches:
-            self.say(f"{name}: batch {update.batch} is none of the run's {len(self._batches)}")
-        elif not 0 <= update.part < update.parts:
-            self.say(f"{name}: it is part {update.part} of {update.parts}")
-        elif not self._policy.stepwise and update.parts != 1:
-            self.say(f"{name}: it is one part of {update.parts}, and {self._policy} gives batches out whole")
-        place = None if self._is_restored else self.place(update.slot, update.clock)
-        if place is not None and (place.batch, place.part, place.parts) != (
-            update.batch,
-            update.part,
-            update.parts,
-        ):
-            self.say(
-                f"{name}: it is part {update.part} of {update.parts} of batch {update.batch}, and its slot and clock "
-                f"say part {place.part} of {place.parts} of batch {place.batch}"
-            )
-
-    def _kept(self, update: UpdateRow) -> int:
-        """The last version, of the term in which `update` was read, that is part of this history."""
-        return min((life.version for life in self._lives if life.term > update.read_term), default=_ALL)
-
-    def _check_rate(self, row: StepRow) -> None:
         weights = [update.weight for update in row.updates]
-        staleness = [update.staleness for update in row.updates]
         if not weights or sum(weights) <= 0:
             self.say(f"version {row.version} was made of nothing")
             return
-        factors, rate = blend(self._policy, weights, staleness, row.updates[0].parts)
+        first = row.updates[0]
+        factors, rate = blend(self._policy, weights, [one.staleness for one in row.updates], first.parts)
         if rate != row.rate or factors != [update.factor for update in row.updates]:
-            first = row.updates[0]
             self.say(
                 f"version {row.version}, slot {first.slot}, clock {first.clock}: the step was scaled by {row.rate!r} "
                 f"where {self._policy} asks for {rate!r}, or its gradients by other factors"
@@ -245,23 +239,70 @@ class ShardAuditor:
     ) -> None:
         """Record what happened to an update; a second record of the same update is a violation."""
         before = self.settled.get((slot, clock))
-        now = Settled(fate, self.summary.versions, update, batch)
+        now = _Settled(fate, self.summary.versions, update, batch)
         if before is not None:
             at = f"version {now.version}, " if fate is Fate.APPLIED else ""
-            self.say(f"{at}slot {slot}, clock {clock}: {_said(now)}, although it was {_said(before)} already")
+            self.say(f"{at}slot {slot}, clock {clock}: {now}, although it was {before} already")
             return
         self.settled[slot, clock] = now
-        self._settled_at.setdefault(slot, []).append((self.summary.versions, clock))
+        self._settled_at[slot].append((self.summary.versions, clock))
+
+    def _check_updates(self, share: Callable[[int, int, int], float] | None) -> None:
+        """Check every update by itself: the version it read, its batch and its weight."""
+        terms = {0, *(life.term for life in self._lives)}
+        for row, update in self.applied:
+            name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
+            kept = self._kept(update)
+            true = row.version - 1 - min(update.read_version, kept)
+            if update.staleness != true or true < 0:
+                lost = f" of a life of which {kept} were kept" if kept < update.read_version else ""
+                self.say(
+                    f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}, "
+                    f"which makes {true}"
+                )
+            if not self._is_restored and update.read_term not in terms:
+                self.say(f"{name}: it read in a life {update.read_term}, which the shard never had")
+            self._check_batch(update, name)
+            weight = share(update.batch, update.part, update.parts) if share is not None else update.weight
+            if update.weight != weight:
+                self.say(f"{name}: its weight is {update.weight!r}, and its part of the batch is {weight!r}")
+
+    def _check_batch(self, update: UpdateRow, name: str) -> None:
+        if update.batch not in self._batches:
+            self.say(f"{name}: batch {update.batch} is none of the run's {len(self._batches)}")
+        elif not 0 <= update.part < update.parts:
+            self.say(f"{name}: it is part {update.part} of {update.parts}")
+        elif not self._policy.stepwise and update.parts != 1:
+            self.say(f"{name}: it is one part of {update.parts}, and {self._policy} gives batches out whole")
+        exact = self._policy.by_clock and not self._is_restored
+        generation = self.generation_at(update.clock) if exact else None
+        if generation is None:
+            return
+        slots, first = generation.slots, (generation.start, generation.base)
+        if update.slot in slots:
+            place = self._policy.place(slots.index(update.slot), len(slots), update.clock, first)
+            if (place.batch, place.part, place.parts) != (update.batch, update.part, update.parts):
+                self.say(
+                    f"{name}: it is part {update.part} of {update.parts} of batch {update.batch}, and its slot and "
+                    f"clock say part {place.part} of {place.parts} of batch {place.batch}"
+                )
+
+    def _kept(self, update: UpdateRow) -> int:
+        """The last version, of the term in which `update` was read, that is part of this history."""
+        return min((life.version for life in self._lives if life.term > update.read_term), default=_ALL)
 
     def _check_gaps(self) -> None:
         """Check that a slot's updates are applied in order: none may be missing before an applied one."""
-        for slot, top in sorted(self._clocks.items()):
+        tops: dict[int, int] = {}
+        for _, update in self.applied:
+            tops[update.slot] = max(tops.get(update.slot, -1), update.clock)
+        for slot, top in sorted(tops.items()):
             starts = [row.start for row in self._slots if slot in row.slots]
             settled = sorted({clock for _, clock in self._settled_at[slot]})
             for first, last in _holes(settled, min(starts, default=0), top):
-                tell = self.lack if self.missing else self.say
+                report = self.lack if self.missing else self.say
                 what = f"clock {first}: it was" if first == last else f"clocks {first} to {last}: they were"
-                tell(
+                report(
                     f"version {self.summary.versions}, slot {slot}, {what} neither applied nor reported, although "
                     f"clock {top} was applied"
                 )
@@ -282,7 +323,8 @@ class ShardAuditor:
             for row, update in self.applied
             if 0 <= update.read_version < min(row.version, self._kept(update))
         ]
-        floors = self._floors(sorted({update.read_version for _, update in judged}))
+        versions = sorted({update.read_version for _, update in judged})
+        floors = _floors(versions, self._slots, self._settled_at, self._policy.by_clock)
         for row, update in judged:
             floor, slowest = floors[update.read_version]
             if floor < update.clock - lag:
@@ -292,51 +334,8 @@ class ShardAuditor:
                     f"includes all below {update.clock - lag}"
                 )
 
-    def _floors(self, versions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """For each of these ascending versions: the lowest clock that a slot had not delivered by then, and that
-        slot.
-        """
-        settled: dict[int, set[int]] = {}
-        reached: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        for before, after in zip(self._slots, self._slots[1:], strict=False):
-            for slot in after.slots:
-                if slot not in before.slots:
-                    reached.setdefault(slot, after.start)
-            for slot in before.slots:
-                if slot not in after.slots and self._policy.by_clock:
-                    ends[slot] = after.start
-        first: Sequence[int] = self._slots[0].slots if self._slots else tuple(self._settled_at)
-        reached.update(dict.fromkeys(first, self._slots[0].start if self._slots else 0))
-        events = sorted(
-            (version, slot, clock)
-            for slot, settled_at in self._settled_at.items()
-            for version, clock in settled_at
-        )
-        floors: dict[int, tuple[int, int]] = {}
-        at = 0
-        owing = _Lowest({slot: clock for slot, clock in reached.items() if clock < ends.get(slot, clock + 1)})
-        for version in versions:
-            while at < len(events) and events[at][0] <= version:
-                _, slot, clock = events[at]
-                at += 1
-                done = settled.setdefault(slot, set())
-                done.add(clock)
-                now = reached.get(slot, 0)
-                while now in done:
-                    done.remove(now)
-                    now += 1
-                reached[slot] = now
-                owing.move(slot, now, ends.get(slot))
-            floors[version] = owing.lowest()
-        return floors
 
-
-def _said(settled: Settled) -> str:
-    return f"applied as version {settled.version}" if settled.fate is Fate.APPLIED else settled.fate.value
-
-
-def _holes(settled: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _holes(settled: Iterable[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
     """First and last of every range in [begin, end) that is not among these ascending clocks."""
     for clock in settled:
         if clock >= end:
@@ -348,34 +347,156 @@ def _holes(settled: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, 
         yield begin, end - 1
 
 
-class _Lowest:
-    """The minimum of many clocks that only increase."""
+def _floors(
+    versions: Sequence[int],
+    slots: Sequence[SlotsRow],
+    settled_at: Mapping[int, Sequence[tuple[int, int]]],
+    by_clock: bool,
+) -> dict[int, tuple[int, int]]:
+    """For each of these ascending versions: the lowest clock that a slot had not delivered by then, and that slot."""
+    reached = dict.fromkeys(slots[0].slots if slots else settled_at, slots[0].start if slots else 0)
+    ends: dict[int, int] = {}
+    for before, after in pairwise(slots):
+        reached |= {slot: after.start for slot in after.slots if slot not in (*before.slots, *reached)}
+        if by_clock:
+            ends |= dict.fromkeys(set(before.slots) - set(after.slots), after.start)
+    settled: defaultdict[int, set[int]] = defaultdict(set)
+    events = sorted((version, slot, clock) for slot, pairs in settled_at.items() for version, clock in pairs)
+    at = 0
+    # The clocks that slots owe, lowest first; one that its slot has passed since is removed when it is met.
+    owed = [(clock, slot) for slot, clock in reached.items() if clock < ends.get(slot, _ALL)]
+    heapify(owed)
+    floors: dict[int, tuple[int, int]] = {}
+    for version in versions:
+        while at < len(events) and events[at][0] <= version:
+            _, slot, clock = events[at]
+            at += 1
+            settled[slot].add(clock)
+            now = reached.get(slot, 0)
+            while now in settled[slot]:
+                settled[slot].remove(now)
+                now += 1
+            reached[slot] = now
+            if now < ends.get(slot, _ALL):
+                heappush(owed, (now, slot))
+        while owed and reached[owed[0][1]] != owed[0][0]:
+            heappop(owed)
+        floors[version] = owed[0] if owed else (_ALL, -1)
+    return floors
 
-    def __init__(self, clocks: dict[int, int]) -> None:
-        self._clocks = clocks
-        self._at: dict[int, set[int]] = {}
-        for slot, clock in clocks.items():
-            self._at.setdefault(clock, set()).add(slot)
-        self._heap = list(self._at)  # every clock that a slot has, and some stale ones
-        heapify(self._heap)
 
-    def move(self, slot: int, clock: int, end: int | None) -> None:
-        """Set a slot's clock; from its `end` on the slot no longer counts."""
-        if slot in self._clocks:
-            before = self._clocks.pop(slot)
-            self._at[before].discard(slot)
-            if not self._at[before]:
-                del self._at[before]
-        if end is None or clock < end:
-            self._clocks[slot] = clock
-            if clock not in self._at:
-                self._at[clock] = set()
-                heappush(self._heap, clock)
-            self._at[clock].add(slot)
+# ── the logs of several servers as one history ────────────────────────────────────────────────────────────────────────
 
-    def lowest(self) -> tuple[int, int]:
-        if not self._clocks:
-            return 2**62, -1
-        while self._heap[0] not in self._at:
-            heappop(self._heap)
-        return self._heap[0], min(self._at[self._heap[0]])
+_Key = tuple[int, int, int]  # (term, sequence, which row of that entry)
+
+
+@dataclass(slots=True)
+class _Story:
+    """The merged rows in order, each once."""
+
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # contradictions between the logs
+    gaps: set[tuple[int, int]] = field(default_factory=set)
+    """(version, next version) pairs within a stint that `problems` already reports."""
+
+
+@dataclass(slots=True)
+class _Stint:
+    """The rows that one server wrote from one opening on."""
+
+    begin: int
+    slots: list[SlotsRow] = field(default_factory=list)
+    rows: dict[_Key, Row] = field(default_factory=dict)  # except those of slots
+    version: int | None = None  # of the last step, if known
+
+
+def _merged(files: Sequence[Iterable[Row]]) -> _Story:
+    """Merge these files, given in any order, into one history."""
+    logs = [list(file) for file in files]
+    ends = {row.term: row.sequence for log in logs for row in log if isinstance(row, RestoredRow)}
+    terms = sorted(ends)
+
+    def happened(row: Row) -> bool:
+        return all(row.sequence <= ends[term] for term in terms[bisect_right(terms, row.term) :])
+
+    story = _Story()
+    merged: dict[_Key, Row] = {}
+    slots: dict[Row, _Key] = {}  # every stint opens with all of those in force, each of which counts once
+    stints = [stint for log in logs for stint in _stints([row for row in log if happened(row)], story)]
+    for stint in stints:
+        for opening in stint.slots:
+            slots.setdefault(opening, (opening.term, opening.sequence, -1))
+        for key, row in stint.rows.items():
+            if merged.setdefault(key, row) != row:
+                story.problems.append(
+                    f"two replicas wrote different rows about {_difference(merged[key], row)}"
+                )
+    order = sorted(merged)
+    for stint in stints:
+        # It has every row that any server wrote between its opening and its last entry, which may be cut.
+        term, end, _ = max(stint.rows, default=(-1, -1, -1))
+        after, until = bisect_left(order, (term, stint.begin + 1, 0)), bisect_left(order, (term, end, 0))
+        story.problems += [
+            f"one replica's log lacks {_where(merged[key])}, which another's has"
+            for key in order[after:until]
+            if key not in stint.rows
+        ]
+    happenings = [(key, row) for row, key in slots.items()] + list(merged.items())
+    story.rows = [row for _, row in sorted(happenings, key=lambda one: one[0])]
+    return story
+
+
+def _where(row: Row) -> str:
+    if isinstance(row, StepRow) and row.updates:
+        first = row.updates[0]
+        return f"version {row.version} (slot {first.slot}, clock {first.clock})"
+    return f"entry {row.sequence}"
+
+
+def _stints(rows: list[Row], story: _Story) -> list[_Stint]:
+    """The stints of one file; a step that does not follow its predecessor within a stint is reported."""
+    stints: list[_Stint] = []
+    first = next((row for row in rows if isinstance(row, SlotsRow)), None)
+    before: Row | None = None
+    place, index = (-1, -1), 0
+    for row in rows:
+        again = isinstance(row, SlotsRow) and not isinstance(before, SlotsRow | RestoredRow)
+        # A row of slots that repeats the file's first one opens a stint: the server was given the shard again.
+        if not stints or isinstance(row, RestoredRow) or (again and _table(row) == _table(first)):
+            stints.append(_Stint(begin=row.sequence if isinstance(row, SlotsRow | RestoredRow) else -1))
+            stints[-1].version = _version_at(row)
+            place = (-1, -1)
+        stint, before = stints[-1], row
+        if isinstance(row, SlotsRow):
+            stint.slots.append(row)
+            continue
+        if (row.term, row.sequence) < place:
+            story.problems.append(f"entry {row.sequence} follows entry {place[1]}")
+        index = index + 1 if place == (row.term, row.sequence) else 0
+        place = (row.term, row.sequence)
+        stint.rows[(*place, index)] = row
+        if isinstance(row, StepRow):
+            if stint.version is not None and row.version != stint.version + 1:
+                story.problems.append(f"version {row.version} follows version {stint.version}")
+                story.gaps.add((stint.version, row.version))
+            stint.version = row.version
+    return stints
+
+
+def _table(row: Row | None) -> tuple[int, int, tuple[int, ...]] | None:
+    return (row.start, row.base, row.slots) if isinstance(row, SlotsRow) else None
+
+
+def _version_at(opening: Row) -> int | None:
+    """The version at which a stint begins; None for a server that was given the shard during the run."""
+    if isinstance(opening, RestoredRow):
+        return opening.version
+    return None if isinstance(opening, SlotsRow) and (opening.term, opening.sequence) != (0, 0) else 0
+
+
+def _difference(one: Row, other: Row) -> str:
+    if isinstance(one, StepRow) and isinstance(other, StepRow):
+        for here, there in zip(one.updates, other.updates, strict=False):
+            if here != there:
+                return f"version {one.version} (slot {here.slot}, clock {here.clock})"
+    return _where(one)

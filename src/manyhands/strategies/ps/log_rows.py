@@ -44,12 +44,10 @@ class UpdateRow(NamedTuple):
     read_version: int
     staleness: int
     weight: float
-    factor: float
-    """The gradient's factor in the weighted sum."""
+    factor: float  # the gradient's factor in the weighted sum
     read_term: int = 0
     """The shard's term at the read; of an older term, only what a snapshot kept is part of this history."""
-    rows_version: int = -1
-    """The version at which table rows were read; -1 if none were."""
+    rows_version: int = -1  # the version at which table rows were read; -1 if none were
 
     @property
     def name(self) -> tuple[int, int, int]:

@@ -12,8 +12,7 @@ parameters and one gradient (`ReplayOrder`); `Replayed.extra_bytes` says how muc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from torch import nn
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import preserved
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.native.segment import available_bytes
 from manyhands.native.threads import with_threads
@@ -51,32 +49,23 @@ class Replayed:
 
     model: nn.Module
     """The weights at the end, or where `until` stopped; after a difference, those that the update in question read."""
-
     steps: int
     """Global batches that every shard has applied."""
-
     updates: int
     """Gradients that were computed."""
-
     loss: float | None
     """Of the last step, which is the final loss of the run where the replay came to its end."""
-
     metrics: dict[str, float] | None
     """On the evaluation data, where the task has any."""
-
     run_loss: float | None
     """What the run itself has in its history for that step."""
-
     run_metrics: dict[str, float]
     """What the run measured at its end; empty where it did not come there, or the replay stopped before."""
-
     first_difference: Difference | None
     same_bytes: bool | None
     """Whether the weights are those that the run ended with; None where there is nothing to compare them with."""
-
     extra_bytes: int
     """The most memory that copies of parameters and waiting gradients took at once."""
-
     notes: tuple[str, ...]
 
 
@@ -94,7 +83,11 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
     if task is None:
         task = _built_in(path, directory.config)
         _check_capacity(path, task, record)
-    with preserved(), _threads(record.threads):
+    if not 1 <= record.threads <= _MOST_THREADS:
+        raise UserError(
+            f"the run was recorded with {record.threads} threads, which no run has; its record is damaged"
+        )
+    with preserved(), with_threads(record.threads):
         stage = ReplayStage(task, record, strategy)
         _require_same_task(path, task, record, directory.config, stage)
         order = ReplayOrder(
@@ -107,27 +100,22 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
             player = Player(stage, order)
             difference = player.play()
             whole = until is None and difference is None
+            summary = directory.read_summary() or {}
+            # What the history has for the last step; nothing where it has no row of it, or one that no run writes.
+            history = (row for row in directory.metrics.read() if row["step"] == player.last_batch + 1)
             return Replayed(
                 model=(model := player.model()),
                 steps=min(player.batches),
                 updates=player.updates,
                 loss=player.loss,
                 metrics=None if difference is not None else stage.evaluate(model),
-                run_loss=_run_loss(directory, player.last_batch + 1),
-                run_metrics=_run_metrics(directory) if whole else {},
+                run_loss=final_loss(row for row in history if number(row.get("loss")) is not None),
+                run_metrics=_run_metrics(summary) if whole else {},
                 first_difference=difference,
-                same_bytes=_is_same(directory, player.digests()) if whole else None,
+                same_bytes=_is_same(summary, player.digests()) if whole else None,
                 extra_bytes=player.peak_bytes,
                 notes=(*logs.notes, *_environment(record)),
             )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    if not 1 <= count <= _MOST_THREADS:
-        raise UserError(f"the run was recorded with {count} threads, which no run has; its record is damaged")
-    with with_threads(count):
-        yield
 
 
 def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:
@@ -209,26 +197,17 @@ def _require_same_task(
         )
 
 
-def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
+def _is_same(summary: Mapping[str, Any], digests: list[str]) -> bool | None:
     """Whether these are the weights that the servers left; None for a run that did not come to its end."""
-    summary = directory.read_summary() or {}
     servers = summary.get("servers")
     if not isinstance(servers, list) or not all(isinstance(one, dict) for one in servers):
         return None
     recorded = {one["shard"]: one.get("sha256") for one in servers if type(one.get("shard")) is int}
-    if not recorded:
-        return None
-    return [recorded.get(shard) for shard in range(len(digests))] == digests
+    return [recorded.get(shard) for shard in range(len(digests))] == digests if recorded else None
 
 
-def _run_loss(directory: RunDirectory, step: int) -> float | None:
-    """What the history has for this step; None where it has no row of it, or one that no run writes."""
-    rows = directory.metrics.read()
-    return final_loss(row for row in rows if row["step"] == step and number(row.get("loss")) is not None)
-
-
-def _run_metrics(directory: RunDirectory) -> dict[str, float]:
-    final = (directory.read_summary() or {}).get("final")
+def _run_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    final = summary.get("final")
     numbers = final.items() if isinstance(final, dict) else ()
     return {name: float(value) for name, value in numbers if name != "loss" and type(value) in (int, float)}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from manyhands.errors import ManyhandsError, UserError
@@ -32,8 +32,7 @@ __all__ = [
     "steps_of",
 ]
 
-Name = tuple[int, int, int]
-"""(slot, clock, member) of an update."""
+Name = tuple[int, int, int]  # (slot, clock, member) of an update
 
 
 class ReplayImpossible(ManyhandsError):
@@ -126,57 +125,53 @@ class ReplayOrder:
         stateful: bool = False,
         until: int | None = None,
     ) -> None:
-        self._steps = steps
+        self.steps = steps
+        self.before: dict[Name, Name] = {}  # by update: the one that its process has to compute first
+        self.undone: set[Name] = set()
         self._computed: dict[Name, ComputedRow] = {}
-        self._before: dict[Name, Name] = {}
-        self._undone: set[Name] = set()
-        for rows in computed.values():
-            self._add_process(rows)
-        self._versions: list[dict[Name, int]] = [self._checked(shard) for shard in range(len(steps))]
-        taken = set().union(*self._versions)
-        for rows in computed.values() if stateful else ():
-            self._chain(rows, taken)
-        self.limits = tuple(self._limit(shard, until) for shard in range(len(steps)))
-        """By shard: the version to stop at."""
-        self._needed, self._ends = self._reach()
-
-    def version_of(self, shard: int, row: ComputedRow) -> int | None:
-        """The version that an update became at a shard; None if it was never applied there."""
-        return self._versions[shard].get(row.name)
-
-    def process_of(self, update: UpdateRow) -> int:
-        return self._computed[update.name].process
-
-    def __iter__(self) -> Iterator[ReplayAction]:
-        for action in _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions():
-            if isinstance(action, ReplayCompute):
-                yield replace(action, undone=action.row.name in self._undone)
-            else:
-                yield action
-
-    def _add_process(self, rows: Sequence[ComputedRow]) -> None:
-        for row in rows:
-            if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(self._steps)}:
+        for row in (row for rows in computed.values() for row in rows):
+            if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(steps)}:
                 raise ReplayImpossible(
                     f"process {row.process} recorded {len(row.versions)} shards for slot {row.slot}, clock "
-                    f"{row.clock}; the run has {len(self._steps)}"
+                    f"{row.clock}; the run has {len(steps)}"
                 )
             if row.name in self._computed:
                 raise ReplayImpossible(
                     f"slot {row.slot}, clock {row.clock} was recorded twice by member {row.member}"
                 )
             self._computed[row.name] = row
+        self.applied_as = [self._checked(shard) for shard in range(len(steps))]
+        """By shard: the version that each update became there."""
+        taken = set().union(*self.applied_as)
+        for rows in computed.values() if stateful else ():
+            # Each computation comes after the previous one that left an effect or was taken by a shard.
+            self.undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
+            kept = [row.name for row in rows if row.name not in self.undone or row.name in taken]
+            self.before |= {after: before for before, after in pairwise(kept)}
+        self.limits = tuple(self._limit(shard, until) for shard in range(len(steps)))
+        """By shard: the version to stop at."""
+        self.needed: dict[
+            Name, ComputedRow
+        ] = {}  # what has to be computed for every shard to reach its limit
+        self.ends = list(self.limits)  # how far each shard advances for that
+        done = [0] * len(steps)
+        while done != self.ends:
+            for shard, of_shard in enumerate(steps):
+                for step in of_shard[done[shard] : self.ends[shard]]:
+                    for update in step.updates:
+                        self._need(update.name)
+                    done[shard] = step.version
 
-    def _chain(self, rows: Sequence[ComputedRow], taken: set[Name]) -> None:
-        """Order each computation of a process after the previous one that left an effect or was taken by a shard."""
-        self._undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
-        kept = [row for row in rows if row.name not in self._undone or row.name in taken]
-        self._before |= {after.name: before.name for before, after in pairwise(kept)}
+    def process_of(self, update: UpdateRow) -> int:
+        return self._computed[update.name].process
+
+    def __iter__(self) -> Iterator[ReplayAction]:
+        return _Walk(self).actions()
 
     def _checked(self, shard: int) -> dict[Name, int]:
         """The version of every update at a shard, each compared with what its worker recorded."""
         versions: dict[Name, int] = {}
-        for row in self._steps[shard]:
+        for row in self.steps[shard]:
             for update in row.updates:
                 computed = self._computed.get(update.name)
                 if computed is None:
@@ -200,56 +195,33 @@ class ReplayOrder:
         return versions
 
     def _limit(self, shard: int, until: int | None) -> int:
-        rows = self._steps[shard]
         if until is None:
-            return len(rows)
-        applied = [0, *accumulate(num_batches(row) for row in rows)]
+            return len(self.steps[shard])
+        applied = [0, *accumulate(num_batches(row) for row in self.steps[shard])]
         if not 0 <= until <= applied[-1]:
             raise UserError(f"until={until}: shard {shard} applied {applied[-1]} batches in this run")
         return next(version for version, batches in enumerate(applied) if batches >= until)
 
-    def _reach(self) -> tuple[dict[Name, ComputedRow], tuple[int, ...]]:
-        """What has to be computed for every shard to reach its limit, and how far each advances for that."""
-        needed: dict[Name, ComputedRow] = {}
-        ends = list(self.limits)
-        done = [0] * len(ends)
-        while done != ends:
-            for shard, rows in enumerate(self._steps):
-                for row in rows[done[shard] : ends[shard]]:
-                    for update in row.updates:
-                        self._need(update.name, needed, ends)
-                    done[shard] = row.version
-        return needed, tuple(ends)
-
-    def _need(self, name: Name, needed: dict[Name, ComputedRow], ends: list[int]) -> None:
-        following: Name | None = name
-        while following is not None and following not in needed:
-            row = needed[following] = self._computed[following]
+    def _need(self, name: Name | None) -> None:
+        while name is not None and name not in self.needed:
+            row = self.needed[name] = self._computed[name]
             for shard, version in row.reads:
-                if version > len(self._steps[shard]):
+                if version > len(self.steps[shard]):
                     raise ReplayImpossible(
                         f"slot {row.slot}, clock {row.clock} (batch {row.batch}) read version {version} of shard "
-                        f"{shard}, whose log ends at version {len(self._steps[shard])}"
+                        f"{shard}, whose log ends at version {len(self.steps[shard])}"
                     )
-                ends[shard] = max(ends[shard], version)
-            following = self._before.get(following)
+                self.ends[shard] = max(self.ends[shard], version)
+            name = self.before.get(name)
 
 
 class _Walk:
     """One pass through the order."""
 
-    def __init__(
-        self,
-        steps: Sequence[Sequence[StepRow]],
-        ends: Sequence[int],
-        needed: Mapping[Name, ComputedRow],
-        before: Mapping[Name, Name],
-        versions: Sequence[Mapping[Name, int]],
-    ) -> None:
-        self._steps, self._ends, self._needed = steps, ends, needed
-        self._before, self._after = before, {before[name]: name for name in needed if name in before}
-        self._applied_as = versions
-        self._at = [0] * len(steps)
+    def __init__(self, order: ReplayOrder) -> None:
+        self._order, needed = order, order.needed
+        self._after = {before: name for name, before in order.before.items() if name in needed}
+        self._at = [0] * len(order.steps)
         self._done: set[Name] = set()
         self._unread = Counter(read for row in needed.values() for read in row.reads)
         self._readers: defaultdict[tuple[int, int], list[Name]] = defaultdict(list)
@@ -262,18 +234,28 @@ class _Walk:
 
     def actions(self) -> Iterator[ReplayAction]:
         """All actions in a valid order; ReplayImpossible names the row if there is none."""
-        for shard in range(len(self._steps)):
+        steps, ends = self._order.steps, self._order.ends
+        for shard in range(len(steps)):
             self._arrive(shard)
         while True:
             while self._ready:
                 yield from self._compute(self._ready.popleft())
-            shards = [shard for shard in range(len(self._steps)) if self._can_go_on(shard)]
-            if not shards:
+            ready = [
+                (self._unread[shard, at] > 0, at, shard)
+                for shard, at in enumerate(self._at)
+                if at < ends[shard] and self._first_undone(steps[shard][at]) is None
+            ]
+            if not ready:
                 break
-            yield from self._go_on(min(shards, key=lambda shard: (self._is_unread(shard), self._at[shard])))
-        for shard, end in enumerate(self._ends):
+            is_unread, at, shard = min(ready)
+            if is_unread:
+                yield ReplayKeep(shard=shard, version=at)
+            yield ReplayApply(row=steps[shard][at])
+            self._at[shard] = at + 1
+            self._arrive(shard)
+        for shard, end in enumerate(ends):
             if self._at[shard] < end:
-                raise ReplayImpossible(self._why_stuck(self._steps[shard][self._at[shard]]))
+                raise ReplayImpossible(self._why_stuck(steps[shard][self._at[shard]]))
 
     def _arrive(self, shard: int) -> None:
         for name in self._readers.pop((shard, self._at[shard]), ()):
@@ -281,52 +263,33 @@ class _Walk:
             self._look_at(name)
 
     def _look_at(self, name: Name) -> None:
-        before = self._before.get(name)
+        before = self._order.before.get(name)
         if not self._awaited[name] and (before is None or before in self._done):
             self._ready.append(name)
 
     def _compute(self, name: Name) -> Iterator[ReplayAction]:
-        row = self._needed[name]
-        used = [
-            versions.get(name, end + 1) <= end
-            for versions, end in zip(self._applied_as, self._ends, strict=True)
-        ]
-        yield ReplayCompute(row=row, shards=tuple(shard for shard, uses in enumerate(used) if uses))
+        order, row = self._order, self._order.needed[name]
+        ends = enumerate(order.ends)
+        users = tuple(shard for shard, end in ends if order.applied_as[shard].get(name, end + 1) <= end)
+        yield ReplayCompute(row=row, shards=users, undone=name in order.undone)
         self._done.add(name)
         for shard, version in sorted(row.reads):
             self._unread[shard, version] -= 1
             if not self._unread[shard, version] and version < self._at[shard]:
                 yield Forget(shard=shard, version=version)
-        after = self._after.get(name)
-        if after is not None:
-            self._look_at(after)
-
-    def _can_go_on(self, shard: int) -> bool:
-        at = self._at[shard]
-        return at < self._ends[shard] and self._first_undone(self._steps[shard][at]) is None
+        if name in self._after:
+            self._look_at(self._after[name])
 
     def _first_undone(self, row: StepRow) -> UpdateRow | None:
-        undone = (one for one in row.updates if one.name not in self._done)
-        return next(undone, None)
-
-    def _is_unread(self, shard: int) -> bool:
-        return self._unread[shard, self._at[shard]] > 0
-
-    def _go_on(self, shard: int) -> Iterator[ReplayAction]:
-        at = self._at[shard]
-        if self._is_unread(shard):
-            yield ReplayKeep(shard=shard, version=at)
-        yield ReplayApply(row=self._steps[shard][at])
-        self._at[shard] = at + 1
-        self._arrive(shard)
+        return next((one for one in row.updates if one.name not in self._done), None)
 
     def _why_stuck(self, row: StepRow) -> str:
         update = self._first_undone(row)
         assert update is not None, "a step whose gradients are all there is taken"
         name = update.name
         while not self._awaited[name]:  # the process had something to do before that
-            name = self._before[name]
-        read = self._needed[name]
+            name = self._order.before[name]
+        read = self._order.needed[name]
         shard, version = next(at for at in sorted(read.reads) if self._at[at[0]] < at[1])
         return (
             f"{_where(row, update)} cannot be reached: slot {read.slot}, clock {read.clock} read version "

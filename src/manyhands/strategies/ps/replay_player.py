@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest
@@ -22,6 +22,7 @@ from manyhands.strategies.ps.live.row_payloads import pack
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_state import ReplicaModel
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.replay_order import (
     Forget,
@@ -45,9 +46,7 @@ class Difference:
     """Where a replay departs from the recorded run."""
 
     shard: int
-    version: int | None
-    """The version that the update became at that shard; None if it was never applied there."""
-
+    version: int | None  # that the update became at that shard; None if it was never applied there
     slot: int
     clock: int
     batch: int
@@ -95,16 +94,10 @@ class ReplayStage:
         return store
 
     def coding(self, process: int) -> RangeCoding:
-        found = self._codings.get(process)
-        if found is None:
-            strategy = self._strategy
-            found = self._codings[process] = RangeCoding(
-                self.layout, strategy.codec, feedback=strategy.feedback, seed=self._seed
-            )
-        return found
-
-    def new_model(self) -> nn.Module:
-        return self.computer.build().model
+        if process not in self._codings:
+            codec, feedback = self._strategy.codec, self._strategy.feedback
+            self._codings[process] = RangeCoding(self.layout, codec, feedback=feedback, seed=self._seed)
+        return self._codings[process]
 
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
         """The metrics of a model, which is on the CPU again afterwards."""
@@ -113,16 +106,11 @@ class ReplayStage:
         return evaluated[0] if evaluated is not None else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Values:
+class _Values(NamedTuple):
     """The values of a shard at one version."""
 
     dense: Tensor
     tables: dict[str, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dense.nbytes + sum(rows.nbytes for rows in self.tables.values())
 
 
 class Player:
@@ -143,8 +131,7 @@ class Player:
         self._stopped = False
         self.batches = [0 for _ in shards]
         self.updates = 0
-        self.last_batch = -1
-        """The greatest of those that the lead shard applied; -1 before the first."""
+        self.last_batch = -1  # the greatest of those that the lead shard applied; -1 before the first
         self._last_parts: dict[int, Computed] = {}
         self.peak_bytes = 0
 
@@ -159,13 +146,21 @@ class Player:
                     if difference is not None:
                         self._stopped = True
                         return difference
-                case ReplayApply():
-                    self._apply(action)
+                case ReplayApply(row=row):
+                    self._apply(row)
                 case ReplayKeep(shard=shard, version=version):
                     self._kept[shard, version] = self._values(shard)
                 case Forget(shard=shard, version=version):
                     del self._kept[shard, version]
-            self._count_bytes()
+            held = sum(
+                one.gradient.memory.nbytes + sum(rows.values.nbytes for rows in one.rows.values())
+                for one in self._gradients.values()
+            )
+            kept = sum(
+                values.dense.nbytes + sum(rows.nbytes for rows in values.tables.values())
+                for values in self._kept.values()
+            )
+            self.peak_bytes = max(self.peak_bytes, held + kept)
         return None
 
     @property
@@ -178,17 +173,20 @@ class Player:
         return (loss if math.isclose(applied, 1) else loss / applied) if parts else None
 
     def digests(self) -> list[str]:
-        """By shard: that of its values now."""
         return [shard_digest(store, self._layout, shard) for shard, store in enumerate(self._stores)]
 
     def model(self) -> nn.Module:
         """The model where the replay ended, on the CPU."""
-        model = self._stage.new_model()
-        source = self._stage.replica.model
-        if not self._stopped:
-            self._show_ends()
+        model, source = self._stage.computer.build().model, self._stage.replica.model
+        theirs = dict(source.named_parameters())
         with torch.no_grad():
-            theirs = dict(source.named_parameters())
+            for shard, values in () if self._stopped else self._ends.items():
+                self._parts[shard].values.copy_(values.dense)
+                for table in self._layout.tables:
+                    own = table.placed(self._layout.shards).rows(shard)
+                    theirs[table.name][own] = values.tables[table.name].view(len(own), *table.shape[1:])
+            if not self._stopped:
+                self._stage.replica.pulled()
             for name, parameter in model.named_parameters():
                 parameter.copy_(theirs[name])
             if self._process is not None:
@@ -231,7 +229,12 @@ class Player:
             if found != row.gradients[shard]:
                 return self._difference(row, shard)
         for shard in compute.shards:
-            self._gradients[shard, row.name] = self._contribution(shard)
+            part = self._parts[shard]
+            self._gradients[shard, row.name] = Contribution(
+                gradient=self._layout.range_in(part.gradient.memory.clone(), shard),
+                present=part.flags.clone(),
+                rows=stage.tables.gradients(shard),
+            )
         self._computed[row.name] = done
         return None
 
@@ -249,31 +252,20 @@ class Player:
                     values.append(self._stores[shard].gather(table.name, rows))
             tables.take(shard, memoryview(b"".join(map(bytes, pack((), values)))))
 
-    def _contribution(self, shard: int) -> Contribution:
-        part = self._parts[shard]
-        return Contribution(
-            gradient=self._layout.range_in(part.gradient.memory.clone(), shard),
-            present=part.flags.clone(),
-            rows=self._stage.tables.gradients(shard),
-        )
-
     def _difference(self, row: ComputedRow, shard: int) -> Difference:
-        version = self._order.version_of(shard, row)
+        version = self._order.applied_as[shard].get(row.name)
         became = f"version {version}" if version is not None else "an update that was not applied there"
+        where = f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch})"
         return Difference(
             shard=shard,
             version=version,
             slot=row.slot,
             clock=row.clock,
             batch=row.batch,
-            sentence=(
-                f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch}): its gradient is not "
-                "the recorded one"
-            ),
+            sentence=f"{where}: its gradient is not the recorded one",
         )
 
-    def _apply(self, apply: ReplayApply) -> None:
-        row = apply.row
+    def _apply(self, row: StepRow) -> None:
         shard = row.shard
         contributions = [
             replace(self._gradients.pop((shard, update.name)), factor=update.factor) for update in row.updates
@@ -283,20 +275,18 @@ class Player:
         if row.version <= self._order.limits[shard]:
             self.batches[shard] += num_batches(row)
             if shard == LEAD:
-                self._note_lead(apply)
+                self._note_lead(row)
         self._end(shard)
 
-    def _note_lead(self, apply: ReplayApply) -> None:
-        """Record the losses of the last batch, and the process of the last update, whose buffers the final model
-        has.
-        """
-        for update in apply.row.updates:
+    def _note_lead(self, row: StepRow) -> None:
+        """Record the losses of the last batch, and the last update's process, whose buffers the final model has."""
+        for update in row.updates:
             done = self._computed.pop(update.name)
             if done.share and update.batch > self.last_batch:
                 self.last_batch, self._last_parts = update.batch, {}
             if done.share and update.batch == self.last_batch:
                 self._last_parts[update.part] = done
-        self._process = self._order.process_of(apply.row.updates[-1])
+        self._process = self._order.process_of(row.updates[-1])
 
     # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,24 +303,6 @@ class Player:
         """Save a shard's final values when it reaches its limit: it may have to advance for the sake of others."""
         if self._versions[shard] == self._order.limits[shard]:
             self._ends[shard] = self._values(shard)
-
-    def _show_ends(self) -> None:
-        """Put the values that the shards ended with into the model."""
-        named = dict(self._stage.replica.model.named_parameters())
-        with torch.no_grad():
-            for shard, values in self._ends.items():
-                self._parts[shard].values.copy_(values.dense)
-                for table in self._layout.tables:
-                    own = table.placed(self._layout.shards).rows(shard)
-                    named[table.name][own] = values.tables[table.name].view(len(own), *table.shape[1:])
-        self._stage.replica.pulled()
-
-    def _count_bytes(self) -> None:
-        held = sum(
-            one.gradient.memory.nbytes + sum(rows.values.nbytes for rows in one.rows.values())
-            for one in self._gradients.values()
-        )
-        self.peak_bytes = max(self.peak_bytes, held + sum(values.nbytes for values in self._kept.values()))
 
 
 class ProcessBuffers:

@@ -78,26 +78,17 @@ class Table:
 class ShardRange:
     """A shard's range of some flat buffer, as tensors; make it once for memory that is used again and again."""
 
-    memory: Tensor
-    """The bytes, as they travel."""
-
-    pieces: tuple[Tensor, ...]
-    """By piece: of the parameter's shape where the shard has all of it, else flat."""
-
-    runs: tuple[Tensor, ...]
-    """The same memory in as few tensors as the types allow, padding included; flat."""
+    memory: Tensor  # the bytes, as they travel
+    pieces: tuple[Tensor, ...]  # by piece: of the parameter's shape where the shard has all of it, else flat
+    runs: tuple[Tensor, ...]  # the same memory in as few tensors as the types allow, padding included; flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatLayout:
     """All dense trainable parameters of a model in one buffer, and the shards' parts of it; `of` makes it."""
 
-    entries: tuple[Entry, ...]
-    """In registration order; pieces count them."""
-
-    bounds: tuple[tuple[int, int], ...]
-    """By shard: its first byte, and the one after its last."""
-
+    entries: tuple[Entry, ...]  # in registration order; pieces count them
+    bounds: tuple[tuple[int, int], ...]  # by shard: its first byte, and the one after its last
     pieces: tuple[tuple[Piece, ...], ...]
     """By shard: what it has, in registration order; at most one piece of each parameter."""
 
@@ -123,7 +114,12 @@ class FlatLayout:
         if sparse:
             require_lazy(optimizer)
         named = trainable(model)
-        _require_known(sparse, [name for names in named.values() for name in names])
+        names = [name for names in named.values() for name in names]
+        for name in sparse:
+            if name not in names:
+                raise UserError(
+                    f"sparse names {name!r}, which is no trainable parameter; {nearest(name, names)}"
+                )
         is_table = {parameter: any(name in sparse for name in names) for parameter, names in named.items()}
         dense = [parameter for parameter in named if not is_table[parameter]]
         way = stepping_for(optimizer, ways, f"ps servers={shards}") if shards > 1 else Stepping.TOGETHER
@@ -206,12 +202,6 @@ def _runs(memory: Tensor, starts: Sequence[tuple[int, torch.dtype]]) -> tuple[Te
         memory[begin:end].view(dtype)
         for (begin, dtype), end in zip(changes, ends[: len(changes)], strict=True)
     )
-
-
-def _require_known(sparse: Collection[str], names: Sequence[str]) -> None:
-    for name in sparse:
-        if name not in names:
-            raise UserError(f"sparse names {name!r}, which is no trainable parameter; {nearest(name, names)}")
 
 
 def _check_capacity(memory: Tensor, num_bytes: int, what: str) -> None:

@@ -26,20 +26,15 @@ class ShardState:
     model: dict[str, Tensor]
     """By parameter or table: the shard's part of it, in its shape where that is all of it and flat otherwise."""
 
-    optimizer: dict[str, Any]
-    """A `state_dict()` whose state is that of these parts."""
-
-    batches: int
-    """The number of batches by which the scheduler has advanced."""
+    optimizer: dict[str, Any]  # a `state_dict()` whose state is that of these parts
+    batches: int  # the number of batches by which the scheduler has advanced
 
 
 class _Named(NamedTuple):
     """A shard's part of one parameter or table."""
 
     name: str
-    position: int | None
-    """The parameter's number in the optimizer's `state_dict()`."""
-
+    position: int | None  # the parameter's number in the optimizer's `state_dict()`
     part: Part
 
 

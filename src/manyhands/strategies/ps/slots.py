@@ -23,8 +23,7 @@ class SlotRecord:
     """A shard's record of one slot."""
 
     next_clock: int
-    end: int = _NEVER
-    """The first clock that is not expected, once the slot was removed."""
+    end: int = _NEVER  # the first clock that is not expected, once the slot was removed
     late: int = -1
     """The last clock that is ignored: its step did not wait for it, it was lost, or the slot begins after it.
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint, Snapshot
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.exchange import SentFor, Traffic

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,8 +33,6 @@ __all__ = [
     "ShardLogs",
     "ShardRecorder",
     "clear_records",
-    "computed_lengths",
-    "has_record",
     "is_record",
     "read_computed",
     "read_logs",
@@ -58,23 +57,16 @@ class RunRecord:
     """What determines the bits of a run, besides its task."""
 
     torch: str
-    cpu: str
-    """The instruction set that torch uses."""
-
-    threads: int
-    """The number of torch threads in each process."""
-
+    cpu: str  # the instruction set that torch uses
+    threads: int  # of torch, in each process
     strategy: str
     workers: int
     steps: int
     seed: int
     device: str
     autocast: bool
-    layout: str
-    """The digest of the layout."""
-
-    begun: int = 0
-    """How many batches had been trained, by another strategy or other shards, when these shards began."""
+    layout: str  # its digest
+    begun: int = 0  # batches that were trained, by another strategy or other shards, when these shards began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +80,9 @@ class ComputedRow:
     batch: int
     part: int
     parts: int
-    versions: tuple[int, ...]
-    """The versions that were read, by shard."""
-
-    rows_versions: tuple[int, ...]
-    """The versions at which table rows were read, by shard; -1 for none."""
-
-    gradients: tuple[str, ...]
-    """The hash of each shard's part, as 16 hexadecimal digits."""
+    versions: tuple[int, ...]  # that were read, by shard
+    rows_versions: tuple[int, ...]  # at which table rows were read, by shard; -1 for none
+    gradients: tuple[str, ...]  # the hash of each shard's part, as 16 hexadecimal digits
 
     @property
     def reads(self) -> frozenset[tuple[int, int]]:
@@ -112,14 +99,9 @@ class ComputedRow:
 class ShardLogs:
     """All rows that servers wrote."""
 
-    files: dict[int, list[list[Row]]]
-    """By shard: the rows of each of its files."""
-
-    lengths: dict[str, int]
-    """The number of rows, by file."""
-
-    notes: tuple[str, ...]
-    """What was skipped: truncated last lines."""
+    files: dict[int, list[list[Row]]]  # by shard: the rows of each of its files
+    lengths: dict[str, int]  # the number of rows, by file
+    notes: tuple[str, ...]  # what was skipped: truncated last lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,30 +122,51 @@ def record_mark(run_path: Path) -> RecordMark | None:
     return RecordMark(run=str(run_path), inode=found.st_ino, changed_ns=found.st_mtime_ns)
 
 
-class Recorder:
-    """The file of one worker process; without a run directory nothing is recorded. `close` is idempotent."""
+class _RecordFile:
+    """One file of records; nothing is recorded without a run directory, or after a write has failed."""
 
-    def __init__(self, run_path: Path | None, process: int) -> None:
-        self._log = _log_of(run_path, record_of(process))
-        self.records = self._log is not None
-        """Whether rows are recorded."""
+    def __init__(self, run_path: Path | None, name: str) -> None:
+        self._log = LineFile(run_path / _FOLDER / name) if run_path is not None else None
+
+    @property
+    def records(self) -> bool:
+        return self._log is not None
 
     @property
     def kept(self) -> dict[str, int]:
         """The number of rows by file name; empty if recording ended early."""
         return {self._log.path.name: self._log.num_lines} if self._log is not None else {}
 
-    def write(self, row: ComputedRow) -> str | None:
-        """Append a row. A failed write ends the recording and not the run: returns the sentence that reports it."""
-        assert self._log is not None, "asked to write although nothing is recorded"
-        sentence = _append(self._log, json.dumps(asdict(row), separators=(",", ":")))
-        if sentence is not None:
-            self._log, self.records = None, False
-        return sentence
+    def append(self, line: str | None) -> str | None:
+        """Append a line; with None, flush the file to the disk.
+
+        A failed write ends the recording and not the run: returns the sentence that reports it.
+        """
+        try:
+            if self._log is not None and line is not None:
+                self._log.append(line.encode() + b"\n")
+            elif self._log is not None:
+                self._log.sync()
+        except WriteFailed as error:
+            self.close()
+            self._log = None
+            return f"{error}: its recording ends, the run continues, and can be neither replayed nor audited as a whole"
+        return None
 
     def close(self) -> None:
+        """Close the file; idempotent."""
         if self._log is not None:
             self._log.close()
+
+
+class Recorder(_RecordFile):
+    """The file of one worker process."""
+
+    def __init__(self, run_path: Path | None, process: int) -> None:
+        super().__init__(run_path, record_of(process))
+
+    def write(self, row: ComputedRow) -> str | None:
+        return self.append(json.dumps(asdict(row), separators=(",", ":")))
 
 
 class ShardRecorder:
@@ -171,61 +174,29 @@ class ShardRecorder:
 
     def __init__(self, run_path: Path | None, member: int) -> None:
         self._run_path, self._member = run_path, member
-        self._logs: dict[int, LineFile | None] = {}  # None where recording has ended
+        self._logs: dict[int, _RecordFile] = {}
 
     @property
     def kept(self) -> dict[str, int]:
         """The number of rows by file name, without files whose recording ended early."""
-        return {log.path.name: log.num_lines for log in self._logs.values() if log is not None}
+        return {name: rows for log in self._logs.values() for name, rows in log.kept.items()}
 
     def write(self, row: Row) -> str | None:
         """Append a row. A failed write ends the recording of its shard: returns the sentence that reports it."""
-        return self.write_line(row.shard, row_to_json(row)) if self._run_path is not None else None
-
-    def write_line(self, shard: int, line: str) -> str | None:
-        """Append a row of a shard, as `row_to_json` writes it; returns a sentence like `write`."""
-        if shard not in self._logs:
-            name = f"shard-{shard}.member-{self._member}.jsonl"
-            self._logs[shard] = _log_of(self._run_path, name)
-        log = self._logs[shard]
-        sentence = _append(log, line) if log is not None else None
-        if sentence is not None:
-            self._logs[shard] = None
-        return sentence
+        if self._run_path is None:
+            return None
+        if row.shard not in self._logs:
+            name = f"shard-{row.shard}.member-{self._member}.jsonl"
+            self._logs[row.shard] = _RecordFile(self._run_path, name)
+        return self._logs[row.shard].append(row_to_json(row))
 
     def sync(self, shard: int) -> str | None:
         """Flush the log of a shard to the disk, before a snapshot that follows from it; a sentence if that fails."""
-        log = self._logs.get(shard)
-        if log is not None:
-            try:
-                log.sync()
-            except WriteFailed as error:
-                self._logs[shard] = None
-                log.close()
-                return _end_of_recording(error)
-        return None
+        return self._logs[shard].append(None) if shard in self._logs else None
 
     def close(self) -> None:
         for log in self._logs.values():
-            if log is not None:
-                log.close()
-
-
-def _log_of(run_path: Path | None, name: str) -> LineFile | None:
-    return LineFile(run_path / _FOLDER / name) if run_path is not None else None
-
-
-def _append(log: LineFile, line: str) -> str | None:
-    try:
-        log.append(line.encode() + b"\n")
-    except WriteFailed as error:
-        log.close()
-        return _end_of_recording(error)
-    return None
-
-
-def _end_of_recording(error: WriteFailed) -> str:
-    return f"{error}: its recording ends, the run goes on, and can be neither replayed nor audited as a whole"
+            log.close()
 
 
 def is_record(name: str) -> bool:
@@ -238,14 +209,10 @@ def record_of(process: int) -> str:
     return f"worker.process-{process}.jsonl"
 
 
-def has_record(run_path: Path, name: str) -> bool:
-    """Whether this file of a server or worker exists."""
-    return (run_path / _FOLDER / name).exists()
-
-
-def record_rows(run_path: Path, name: str) -> int:
-    """The number of rows of such a file; 0 if it does not exist."""
-    return LineFile(run_path / _FOLDER / name).num_lines
+def record_rows(run_path: Path, name: str) -> int | None:
+    """The number of rows of a file of a server or worker; None if it does not exist."""
+    path = run_path / _FOLDER / name
+    return LineFile(path).num_lines if path.exists() else None
 
 
 def record_files(run_path: Path) -> list[Path]:
@@ -323,7 +290,7 @@ def read_logs(run_path: Path) -> ShardLogs:
     lengths: dict[str, int] = {}
     notes: list[str] = []
     for shard, path in _found(run_path, _SHARD):
-        rows = _read(path, _row_of(shard), notes)
+        rows = _read(path, partial(_shard_row, shard), notes)
         files.setdefault(shard, []).append(rows)
         lengths[path.name] = len(rows)
     if not files:
@@ -333,12 +300,10 @@ def read_logs(run_path: Path) -> ShardLogs:
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
     """The rows that each process computed, in order; a truncated last line is skipped."""
-    return {process: _read(path, _computed_of(process), []) for process, path in _found(run_path, _WORKER)}
-
-
-def computed_lengths(computed: Mapping[int, Sequence[ComputedRow]]) -> dict[str, int]:
-    """By file: how many rows `read_computed` found in it."""
-    return {record_of(process): len(rows) for process, rows in computed.items()}
+    return {
+        process: _read(path, partial(_computed_row, process), [])
+        for process, path in _found(run_path, _WORKER)
+    }
 
 
 def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -370,27 +335,21 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
     return rows
 
 
-def _row_of(shard: int) -> Callable[[str], Row]:
-    def parse(line: str) -> Row:
-        row = row_from_json(line)
-        if row.shard != shard:
-            raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
-        return row
-
-    return parse
+def _shard_row(shard: int, line: str) -> Row:
+    row = row_from_json(line)
+    if row.shard != shard:
+        raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
+    return row
 
 
-def _computed_of(process: int) -> Callable[[str], ComputedRow]:
-    def parse(line: str) -> ComputedRow:
-        try:
-            table = parse_record(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
-        if isinstance(table, dict):
-            table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
-        row = checked(ComputedRow, table, f"{line[:80]!r}")
-        if row.process != process:
-            raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
-        return row
-
-    return parse
+def _computed_row(process: int, line: str) -> ComputedRow:
+    try:
+        table = parse_record(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
+    if isinstance(table, dict):
+        table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
+    row = checked(ComputedRow, table, f"{line[:80]!r}")
+    if row.process != process:
+        raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
+    return row

@@ -46,7 +46,7 @@ from manyhands.wire.tap import GradientTap
 __all__ = ["OffloadExchange"]
 
 HOST = "host"
-_SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
+_SMALLEST_MOVED = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
 class OffloadExchange(Exchange):
@@ -249,17 +249,13 @@ class _Layer:
         self.memory, self._mover, self._place = memory, mover, place
         self.unit: Unit = memory.unit
         self._rows = [_room(flat, mover, place) for flat in memory.flats]
-        self._away: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._on_host: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._here: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._coming: list[Move] = []
-        self.leaving: Move | None = None
-        """The last copy to the host."""
-        self.missing = set(self.unit.trained)
-        """The parameters without a gradient in this step."""
-        self.has_gradient = False
-        """Whether gradients have come that were not used."""
-        self.waiting: dict[int, Tensor] = {}
-        """Gradients kept in host memory, by parameter number."""
+        self.leaving: Move | None = None  # the last copy to the host
+        self.missing = set(self.unit.trained)  # the parameters without a gradient in this step
+        self.has_gradient = False  # whether gradients have come that were not used
+        self.waiting: dict[int, Tensor] = {}  # gradients kept in host memory, by parameter number
         for value, parameter in zip(self.host_values(), self.unit.parameters, strict=True):
             value.copy_(parameter.detach())
         memory.adopt()
@@ -312,7 +308,7 @@ class _Layer:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step this layer alone with the optimizer, on the device, and begin to copy everything back."""
-        if self._away and not self._here:
+        if self._on_host and not self._here:
             self._coming.append(self._mover.bring(self._room_for_state(), self.leaving))
         self.arrive()
         own = set(self.unit.parameters)
@@ -342,19 +338,19 @@ class _Layer:
             if not isinstance(value, Tensor) or not value.dim():
                 continue  # a count of steps
             key = (parameter, name)
-            if key not in self._away:
-                self._away[key] = _room(value, self._mover, self._place)
+            if key not in self._on_host:
+                self._on_host[key] = _room(value, self._mover, self._place)
             if copy_now:
-                self._away[key].copy_(value)
+                self._on_host[key].copy_(value)
             else:
-                pairs.append((value, self._away[key]))
-            state[name] = self._away[key]
+                pairs.append((value, self._on_host[key]))
+            state[name] = self._on_host[key]
         return pairs
 
     def _room_for_state(self) -> list[tuple[Tensor, Tensor]]:
         device = self.memory.flats[0].device
-        self._here = {key: torch.empty_like(value, device=device) for key, value in self._away.items()}
-        return [(self._away[key], here) for key, here in self._here.items()]
+        self._here = {key: torch.empty_like(value, device=device) for key, value in self._on_host.items()}
+        return [(self._on_host[key], here) for key, here in self._here.items()]
 
     def _begin_gradient(self) -> None:
         self.missing, self.has_gradient = set(self.unit.trained), False
@@ -374,7 +370,7 @@ class OffloadedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         size = tensor.nbytes
-        if size < _SMALLEST_AWAY or tensor.layout is not torch.strided:
+        if size < _SMALLEST_MOVED or tensor.layout is not torch.strided:
             return tensor
         before, self._bytes = self._bytes, self._bytes + size
         if before >= self._too_many and self._kept + size <= self._room:

@@ -21,8 +21,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 class Move:
     """Copies that were begun."""
 
-    before_next: Callable[[], object]
-    """Order whatever is computed from now on after these copies."""
+    before_next: Callable[[], object]  # order whatever is computed from now on after these copies
     finish: Callable[[], object]
     """Wait until the copies are done: the host may then read and write the tensors."""
     event: torch.cuda.Event | None = None

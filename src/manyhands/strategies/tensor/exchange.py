@@ -31,7 +31,7 @@ from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.tensor.moves import layer_traffic
-from manyhands.strategies.tensor.slicing import Sliced, slice_modules
+from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
@@ -70,13 +70,13 @@ class TensorExchange(Exchange):
             index=self._place.data,  # all slices of a replica compute on the same samples
             count=grid.data,
             copies=grid.copies,
-            parameters=lambda _: self._need().named(),
+            parameters=lambda _: self._held.named(),
             total_of_copies=lambda values: self._data.all_reduce(values.clone()),
         )
         self.parts = GradientParts(
-            held=lambda: self._need().gradients(),
+            held=lambda: self._held.gradients(),
             # Cut parameters count on every slice, whole ones on the first.
-            counted=lambda: self._need().gradients(lambda one: one.cut is not None or self._place.slice == 0),
+            counted=lambda: self._held.gradients(lambda one: one.cut is not None or self._place.slice == 0),
             total=self._slices.all_reduce,
         )
         self._groups = self._everyone, self._slices, self._data
@@ -85,9 +85,6 @@ class TensorExchange(Exchange):
             traffic=lambda: sum((group.traffic() for group in self._groups), Traffic()),
         )
         self._device = device if device is not None else torch.device("cpu")
-        self._optimizer: Optimizer | None = None
-        self._held: HeldModel | None = None
-        self._sliced: Sliced | None = None
         self._posts: dict[int, PeerTraffic] = {}
         self._counted_ns = 0
         self._steps = 0
@@ -136,7 +133,7 @@ class TensorExchange(Exchange):
         """Collective: agree on the step; unless a worker reports bad values, sum gradients over the replicas."""
         shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
         if not shared.bad_workers:
-            sum_gradients(self._data, [one.local for one in self._need().held])
+            sum_gradients(self._data, [one.local for one in self._held.held])
         self._steps += 1
         for group in self._groups:
             for peer, post in group.take_traffic().items():
@@ -144,15 +141,14 @@ class TensorExchange(Exchange):
         return shared
 
     def apply(self) -> None:
-        assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        return self._need().optimizer_state(self._everyone)
+        return self._held.optimizer_state(self._everyone)
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        return self._need().model_state(self._everyone, model)
+        return self._held.model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return self._everyone.all_reduce(values.clone())
@@ -162,20 +158,15 @@ class TensorExchange(Exchange):
 
         Waiting for late peers is reported as waiting, not as exchange time.
         """
-        spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
-        spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
+        total_ns = self._sliced.state.spent_ns
+        spent_ns, self._counted_ns = total_ns - self._counted_ns, total_ns
         posts, self._posts = self._posts, {}
         waits = waits_of(self._groups)
         return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
     def summary(self) -> Mapping[str, Any]:
-        traffic = self._sliced.traffic if self._sliced is not None else {}
-        return {"layers": layer_traffic(traffic, self._steps)}
+        return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
 
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-
-    def _need(self) -> HeldModel:
-        assert self._held is not None, "attach comes first"
-        return self._held

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from manyhands.engine.exchange import Traffic
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 
 __all__ = [
     "LayerTraffic",
     "Port",
+    "SliceState",
     "copied",
     "gathered",
     "layer_traffic",
@@ -40,39 +42,51 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class LayerTraffic:
-    """Messages and bytes that one slice has sent for one layer while training, so far."""
+    """What one slice has sent for one layer while training, so far."""
 
     how: str
-    forward_messages: int = 0
-    forward_bytes: int = 0
-    backward_messages: int = 0
-    backward_bytes: int = 0
-
-    def add(self, messages: int, num_bytes: int, *, backward: bool) -> None:
-        if backward:
-            self.backward_messages += messages
-            self.backward_bytes += num_bytes
-        else:
-            self.forward_messages += messages
-            self.forward_bytes += num_bytes
+    forward: Traffic = field(default_factory=Traffic)
+    backward: Traffic = field(default_factory=Traffic)
 
 
-class Clock:
-    """Nanoseconds that this slice has spent communicating with the other slices, including waiting."""
+class SliceState:
+    """What all sliced layers of a model share.
+
+    It keeps the random number generators of the slices equal wherever activations are whole: between a layer that
+    leaves its output sliced and the layer that takes it, slices of different sizes draw different amounts. So the layer
+    that ends sliced work sets the generator to a state derived from the one at its beginning. Where nothing was drawn,
+    the generator stays as it is.
+    """
 
     def __init__(self) -> None:
-        self.spent_ns = 0
+        self.spent_ns = 0  # communicating with the other slices, including waiting
+        self.height = 0  # of the whole image that is passing through layers sliced by rows
+        self._before: Tensor | None = None
+
+    def enter(self, x: Tensor) -> None:
+        self._before = _generator(x).get_state()
+
+    def leave(self, x: Tensor) -> None:
+        """Where sliced work ends, reseed from the remembered state if anything was drawn since."""
+        before, self._before = self._before, None
+        generator = _generator(x)
+        if before is not None and not torch.equal(before, generator.get_state()):
+            generator.set_state(before)
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            generator.manual_seed(int(seed))
+
+
+def _generator(x: Tensor) -> torch.Generator:
+    return torch.cuda.default_generators[x.device.index or 0] if x.is_cuda else torch.default_generator
 
 
 class Port:
     """The communication endpoint of one layer: connects it to the same layer on the other slices."""
 
-    def __init__(self, group: LinkGroup, name: str, traffic: LayerTraffic, clock: Clock) -> None:
-        self.group = group
+    def __init__(self, group: LinkGroup, name: str, traffic: LayerTraffic, state: SliceState) -> None:
+        self.group, self.name, self.traffic, self.state = group, name, traffic, state
         self.index, self.world = group.index, group.world
-        self.name, self.traffic = name, traffic
         self.trains = True
-        self._clock = clock
 
     def sum(self, tensor: Tensor, *, backward: bool = False) -> Tensor:
         own = tensor.clone(memory_format=torch.contiguous_format)
@@ -88,10 +102,14 @@ class Port:
         """Run `work` and count what it sends under this layer's name; evaluation is timed but not counted."""
         before, begin = self.group.traffic(), time.monotonic_ns()
         result = work()
-        self._clock.spent_ns += time.monotonic_ns() - begin
+        self.state.spent_ns += time.monotonic_ns() - begin
         sent = self.group.traffic() - before
         if backward or self.trains:
-            self.traffic.add(sent.messages_sent, sent.bytes_sent, backward=backward)
+            traffic = self.traffic
+            if backward:
+                traffic.backward += sent
+            else:
+                traffic.forward += sent
         return result
 
 
@@ -188,9 +206,9 @@ def layer_traffic(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[
         {
             "layer": name,
             "how": one.how,
-            "forward_bytes": one.forward_bytes / steps,
-            "backward_bytes": one.backward_bytes / steps,
-            "messages": (one.forward_messages + one.backward_messages) / steps,
+            "forward_bytes": one.forward.bytes_sent / steps,
+            "backward_bytes": one.backward.bytes_sent / steps,
+            "messages": (one.forward + one.backward).messages_sent / steps,
         }
         for name, one in traffic.items()
     ]

@@ -20,15 +20,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.held import Cut
 from manyhands.strategies.tensor.lazy_tensor import as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, scattered, summed
-from manyhands.strategies.tensor.sliced_layers import SlicedModule, along, whole_attribute
+from manyhands.strategies.tensor.sliced_layers import (
+    ATTENTION,
+    EMBEDDING,
+    LINEAR,
+    SlicedModule,
+    along,
+    whole_attribute,
+)
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
-__all__ = ["BATCH_NORMS", "CONVOLUTIONS", "DROPOUT", "GROUP_NORM", "SPATIAL", "why_not"]
+__all__ = ["KINDS", "why_not"]
 
 
 class OutputChannels(SlicedModule, _ConvNd):
@@ -47,9 +55,8 @@ class OutputChannels(SlicedModule, _ConvNd):
         dim = -len(self.kernel_size) - 1
         self.expect(x, dim, self.in_channels, "channels")
         if self.sliced.how.leaves_sliced:
-            self.sliced.draws.enter(x)
+            self.port.state.enter(x)
         weight, bias = self.part("weight"), self.part("bias")
-        assert weight is not None, "a convolution has a weight"
         y: Tensor = self._conv_forward(copied(x, self.port), weight, bias)
         return gathered(y, self.port, dim, self.sizes("weight")) if self.sliced.how.gather else y
 
@@ -65,10 +72,9 @@ class InputChannels(SlicedModule, _ConvNd):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.part("weight"), self.part("bias")
-        assert weight is not None, "a convolution has a weight"
         self.expect(x, -len(self.kernel_size) - 1, weight.shape[1], "channels")
         y = summed(self._conv_forward(x, weight, None), self.port)
-        self.sliced.draws.leave(x)
+        self.port.state.leave(x)
         return y if bias is None else y + bias.view(-1, *(1,) * len(self.kernel_size))
 
 
@@ -141,26 +147,14 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         each = x.shape[dim] // len(mine)
         self.expect(x, dim, each * len(mine), "features")
         whole = (*x.shape[:dim], each * how.units, *x.shape[dim + 1 :])
-        self.sliced.draws.leave(x)
+        self.port.state.leave(x)
         kept = F.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), self.p)
-        self.sliced.draws.enter(x)  # all slices have drawn the same numbers
+        self.port.state.enter(x)  # all slices have drawn the same numbers
         return x * kept.narrow(dim, each * mine.start, x.shape[dim])
 
 
 def _of(base: type[SlicedModule], kind: type[nn.Module]) -> type[SlicedModule]:
     return type(f"{base.__name__}Of{kind.__name__}", (base, kind), {"__doc__": base.__doc__})
-
-
-CONVOLUTIONS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
-    kind: {SliceKind.CHANNELS_OUT: _of(OutputChannels, kind), SliceKind.CHANNELS_IN: _of(InputChannels, kind)}
-    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-}
-BATCH_NORMS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
-    kind: {SliceKind.INSIDE: _of(ChannelBatchNorm, kind)}
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-}
-GROUP_NORM: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: ChannelGroupNorm}
-DROPOUT: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: SlicedDropout}
 
 
 _ROWS = -2  # the dimension of rows in (…, channels, rows, columns)
@@ -173,8 +167,7 @@ class RowWindow:
     kernel: int
     stride: int = 1
     dilation: int = 1
-    top: int = 0
-    """Rows of padding above."""
+    top: int = 0  # rows of padding above
     bottom: int = 0
 
     def height(self, height: int) -> int:
@@ -267,16 +260,16 @@ class SpatialModule(SlicedModule):
         if not self.sliced.how.scatter:
             return x
         x = as_whole(x)
-        self.sliced.rows.height = height = x.shape[_ROWS]
-        self.sliced.draws.enter(x)
+        self.port.state.height = height = x.shape[_ROWS]
+        self.port.state.enter(x)
         return scattered(x, self.port, _ROWS, [len(one) for one in self.shares(height)])
 
     def left(self, y: Tensor) -> Tensor:
         """Return the output; collective, and the whole image, where the plan gathers it here."""
         if not self.sliced.how.gather:
             return y
-        sizes = [len(one) for one in self.shares(self.sliced.rows.height)]
-        self.sliced.draws.leave(y)
+        sizes = [len(one) for one in self.shares(self.port.state.height)]
+        self.port.state.leave(y)
         return gathered(y, self.port, _ROWS, sizes)
 
     def shares(self, height: int) -> list[range]:
@@ -290,11 +283,11 @@ class SpatialModule(SlicedModule):
 
     def windowed(self, x: Tensor, window: RowWindow, value: float) -> Tensor:
         """Fetch the rows that this slice's output rows need, padded with `value`; record the output's height."""
-        rows = self.sliced.rows
-        has, height = self.shares(rows.height), window.height(rows.height)
+        state = self.port.state
+        has, height = self.shares(state.height), window.height(state.height)
         self.expect(x, _ROWS, len(has[self.port.index]), "rows")
-        needs = [window.needs(out, rows.height) for out in self.shares(height)]
-        rows.height = height
+        needs = [window.needs(out, state.height) for out in self.shares(height)]
+        state.height = height
         x = fetched(x, self.port, has, [one for one, _, _ in needs])
         _, above, below = needs[self.port.index]
         return F.pad(x, (0, 0, above, below), value=value) if above or below else x
@@ -342,10 +335,10 @@ class SpatialGroupNorm(SpatialModule, nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entered(x)
-        own = self.shares(self.sliced.rows.height)
+        own = self.shares(self.port.state.height)
         self.expect(x, _ROWS, len(own[self.port.index]), "rows")
         groups = x.reshape(x.shape[0], self.num_groups, -1)
-        count = groups.shape[2] // x.shape[_ROWS] * self.sliced.rows.height
+        count = groups.shape[2] // x.shape[_ROWS] * self.port.state.height
         total = copied(summed(groups.sum(2, keepdim=True), self.port), self.port)
         centred = groups - total / count
         squares = copied(summed(centred.square().sum(2, keepdim=True), self.port), self.port)
@@ -374,10 +367,23 @@ def why_not(module: nn.Module) -> str:
     return ""
 
 
-SPATIAL: dict[type[nn.Module], type[SlicedModule]] = {
-    nn.Conv2d: SpatialConv2d,
-    nn.MaxPool2d: SpatialMaxPool2d,
-    nn.AvgPool2d: SpatialAvgPool2d,
-    nn.GroupNorm: SpatialGroupNorm,
+KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
+    nn.Linear: LINEAR,
+    NonDynamicallyQuantizableLinear: LINEAR,  # what torch's attention has for its output
+    nn.Embedding: EMBEDDING,
+    nn.MultiheadAttention: ATTENTION,
+    nn.Dropout: {SliceKind.INSIDE: SlicedDropout},
+    nn.GroupNorm: {SliceKind.INSIDE: ChannelGroupNorm, SliceKind.SPATIAL: SpatialGroupNorm},
+    nn.MaxPool2d: {SliceKind.SPATIAL: SpatialMaxPool2d},
+    nn.AvgPool2d: {SliceKind.SPATIAL: SpatialAvgPool2d},
 }
-"""The sliced class of each module type."""
+"""The sliced class of each module type, for each way to slice it."""
+
+for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    KINDS[_norm] = {SliceKind.INSIDE: _of(ChannelBatchNorm, _norm)}
+for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    KINDS[_conv] = {
+        SliceKind.CHANNELS_OUT: _of(OutputChannels, _conv),
+        SliceKind.CHANNELS_IN: _of(InputChannels, _conv),
+    }
+KINDS[nn.Conv2d][SliceKind.SPATIAL] = SpatialConv2d

@@ -20,56 +20,7 @@ from manyhands.strategies.tensor.lazy_tensor import LazyWhole, as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, summed
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
-__all__ = [
-    "ATTENTION",
-    "EMBEDDING",
-    "LINEAR",
-    "ImageRows",
-    "LayerSlice",
-    "SameDraws",
-    "SlicedModule",
-    "along",
-    "whole_attribute",
-]
-
-
-class SameDraws:
-    """Keeps the random number generators of the slices equal wherever activations are whole.
-
-    Between a layer that leaves its output sliced and the layer that takes it, slices of different sizes draw
-    different amounts. So the layer that ends sliced work sets the generator to a state derived from the one at its
-    beginning. Where nothing was drawn, the generator stays as it is.
-    """
-
-    def __init__(self) -> None:
-        self._before: Tensor | None = None
-
-    def enter(self, x: Tensor) -> None:
-        self._before = _generator(x).get_state()
-
-    def leave(self, x: Tensor) -> None:
-        """Where sliced work ends, reseed from the remembered state if anything was drawn since."""
-        before, self._before = self._before, None
-        if before is None:
-            return
-        generator = _generator(x)
-        if not torch.equal(before, generator.get_state()):
-            generator.set_state(before)
-            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-            generator.manual_seed(int(seed))
-
-
-def _generator(x: Tensor) -> torch.Generator:
-    if x.is_cuda:
-        return torch.cuda.default_generators[x.device.index or 0]
-    return torch.default_generator
-
-
-class ImageRows:
-    """The full height of the image that is passing through layers sliced by rows."""
-
-    def __init__(self) -> None:
-        self.height = 0
+__all__ = ["ATTENTION", "EMBEDDING", "LINEAR", "LayerSlice", "SlicedModule", "along", "whole_attribute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +29,6 @@ class LayerSlice:
 
     port: Port
     how: Slicing
-    draws: SameDraws
-    rows: ImageRows
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Shapes of the parameters before they were cut."""
     cuts: dict[str, tuple[Cut, ...]] = field(default_factory=dict)
@@ -106,7 +55,8 @@ class SlicedModule(nn.Module):
     def port(self) -> Port:
         return self.sliced.port
 
-    def part(self, name: str) -> Tensor | None:
+    def part(self, name: str) -> Any:
+        """This slice's part of a parameter; None for a bias that the layer does not have."""
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
@@ -161,9 +111,8 @@ class ColumnLinear(SlicedModule, nn.Linear):
         x = as_whole(x)
         self.expect(x, -1, self.in_features, "features")
         if self.sliced.how.leaves_sliced:
-            self.sliced.draws.enter(x)
+            self.port.state.enter(x)
         weight = self.part("weight")
-        assert weight is not None, "a linear layer has a weight"
         y = F.linear(copied(x, self.port), weight, self.part("bias"))
         return gathered(y, self.port, -1, self.sizes("weight")) if self.sliced.how.gather else y
 
@@ -187,10 +136,9 @@ class RowLinear(SlicedModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.part("weight")
-        assert weight is not None, "a linear layer has a weight"
         self.expect(x, -1, weight.shape[1], "features")
         y = summed(F.linear(x, weight), self.port)
-        self.sliced.draws.leave(x)
+        self.port.state.leave(x)
         bias = self.part("bias")
         return y if bias is None else y + bias
 
@@ -207,7 +155,6 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight, cut = self.part("weight"), self.sliced.cuts["weight"][self.port.index]
-        assert weight is not None, "an embedding has a weight"
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
             raise IndexError(f"module {self.port.name!r}: a token is outside 0..{self.num_embeddings - 1}")
         mine = (tokens >= cut.begin) & (tokens < cut.end)
@@ -270,14 +217,20 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         del is_causal  # only a hint: a caller that sets it passes the mask as well
         given = as_whole(query), as_whole(key), as_whole(value)
         alone = given[0].dim() == 2
-        self.sliced.draws.enter(given[0])
+        self.port.state.enter(given[0])
         copies = {id(one): copied(one, self.port) for one in given}  # one copy where one tensor is all three
         inputs = [copies[id(one)] for one in given]
         if alone:
             inputs = [one.unsqueeze(0) for one in inputs]
         elif not self.batch_first:
             inputs = [one.transpose(0, 1) for one in inputs]
-        q, k, v = self._projected(inputs)
+        weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
+        q, k, v = (
+            F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for one, part, its_bias in zip(
+                inputs, weight.chunk(3), bias.chunk(3) if bias is not None else [None] * 3, strict=True
+            )
+        )
         mask = self._mask(attn_mask, key_padding_mask, q, k, alone=alone)
         dropout = self.dropout if self.training else 0.0
         weights = None
@@ -300,15 +253,6 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
             sizes = [len(one) for one in parts_of(self.num_heads, 0, self.port.world)]
             weights = LazyWhole.scores(weights.movedim(1, -1), self.port, sizes).whole().movedim(-1, 1)
         return output, weights.squeeze(0) if alone else weights
-
-    def _projected(self, given: list[Tensor]) -> list[Tensor]:
-        weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
-        assert weight is not None, "one projection for all three"
-        biases = bias.chunk(3) if bias is not None else (None, None, None)
-        return [
-            F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for one, part, its_bias in zip(given, weight.chunk(3), biases, strict=True)
-        ]
 
     def _mask(
         self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, *, alone: bool

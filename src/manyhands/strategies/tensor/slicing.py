@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut
-from manyhands.strategies.tensor.find_plan import find_plan
-from manyhands.strategies.tensor.moves import Clock, LayerTraffic, Port
-from manyhands.strategies.tensor.sliced_images import (
-    BATCH_NORMS,
-    CONVOLUTIONS,
-    DROPOUT,
-    GROUP_NORM,
-    SPATIAL,
-    why_not,
-)
-from manyhands.strategies.tensor.sliced_layers import (
-    ATTENTION,
-    EMBEDDING,
-    LINEAR,
-    ImageRows,
-    LayerSlice,
-    SameDraws,
-    SlicedModule,
-)
-from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing
+from manyhands.strategies.tensor.moves import LayerTraffic, Port, SliceState
+from manyhands.strategies.tensor.sliced_images import KINDS, why_not
+from manyhands.strategies.tensor.sliced_layers import LayerSlice, SlicedModule
+from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing, find_plan
 
 __all__ = ["Sliced", "check_plan", "slice_modules"]
-
-KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
-    nn.Linear: LINEAR,
-    nn.Embedding: EMBEDDING,
-    NonDynamicallyQuantizableLinear: LINEAR,  # what torch's attention has for its output
-    nn.MultiheadAttention: ATTENTION,
-    nn.GroupNorm: GROUP_NORM,
-    nn.Dropout: DROPOUT,
-    **CONVOLUTIONS,
-    **BATCH_NORMS,
-}
-for _kind, _spatial in SPATIAL.items():
-    KINDS[_kind] = {**KINDS.get(_kind, {}), SliceKind.SPATIAL: _spatial}
-"""Sliced classes by module type, then by slice kind."""
 
 
 def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModule]:
@@ -79,99 +48,24 @@ class CutParameter:
     cut: Cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sliced:
-    """The result of slicing a model."""
+    """The sliced modules of a model; a parameter that several of them share is cut once."""
 
-    plan: Plan
-    cut: Mapping[int, CutParameter]
-    """Cut parameters, by the identity of the whole one; parameters not listed are whole on every slice."""
-    buffers: Mapping[str, Cut]
-    """Cuts of the buffers of which this slice has a part, by name."""
-    traffic: Mapping[str, LayerTraffic]
-    """What each layer has sent so far, by its name."""
-    clock: Clock
-
-
-def slice_modules(
-    model: nn.Module, group: LinkGroup, plan: Plan | None = None, *, part: Sequence[nn.Module] | None = None
-) -> Sliced:
-    """Slice the modules of `model` in place over the members of `group`; find a plan where none is given.
-
-    With `part` (some modules of the model's chain, as in a pipeline stage), only these modules and their submodules
-    are sliced. All members must call this with the same model. References to the model or its modules stay valid and
-    see the slice. References to a parameter in `cut` (an optimizer's, say) must be replaced by its `local`.
-    """
-    plan = find_plan(model, group.world, part) if plan is None else plan
-    slicer = _Slicer(group)
-    named = dict(model.named_modules())
-    owners: dict[
-        int, list[tuple[str, nn.Module, str]]
-    ] = {}  # by parameter: the modules that have it, and its name
-    for path, module in chain.from_iterable(
-        one.named_modules() for one in ([model] if part is None else part)
-    ):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((path, module, name))
-    for name, how in plan.items():
-        if how.kind is not SliceKind.WHOLE and group.world > 1:
-            slicer.slice(name, named[name], how)
-    for cut in slicer.cut.values():
-        for path, module, name in owners[id(cut.whole)]:
-            if module._parameters[name] is cut.whole:
-                raise UserError(
-                    f"tensor_plan: module {path or 'the model itself'!r} shares a parameter that another module "
-                    "slices; say how it is sliced, too, or say 'whole' of both"
-                )
-    return Sliced(
-        plan=plan, cut=slicer.cut, buffers=slicer.buffers, traffic=slicer.traffic, clock=slicer.clock
-    )
-
-
-def check_plan(model: nn.Module, slices: int) -> None:
-    """Raise UserError where a model's plan cannot be carried out, before anything is sliced."""
-    if slices == 1:
-        return  # nothing is sliced
-    modules = dict(model.named_modules())
-    for name, how in find_plan(model, slices).items():
-        if how.kind is not SliceKind.WHOLE:
-            _cuts(name, modules[name], how, slices)
-
-
-def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
-    cuts = sliced_class(name, module, how).cuts(module, how, slices)
-    for key in cuts:
-        if key not in module._parameters and key not in module._buffers:
-            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
-    if any(cut.begin == cut.end for found in cuts.values() for cut in found):
-        raise UserError(
-            f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
-            "'whole'"
-        )
-    return {key: tuple(found) for key, found in cuts.items()}
-
-
-class _Slicer:
-    """Cuts one module after another; a parameter that several modules share is cut once."""
-
-    def __init__(self, group: LinkGroup) -> None:
+    def __init__(self, plan: Plan, group: LinkGroup) -> None:
+        self.plan, self._group = plan, group
         self.cut: dict[int, CutParameter] = {}
-        self.buffers: dict[str, Cut] = {}
-        self.traffic: dict[str, LayerTraffic] = {}
-        self.clock = Clock()
-        self._group = group
-        self._draws = SameDraws()
-        self._rows = ImageRows()
+        """Cut parameters, by the identity of the whole one; parameters not listed are whole on every slice."""
+        self.buffers: dict[str, Cut] = {}  # of the buffers of which this slice has a part, by name
+        self.traffic: dict[str, LayerTraffic] = {}  # what each layer has sent so far, by its name
+        self.state = SliceState()
 
     def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
         kind = sliced_class(name, module, how)
         cuts = _cuts(name, module, how, self._group.world)
         traffic = self.traffic[name] = LayerTraffic(how=str(how))
         sliced = LayerSlice(
-            port=Port(self._group, name, traffic, self.clock),
+            port=Port(self._group, name, traffic, self.state),
             how=how,
-            draws=self._draws,
-            rows=self._rows,
             shapes={key: value.shape for key, value in module.named_parameters(recurse=False)},
             cuts=cuts,
         )
@@ -200,3 +94,58 @@ class _Slicer:
                 "both by vocabulary, or say 'whole' of both"
             )
         return known.local
+
+
+def slice_modules(
+    model: nn.Module, group: LinkGroup, plan: Plan | None = None, *, part: Sequence[nn.Module] | None = None
+) -> Sliced:
+    """Slice the modules of `model` in place over the members of `group`; find a plan where none is given.
+
+    With `part` (some modules of the model's chain, as in a pipeline stage), only these modules and their submodules
+    are sliced. All members must call this with the same model. References to the model or its modules stay valid and
+    see the slice. References to a parameter in `cut` (an optimizer's, say) must be replaced by its `local`.
+    """
+    plan = find_plan(model, group.world, part) if plan is None else plan
+    sliced = Sliced(plan, group)
+    named = dict(model.named_modules())
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    """By parameter: the modules that have it, and its name there."""
+    for path, module in chain.from_iterable(
+        one.named_modules() for one in ([model] if part is None else part)
+    ):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((path, module, name))
+    for name, how in plan.items():
+        if how.kind is not SliceKind.WHOLE and group.world > 1:
+            sliced.slice(name, named[name], how)
+    for cut in sliced.cut.values():
+        for path, module, name in owners[id(cut.whole)]:
+            if module._parameters[name] is cut.whole:
+                raise UserError(
+                    f"tensor_plan: module {path or 'the model itself'!r} shares a parameter that another module "
+                    "slices; say how it is sliced, too, or say 'whole' of both"
+                )
+    return sliced
+
+
+def check_plan(model: nn.Module, slices: int) -> None:
+    """Raise UserError where a model's plan cannot be carried out, before anything is sliced."""
+    if slices == 1:
+        return  # nothing is sliced
+    modules = dict(model.named_modules())
+    for name, how in find_plan(model, slices).items():
+        if how.kind is not SliceKind.WHOLE:
+            _cuts(name, modules[name], how, slices)
+
+
+def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
+    cuts = sliced_class(name, module, how).cuts(module, how, slices)
+    for key in cuts:
+        if key not in module._parameters and key not in module._buffers:
+            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
+    if any(cut.begin == cut.end for found in cuts.values() for cut in found):
+        raise UserError(
+            f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
+            "'whole'"
+        )
+    return {key: tuple(found) for key, found in cuts.items()}

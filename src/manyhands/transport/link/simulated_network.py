@@ -7,7 +7,7 @@ destination, number of the message): they depend on what the roles do and never 
 them are scheduled.
 
 `run` gives each role a thread; a receive then waits until its message is there, or until it is certain that
-none comes in time (see `virtual`). Without `run`, the caller is alone and drives all ends by itself.
+none comes in time. Without `run`, the caller is alone and drives all ends by itself.
 
 The model: each direction of a link has a wire, and a buffer without bound at the receiver, so only the wire
 makes a send Full. An end learns by receiving that its peer closed or died, one latency after that; a
@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.transport.link.interface import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
@@ -46,9 +48,204 @@ from manyhands.transport.link.interface import (
     check_size,
     hand_out,
 )
-from manyhands.transport.link.virtual import RoleClock, VirtualTime
+
+__all__ = ["SimulatedLink", "SimulatedNetwork", "TraceEvent"]
 
 T = TypeVar("T")
+
+_PATIENCE_S: Final = 0.05
+
+
+class RoleKilled(ManyhandsError):
+    """Raised inside a role that was killed on purpose, so that nothing of its code runs on."""
+
+
+@dataclass(slots=True)
+class _RoleClock:
+    """What the clock of `role` shows, and when that role dies: infinity for one that was not killed.
+
+    Put forward by its own role alone.
+    """
+
+    role: str
+    now_s: float = 0.0
+    dies_s: float = math.inf
+
+    def move(self, to_s: float) -> None:
+        """Put it forward; RoleKilled if its role does not live to see that."""
+        self.now_s = max(self.now_s, min(to_s, self.dies_s))
+        if self.now_s >= self.dies_s:
+            raise RoleKilled(f"{self.role} was killed at {self.dies_s:g} s of virtual time")
+
+
+class _VirtualTime:
+    """The clocks of all roles, which run in threads of one process, who waits for what, and who dies when.
+
+    A waiting role declares its deadline. Virtual time passes only when every running role waits: then the role with
+    the earliest deadline (ties go by name) is told that it has passed. Any other role wakes up later in virtual time
+    and can send nothing into that one's past, so what a role sees does not depend on thread scheduling.
+
+    The order in which threads run is therefore free to choose: a role that is woken continues once the one that woke
+    it waits, so that threads run in order instead of competing for the GIL at every message. A role that waits for
+    something other than a link delays the others for `_PATIENCE_S` of real time, not longer.
+
+    `changed` guards everything, also in the code that uses this class; methods that say so want it held. A clock is
+    read without it: a number is whole.
+    `stall_s` is the one real time here: how long to wait for a role that neither waits nor ends.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self.changed = threading.RLock()
+        self._wakeups: dict[str, threading.Lock] = {}  # let go to ring it, taken to hear it
+        self._stall_s = stall_s
+        self._clocks: dict[str, _RoleClock] = {}
+        self._running: set[str] = set()
+        self._waiting: dict[str, float] = {}
+        self._expired: set[str] = set()
+        self._woken: deque[str] = deque()  # asleep, and not waiting any more: whose turn it is next
+        self._awake = 0  # threads of roles that do not sleep
+
+    def clock(self, role: str) -> _RoleClock:
+        return self._clocks.get(role) or self._clocks.setdefault(role, _RoleClock(role))
+
+    def kill(self, role: str, at_s: float) -> None:
+        with self.changed:
+            clock = self.clock(role)
+            clock.dies_s = min(at_s, clock.dies_s)
+            self.wake_all()
+
+    def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
+        """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held, once.
+
+        Neither moves the clock. The role that makes a waiting role ready must `wake` it.
+        """
+        if role in self._waiting:
+            raise UserError(
+                f"two threads act as {role!r} at once; a role of a simulated network is one thread"
+            )
+        if ready():
+            return True
+        try:
+            while not ready():
+                if role in self._expired:
+                    return False
+                self._waiting[role] = min(until_s(), self.clock(role).dies_s)
+                self._expire_one(role)
+                if role not in self._expired and not self._sleep(role):
+                    raise ManyhandsError(
+                        f"{role} waited {self._stall_s:g} s of real time for {sorted(self._busy())}, which "
+                        "neither wait on a simulated link nor have ended"
+                    )
+            return True
+        finally:
+            self._waiting.pop(role, None)
+            self._expired.discard(role)
+
+    def wake(self, role: str) -> None:
+        """`role` may be ready now: it counts as running until it waits again; `changed` is held."""
+        if self._waiting.pop(role, None) is not None:
+            self._woken.append(role)
+            self._run_next()
+
+    def wake_all(self) -> None:
+        """Deadlines may have changed: everybody looks again before time passes; `changed` is held."""
+        self._woken.extend(self._waiting)
+        self._waiting.clear()
+        self._run_next()
+
+    def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        results: dict[str, T] = {}
+        errors: list[tuple[float, str, BaseException]] = []
+
+        def act(role: str, function: Callable[[], T]) -> None:
+            try:
+                with self.changed:
+                    self._await_turn(role)
+                results[role] = function()
+            except RoleKilled:
+                pass
+            except BaseException as error:
+                died_s = self.clock(role).now_s
+                errors.append((died_s, role, error))
+                self.kill(role, died_s)
+            finally:
+                with self.changed:
+                    self._running.discard(role)
+                    self._awake -= 1
+                    self._expire_one(role)
+                    self._run_next()
+
+        with self.changed:
+            self._running |= set(roles)
+            self._woken.extend(roles)
+            self._run_next()
+        threads = [
+            threading.Thread(target=act, args=item, name=f"simulated {item[0]}", daemon=True)
+            for item in roles.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise min(errors, key=lambda entry: entry[:2])[2]
+        return results
+
+    def _busy(self) -> set[str]:
+        return self._running - self._waiting.keys()
+
+    def _expire_one(self, awake: str) -> None:
+        """If everybody waits, tell the role with the earliest deadline that it has passed; `awake` is not woken."""
+        if self._waiting and not self._busy():
+            role = min(self._waiting, key=lambda name: (self._waiting[name], name))
+            del self._waiting[role]
+            self._expired.add(role)
+            if role != awake:
+                self._woken.append(role)
+
+    def _sleep(self, role: str) -> bool:
+        """Let the next role continue, and sleep until `role` is woken; False if that takes more than `stall_s`."""
+        self._awake -= role in self._running
+        self._run_next()
+        give_up_s = time.monotonic() + self._stall_s
+        while role in self._waiting and time.monotonic() < give_up_s:
+            self._hear(role)
+        if role in self._waiting:
+            self._awake += role in self._running
+            return False
+        self._await_turn(role, heard=True)
+        return True
+
+    def _await_turn(self, role: str, *, heard: bool = False) -> None:
+        """Become runnable once no other role is, or once the patience is over."""
+        if role in self._woken and not heard:
+            self._hear(role)
+        if role in self._woken:  # it was not woken to continue
+            self._woken.remove(role)
+            self._awake += role in self._running
+
+    def _hear(self, role: str) -> None:
+        """Wait briefly for this role's wake-up."""
+        wakeup = self._wakeup(role)
+        self.changed.release()
+        wakeup.acquire(timeout=min(_PATIENCE_S, self._stall_s))
+        self.changed.acquire()
+
+    def _run_next(self) -> None:
+        """If no role is running, let the next one in order continue."""
+        if self._woken and not self._awake:
+            role = self._woken.popleft()
+            self._awake += role in self._running
+            wakeup = self._wakeup(role)
+            if wakeup.locked():
+                wakeup.release()
+
+    def _wakeup(self, role: str) -> threading.Lock:
+        wakeup = self._wakeups.get(role)
+        if wakeup is None:
+            wakeup = self._wakeups[role] = threading.Lock()
+            wakeup.acquire()
+        return wakeup
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,8 +277,8 @@ _Seen = tuple[float, str, str, int, int]
 class _Wire:
     """One direction of a link, from the role with the first clock to the one with the second."""
 
-    source: RoleClock
-    destination: RoleClock
+    source: _RoleClock
+    destination: _RoleClock
     sent: int = 0
     free_s: float = 0.0  # when the last byte of the last message has left
     last_arrival_s: float = 0.0
@@ -122,13 +319,9 @@ class SimulatedNetwork:
                 raise UserError(f"{name}={value}: must be positive")
         if not 0 <= loss <= 1:
             raise UserError(f"loss={loss}: is a probability, from 0 to 1")
-        self.seed = seed
-        self.latency_s = latency_s
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self.jitter_s = jitter_s
-        self.loss = loss
-        self.queue_bytes = queue_bytes
-        self.time = VirtualTime(stall_s)
+        self.seed, self.latency_s, self.jitter_s, self.loss = seed, latency_s, jitter_s, loss
+        self.bandwidth_bytes_per_s, self.queue_bytes = bandwidth_bytes_per_s, queue_bytes
+        self.time = _VirtualTime(stall_s)
         self._links: dict[tuple[str, str], SimulatedLink] = {}
         self._wires: dict[tuple[str, str], _Wire] = {}
         self._partitions: dict[frozenset[str], list[tuple[float, float]]] = {}
@@ -199,11 +392,13 @@ class SimulatedNetwork:
         wire.free_s = left_s
         wire.leaving.append((left_s, total))
         wire.leaving_bytes += total
-        lost = late = 0.0
-        if self.loss or self.jitter_s:  # two numbers from 0 to 1 that belong to this message
-            place = (self.seed, wire.source.role, wire.destination.role, wire.sent)
+        lost = late = (
+            0.0  # two numbers from 0 to 1 that belong to this message, where anything depends on them
+        )
+        if self.loss or self.jitter_s:
+            place = (self.seed, source.role, wire.destination.role, wire.sent)
             digest = hashlib.blake2b(repr(place).encode(), digest_size=16).digest()
-            lost, late = (int.from_bytes(half) / 2**64 for half in (digest[:8], digest[8:]))
+            lost, late = int.from_bytes(digest[:8]) / 2**64, int.from_bytes(digest[8:]) / 2**64
         wire.sent += 1
         if lost < self.loss or self._reaches_s(wire, left_s) > left_s or left_s > source.dies_s:
             return False
@@ -211,6 +406,12 @@ class SimulatedNetwork:
         wire.arrivals.append(_Arrival(wire.last_arrival_s, header, payload))
         self.time.wake(wire.destination.role)
         return True
+
+    def _say_goodbye(self, wire: _Wire) -> None:
+        at_s = self._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + self.latency_s
+        if at_s < math.inf:
+            wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
+            self.time.wake(wire.destination.role)
 
     def _death_noticed_s(self, wire: _Wire) -> float:
         return self._reaches_s(wire, wire.source.dies_s) + self.latency_s
@@ -230,9 +431,7 @@ class SimulatedLink(Link):
     """One end of a simulated link; made by `SimulatedNetwork.link`."""
 
     def __init__(self, network: SimulatedNetwork, role: str, peer: str) -> None:
-        self.role = role
-        self.peer = peer
-        self.counters = LinkCounters()
+        self.role, self.peer, self.counters = role, peer, LinkCounters()
         self._network = network
         self._time = network.time
         self._clock = network.time.clock(role)
@@ -273,9 +472,9 @@ class SimulatedLink(Link):
                 return ended
 
             def until_s() -> float:
-                """When nothing can arrive any more."""
                 return min(deadline_s, self._network._death_noticed_s(self._in))
 
+            # until something arrives or this end is closed, or until nothing can any more
             arrives = bool(self._in.arrivals) or self._time.wait(
                 self.role, until_s, lambda: self._closed or bool(self._in.arrivals)
             )
@@ -310,11 +509,8 @@ class SimulatedLink(Link):
             if not self._closed:
                 self._closed = True
                 self._time.wake(self.role)
-                wire, network = self._out, self._network
-                at_s = network._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + network.latency_s
-                if self._clock.now_s < self._clock.dies_s and at_s < math.inf:
-                    wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
-                    self._time.wake(wire.destination.role)
+                if self._clock.now_s < self._clock.dies_s:
+                    self._network._say_goodbye(self._out)
 
     def _take(self, arrival: _Arrival, into: torch.Tensor | None) -> ReceiveOutcome:
         self._clock.move(arrival.at_s)

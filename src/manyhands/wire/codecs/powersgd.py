@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from manyhands.data.randomness import mix
-from manyhands.wire.codec import ParcelCodec, expect_bytes
-from manyhands.wire.feedback import ErrorFeedback
-from manyhands.wire.parcels import Matrix, Parcel
+from manyhands.wire.codec import ErrorFeedback, ParcelCodec, expect_bytes
+from manyhands.wire.parcels import Matrix, Parcel, gaps_between
 
 __all__ = ["PowerSgd", "sum_factors"]
 
@@ -101,19 +100,12 @@ class PowerSgd(ParcelCodec):
         self._right = {name.removeprefix("right/"): kept.clone() for name, kept in memory.items()}
 
     def _factored(self, parcel: Parcel) -> list[Matrix]:
-        """The matrices that factoring makes smaller."""
-        return [
-            one for one in parcel.matrices if self._rank * (one.rows + one.columns) < one.rows * one.columns
-        ]
+        rank = self._rank
+        return [one for one in parcel.matrices if rank * (one.rows + one.columns) < one.rows * one.columns]
 
     def whole(self, parcel: Parcel) -> list[tuple[int, int]]:
         """The items that are sent uncompressed: those between the matrices."""
-        gaps, at = [], 0
-        for one in sorted(self._factored(parcel)):
-            gaps.append((at, one.begin))
-            at = one.end
-        gaps.append((at, parcel.count))
-        return [(begin, end) for begin, end in gaps if begin < end]
+        return list(gaps_between(((one.begin, one.end) for one in self._factored(parcel)), parcel.count))
 
     def _lefts(self, parcel: Parcel, left: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
         at = 0

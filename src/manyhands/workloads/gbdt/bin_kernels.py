@@ -141,23 +141,10 @@ _ZERO = 1e-35  # what LightGBM's files count as zero, where zero is missing
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def add_trees(
-    values: Any,
-    node_starts: Any,
-    leaf_starts: Any,
-    set_starts: Any,
-    word_starts: Any,
-    feature: Any,
-    threshold: Any,
-    decision: Any,
-    left: Any,
-    right: Any,
-    leaf_value: Any,
-    sets: Any,
-    words: Any,
-    out: Any,
-) -> None:
+def add_trees(values: Any, starts: Any, arrays: Any, out: Any) -> None:
     """Add the leaf of each row in each tree; all arrays are those of `DecisionTree`, one tree after the other."""
+    node_starts, leaf_starts, set_starts, word_starts = starts
+    feature, threshold, decision, left, right, leaf_value, sets, words = arrays
     for tree in range(node_starts.size - 1):
         first, leaf, own_sets = node_starts[tree], leaf_starts[tree], set_starts[tree]
         own_words = words[word_starts[tree] : word_starts[tree + 1]]
@@ -176,9 +163,8 @@ def add_trees(
                         category, number = np.int64(value), np.int64(threshold[at])
                         begin, end = sets[own_sets + number], sets[own_sets + number + 1]
                         if category // 32 < end - begin:
-                            goes_left = (
-                                own_words[begin + category // 32] >> np.uint32(category % 32)
-                            ) & 1 == 1
+                            word = own_words[begin + category // 32]
+                            goes_left = (word >> np.uint32(category % 32)) & 1 == 1
                 else:
                     missing = (kind >> 2) & 3
                     if np.isnan(value) and missing != 2:
@@ -192,7 +178,6 @@ def add_trees(
 
 
 def warm() -> None:
-    """Compile by binning nothing, and by predicting no row."""
     bounds, places = np.full(1, np.inf), np.zeros(1, np.int64)
     cut(np.zeros(1), np.ones(1, np.int64), 1, 1, bounds)
     starts, kinds, out = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint8)
@@ -203,7 +188,5 @@ def warm() -> None:
     numbers = np.zeros(0, np.int64)
     pack(out, numbers, numbers, numbers, 0, np.zeros((0, 0, TILE), np.uint8), numbers)
     starts, whole, real = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0)
-    sets = (starts, np.zeros(0, np.uint32))
-    add_trees(
-        np.zeros((0, 1)), starts, starts, starts, starts, whole, real, whole, whole, whole, real, *sets, real
-    )
+    arrays = whole, real, whole, whole, whole, real, starts, np.zeros(0, np.uint32)
+    add_trees(np.zeros((0, 1)), (starts,) * 4, arrays, real)

@@ -6,7 +6,6 @@ and on nothing else. Bins lie in tiles of eight columns, one byte each; features
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.matrix import Rows
-from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
+from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
+from manyhands.workloads.array_files import disk_errors, mapped_arrays
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.bin_kernels import TILE
 from manyhands.workloads.gbdt.binning import (
@@ -42,6 +42,8 @@ _COLUMN_BYTES = 256  # its name, what is known of it, its place among features, 
 _COLUMNS_AT_ONCE = 1024
 _WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
 
+Numbers = NDArray[np.float64]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BinnedRows:
@@ -52,23 +54,14 @@ class BinnedRows:
     folder: str = ""
     arrays: tuple[NDArray[Any], ...] = ()
 
-    def opened(
-        self,
-    ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    def opened(self) -> tuple[NDArray[np.uint8], Numbers, Numbers, Numbers]:
         """Tiles, targets, weights, and the scores that training begins with."""
-        tiles, *others = self.arrays or tuple(
-            np.memmap(Path(self.folder, name), kind, mode="c") for name, kind in _KINDS.items()
-        )
-        targets, weights, scores = map(np.asarray, others)
-        return np.asarray(tiles).reshape(-1, self.rows, TILE), targets, weights, scores
+        arrays = self.arrays or mapped_arrays(self.folder, _KINDS).values()
+        tiles, targets, weights, scores = map(np.asarray, arrays)
+        return tiles.reshape(-1, self.rows, TILE), targets, weights, scores
 
 
-_KINDS: dict[str, Any] = {
-    "tiles": np.uint8,
-    "targets": np.float64,
-    "weights": np.float64,
-    "scores": np.float64,
-}
+_KINDS: dict[str, Any] = {"tiles": np.uint8, **dict.fromkeys(("targets", "weights", "scores"), np.float64)}
 
 
 def hashed(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
@@ -93,7 +86,6 @@ class Holdout:
             raise UserError(f"valid_fraction={self.fraction!r} must be a number of at least 0 and below 1")
 
     def chosen(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Of rows `first` to `first + count`."""
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
 
@@ -105,24 +97,37 @@ class RowSample:
     blocks: list[RowBlock]
     rows: int
     columns: int
-    labels: NDArray[np.float64]
-    weights: NDArray[np.float64]
-    held_out: int
-    held_labels: NDArray[np.float64]
-    held_weights: NDArray[np.float64]
+    labels: Numbers
+    weights: Numbers
+    held_labels: Numbers
+    held_weights: Numbers
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
         """The bins of every feature that has two or more; columns are sorted by several threads."""
-        _check_capacity(self.columns, where)
-        if self.blocks[0].dense is not None:
-            columns, values_of = np.arange(self.columns), _dense_values(self.blocks)
-        else:
+        room = available_bytes()
+        if (
+            self.columns > _MOST_COLUMNS or self.columns * _COLUMN_BYTES > room
+        ):  # as one absurd index makes it
+            most = min(_MOST_COLUMNS, room // _COLUMN_BYTES)
+            raise UserError(
+                f"{where} has feature {self.columns - 1}, but here a model has {most:,} columns at most; number the "
+                "features from 0 without gaps, or hash them into fewer"
+            )
+        if self.blocks[0].sparse is not None:
             columns, values_of = _sparse_values(self, categorical)
-        sampled = self.sampled
+        else:
+            columns, values_of = np.arange(self.columns), self._dense_values
+        sampled = sum(map(len, self.blocks))
 
         def bins_of(column: int) -> FeatureBins:
             values, counts = np.unique(values_of(column), return_counts=True)
-            values, counts = _with_zeros(values, counts.astype(np.int64), sampled)
+            zeros = sampled - int(counts.sum())  # which are left out; a row may name a column twice
+            if zeros > 0:
+                at = int(np.searchsorted(values, 0.0))
+                if at == len(values) or values[at] != 0:
+                    values, counts = np.insert(values, at, 0.0), np.insert(counts, at, 0)
+                counts[at] += zeros
+            counts = counts.astype(np.int64)
             if column in categorical:
                 return bins_of_categories(column, values, counts, max_bin, where)
             return bins_of_numbers(column, values, counts, max_bin)
@@ -138,62 +143,29 @@ class RowSample:
             raise DataError(f"{where}: no feature has two values, so there is nothing to split")
         return BinTable(found, self.columns)
 
-    @property
-    def sampled(self) -> int:
-        return sum(map(len, self.blocks))
+    def _dense_values(self, column: int) -> Numbers:
+        return np.concatenate([block.values[:, column] for block in self.blocks]).astype(np.float64)
 
 
-ValuesOf = Callable[[int], NDArray[np.float64]]
-"""The values of a column in the sample; of sparse rows without the zeros that they leave out."""
+def _sparse_values(
+    sample: RowSample, categorical: frozenset[int]
+) -> tuple[NDArray[np.int64], Callable[[int], Numbers]]:
+    """The columns that may have two bins, which those without a value have not unless they are categories.
 
-
-def _dense_values(blocks: list[RowBlock]) -> ValuesOf:
-    def values_of(column: int) -> NDArray[np.float64]:
-        parts = [block.dense[:, column] for block in blocks if block.dense is not None]
-        return np.concatenate(parts).astype(np.float64)
-
-    return values_of
-
-
-def _sparse_values(sample: RowSample, categorical: frozenset[int]) -> tuple[NDArray[np.int64], ValuesOf]:
-    """The columns that may have two bins, which those without a value have not unless they are categories."""
+    And the values of each, without the zeros that are left out.
+    """
     rows = Rows.join([block.sparse for block in sample.blocks if block.sparse is not None])
     order = np.argsort(rows.indices, kind="stable")
     named, begins = np.unique(rows.indices[order], return_index=True)
     ends = np.append(begins[1:], len(order))[: len(begins)]
     spans = dict(zip(named.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
 
-    def values_of(column: int) -> NDArray[np.float64]:
+    def values_of(column: int) -> Numbers:
         begin, end = spans.get(column, (0, 0))
         return rows.values[order[begin:end]].astype(np.float64)
 
     columns = np.union1d(named, np.array(sorted(categorical), np.int64)).astype(np.int64)
     return columns[columns < sample.columns], values_of
-
-
-def _check_capacity(columns: int, where: str) -> None:
-    """UserError where there are too many columns to name, as one absurd index makes it."""
-    needed, room = columns * _COLUMN_BYTES, available_bytes()
-    if columns > _MOST_COLUMNS or needed > room:
-        most = min(_MOST_COLUMNS, room // _COLUMN_BYTES)
-        raise UserError(
-            f"{where} has feature {columns - 1}, but here a model has {most:,} columns at most; number the features "
-            "from 0 without gaps, or hash them into fewer"
-        )
-
-
-def _with_zeros(
-    values: NDArray[np.float64], counts: NDArray[np.int64], rows: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Different values, ascending, and how often they come; those of `rows` rows that are left out are 0."""
-    zeros = rows - int(counts.sum())
-    if zeros <= 0:  # a row may name a column twice
-        return values, counts
-    at = int(np.searchsorted(values, 0.0))
-    if at < len(values) and values[at] == 0:
-        counts[at] += zeros
-        return values, counts
-    return np.insert(values, at, 0.0), np.insert(counts, at, zeros)
 
 
 def sample_rows(
@@ -202,7 +174,7 @@ def sample_rows(
     """Go through a source once; DataError where rows have no labels, or labels that are no numbers."""
     kept: list[tuple[RowBlock, NDArray[np.uint64]]] = []
     held, limit, first, columns = 0, _WORD, 0, 0
-    parts: dict[str, list[NDArray[np.float64]]] = {"train": [], "train_w": [], "held": [], "held_w": []}
+    parts: dict[str, list[Numbers]] = {"train": [], "train_w": [], "held": [], "held_w": []}
     for block in source.blocks(on_rows):
         if first + len(block) > _MOST_ROWS:
             raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use some of them")
@@ -211,8 +183,9 @@ def sample_rows(
             raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
         out = holdout.chosen(first, len(block))
         weights = block.weights if block.weights is not None else np.ones(len(block))
-        if not ((weights >= 0) & (weights < np.inf)).all():
-            at = first + int(np.argmin((weights >= 0) & (weights < np.inf)))
+        good = (weights >= 0) & (weights < np.inf)
+        if not good.all():
+            at = first + int(np.argmin(good))
             raise DataError(f"{source.name}: row {at + 1} has a weight that is no number of at least 0")
         for name, mask in (("train", ~out), ("held", out)):
             parts[name].append(block.labels[mask])
@@ -238,7 +211,6 @@ def sample_rows(
         columns=columns,
         labels=joined["train"],
         weights=joined["train_w"],
-        held_out=len(joined["held"]),
         held_labels=joined["held"],
         held_weights=joined["held_w"],
     )
@@ -258,9 +230,9 @@ def bin_rows(
     read: Callable[[], Iterator[RowBlock]],
     bins: BinTable,
     layout: ByteLayout,
-    labels: tuple[NDArray[np.float64], NDArray[np.float64]],
+    labels: tuple[Numbers, Numbers],
     folder: str,
-    score: Callable[[RowBlock], NDArray[np.float64] | float],
+    score: Callable[[RowBlock], Numbers | float],
     threads: int = 1,
 ) -> BinnedRows:
     """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
@@ -270,7 +242,7 @@ def bin_rows(
     """
     targets, weights = labels
     fill = partial(_filled, bins=bins, rows=len(targets), folder=folder, score=score, threads=threads)
-    try:
+    with disk_errors("bins", folder):
         clashes, tiles, scores = fill(read(), layout)
         if len(clashes):
             del tiles  # before there are others
@@ -280,12 +252,8 @@ def bin_rows(
                 raise DataError("the file has other rows now than it had before; do not change it meanwhile")
         if not folder:
             return BinnedRows(rows=len(targets), layout=layout, arrays=(tiles, targets, weights, scores))
-        targets.tofile(Path(folder, "targets"))
-        weights.tofile(Path(folder, "weights"))
-        scores.tofile(Path(folder, "scores"))
-    except OSError as error:
-        hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
-        raise ManyhandsError(f"bins could not be kept in {folder}: {error.strerror}{hint}") from error
+        for name, array in (("targets", targets), ("weights", weights), ("scores", scores)):
+            array.tofile(Path(folder, name))
     return BinnedRows(rows=len(targets), layout=layout, folder=folder)
 
 
@@ -296,9 +264,9 @@ def _filled(
     bins: BinTable,
     rows: int,
     folder: str,
-    score: Callable[[RowBlock], NDArray[np.float64] | float],
+    score: Callable[[RowBlock], Numbers | float],
     threads: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.float64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], Numbers]:
     """Features that share a column and should not, all tiles, and the scores of rows."""
     shape = (-(-(len(layout.offsets) - 1) // TILE), rows, TILE)
     needed, room = int(np.prod(shape)), available_bytes()
@@ -314,27 +282,18 @@ def _filled(
     parts, whole = (layout.columns, layout.firsts, layout.zeros), np.asarray(tiles)
     with ThreadPoolExecutor(threads) as pool:
         for block in blocks:
-            if first + len(block) > rows:
-                raise _changed(first + len(block), rows)
-            scores[first : first + len(block)] = score(block)
-            for found in pool.map(partial(_bins_of, bins), _shares(block, threads)):
-                bin_kernels.pack(found, *parts, first, whole, clashes)
-                first += len(found)
+            end = first + len(block)
+            if end > rows:
+                first = end
+                break
+            scores[first:end] = score(block)
+            if block.sparse is not None:  # which take little time
+                found = iter([bins.of_sparse(block.sparse)])
+            else:
+                found = pool.map(bins.of_dense, np.array_split(block.values, threads))
+            for part in found:
+                bin_kernels.pack(part, *parts, first, whole, clashes)
+                first += len(part)
     if first != rows:
-        raise _changed(first, rows)
+        raise DataError(f"the file has {first} rows now, and had {rows} before; do not change it meanwhile")
     return np.flatnonzero(clashes), tiles, scores
-
-
-def _shares(block: RowBlock, threads: int) -> list[RowBlock]:
-    """A table's rows in as many parts as there are threads; sparse rows, which take little time, in one."""
-    if block.sparse is not None or threads == 1:
-        return [block]
-    return [RowBlock(labels=None, dense=part) for part in np.array_split(block.values, threads)]
-
-
-def _bins_of(bins: BinTable, block: RowBlock) -> NDArray[np.uint8]:
-    return bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
-
-
-def _changed(now: int, before: int) -> DataError:
-    return DataError(f"the file has {now} rows now, and had {before} before; do not change it meanwhile")

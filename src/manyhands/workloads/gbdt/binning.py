@@ -27,20 +27,13 @@ from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.row_sources import RowBlock
 
 __all__ = [
-    "MOST_CATEGORY",
-    "BinTable",
-    "ByteLayout",
-    "FeatureBins",
-    "bins_of_categories",
-    "bins_of_numbers",
-    "bundled_layout",
+    "BinTable", "ByteLayout", "FeatureBins", "bins_of_categories", "bins_of_numbers", "bundled_layout",
     "own_columns",
-]
+]  # fmt: skip
 
-MOST_CATEGORY = (1 << 20) - 1
-"""A category is an integer; a larger one would make the sets of categories in a model file too long."""
+_MOST_CATEGORY = (1 << 20) - 1  # a larger one would make the sets of categories in a model file too long
 _LEAST_ROWS = 3  # of a bin
-_PLAIN, _WITH_MISSING, _CATEGORIES = 0, 1, 2
+_CATEGORIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +52,9 @@ class FeatureBins:
     """Of the rows seen, those in which it is 0."""
 
     @property
-    def is_categorical(self) -> bool:
-        """Whether its values are names without order."""
-        return self.categories is not None
+    def kind(self) -> int:
+        """As compiled code takes it: 2 for categories, 1 where there are missing values, else 0."""
+        return _CATEGORIES if self.categories is not None else int(self.missing)
 
     @property
     def count(self) -> int:
@@ -76,20 +69,15 @@ def bins_of_numbers(
     column: int, values: NDArray[np.float64], counts: NDArray[np.int64], max_bin: int
 ) -> FeatureBins:
     """Of a sample: different values, ascending with NaN last, and how often each comes."""
-    zero_share = _share_of_zeros(values, counts)
-    known = ~np.isnan(values)
+    zero_share, known = _share_of_zeros(values, counts), ~np.isnan(values)
     missing = bool((~known).any())
     values, counts = np.ascontiguousarray(values[known]), np.ascontiguousarray(counts[known])
     bounds = np.full(max_bin + 1, np.inf)
     bins = bin_kernels.cut(values, counts, max_bin - missing, _LEAST_ROWS, bounds) if len(values) else 1
     low, high = (float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)
+    bounds = bounds[:bins].copy()
     return FeatureBins(
-        column=column,
-        low=low,
-        high=high,
-        missing=missing,
-        bounds=bounds[:bins].copy(),
-        zero_share=zero_share,
+        column=column, low=low, high=high, missing=missing, bounds=bounds, zero_share=zero_share
     )
 
 
@@ -103,22 +91,17 @@ def bins_of_categories(
     """The most frequent categories; those below 0 and NaN are no categories. DataError for one that is too large."""
     known = values >= 0
     whole = np.floor(values[known]).astype(np.int64) if known.any() else np.zeros(0, np.int64)
-    if len(whole) and whole.max() > MOST_CATEGORY:
+    if len(whole) and whole.max() > _MOST_CATEGORY:
         raise DataError(
             f"{where}: categorical feature {column} has the category {whole.max()}; categories are integers up to "
-            f"{MOST_CATEGORY}, so number them from 0"
+            f"{_MOST_CATEGORY}, so number them from 0"
         )
     names, inverse = np.unique(whole, return_inverse=True)
     often = np.bincount(inverse, counts[known], len(names))
     order = np.lexsort((names, -often))[: max_bin - 1]
     low, high = (float(names[0]), float(names[-1])) if len(names) else (0.0, 0.0)
-    return FeatureBins(
-        column=column,
-        low=low,
-        high=high,
-        categories=names[order],
-        zero_share=_share_of_zeros(values, counts),
-    )
+    zero_share = _share_of_zeros(values, counts)
+    return FeatureBins(column=column, low=low, high=high, categories=names[order], zero_share=zero_share)
 
 
 class BinTable:
@@ -139,11 +122,12 @@ class BinTable:
                 assert one.bounds is not None, "numbers have bounds"
                 bounds.append(one.bounds)
                 places.append(np.zeros(len(one.bounds), np.int64))
-        self._bounds = np.concatenate([np.zeros(0), *bounds])
-        self._places = np.concatenate([np.zeros(0, np.int64), *places])
-        self._starts = np.cumsum([0, *map(len, bounds)]).astype(np.int64)
-        kinds = [_CATEGORIES if one.is_categorical else int(one.missing) for one in self.features]
-        self._kinds = np.array(kinds, np.int64)
+        self._cuts = (
+            np.concatenate([np.zeros(0), *bounds]),
+            np.concatenate([np.zeros(0, np.int64), *places]),
+            np.cumsum([0, *map(len, bounds)]).astype(np.int64),
+        )
+        self.kinds = np.array([one.kind for one in self.features], np.int64)
         self._columns = np.array([one.column for one in self.features], np.int64)
         self._slots = np.full(columns, -1, np.int64)
         self._slots[self._columns] = np.arange(len(self.features))
@@ -156,21 +140,14 @@ class BinTable:
     def of_dense(self, values: NDArray[np.float64]) -> NDArray[np.uint8]:
         out = np.empty((len(values), len(self.features)), np.uint8)
         kind = values.dtype if values.dtype == np.float32 else np.float64
-        bin_kernels.bin_dense(
-            np.ascontiguousarray(values, kind),
-            self._columns,
-            self._kinds,
-            self._bounds,
-            self._places,
-            self._starts,
-            out,
-        )
+        given = np.ascontiguousarray(values, kind)
+        bin_kernels.bin_dense(given, self._columns, self.kinds, *self._cuts, out)
         return out
 
     def of_sparse(self, rows: Rows) -> NDArray[np.uint8]:
         out = np.empty((len(rows), len(self.features)), np.uint8)
         parts = rows.starts, rows.indices, rows.values
-        bin_kernels.bin_sparse(parts, self._slots, self._kinds, self._bounds, self._places, self._starts, out)
+        bin_kernels.bin_sparse(parts, self._slots, self.kinds, *self._cuts, out)
         return out
 
 
@@ -196,10 +173,6 @@ class ByteLayout:
     offsets: NDArray[np.int64]
     """Where the bytes of each column begin among those of all, and their number at the end."""
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.firsts.any()
-
     def directions(self, feature: int, to_left: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """For every byte of the feature's column, whether it goes to the left; `to_left` says it for its bins."""
         first = int(self.firsts[feature])
@@ -212,15 +185,13 @@ class ByteLayout:
         return out
 
     def without(self, features: NDArray[np.int64]) -> ByteLayout:
-        """The same, but for these features, which get columns of their own."""
+        shared = self.firsts > 0
+        shared[features] = False
         bundles = [
-            [int(one) for one in np.flatnonzero((self.columns == column) & (self.firsts > 0))]
+            np.flatnonzero((self.columns == column) & shared).tolist()
             for column in np.unique(self.columns[self.firsts > 0])
         ]
-        kept = set(range(len(self.columns))) - set(features.tolist())
-        return _laid_out(
-            self.counts, self.zeros, [[one for one in bundle if one in kept] for bundle in bundles]
-        )
+        return _laid_out(self.counts, self.zeros, bundles)
 
 
 def own_columns(bins: BinTable) -> ByteLayout:
@@ -237,9 +208,8 @@ def bundled_layout(bins: BinTable, blocks: Sequence[RowBlock]) -> ByteLayout:
         return _laid_out(counts, zeros, [])
     chosen = chosen[::-1]  # those that are there most often are placed first
     bits = _where_not_zero(blocks, np.array([bins.features[one].column for one in chosen]))
-    return _laid_out(
-        counts, zeros, [[int(chosen[at]) for at in one] for one in _exclusive(bits, counts[chosen])]
-    )
+    bundles = [[int(chosen[at]) for at in one] for one in _exclusive(bits, counts[chosen])]
+    return _laid_out(counts, zeros, bundles)
 
 
 def _counts_and_zeros(bins: BinTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -300,9 +270,9 @@ def _where_not_zero(blocks: Sequence[RowBlock], columns: NDArray[np.int64]) -> N
 
 
 def _not_zero(block: RowBlock, begin: int, end: int, columns: NDArray[np.int64]) -> NDArray[np.bool_]:
+    out = np.zeros((end - begin, len(columns)), np.bool_)
     if block.sparse is None:
         known = columns < block.values.shape[1]
-        out = np.zeros((end - begin, len(columns)), np.bool_)
         out[:, known] = block.values[begin:end, columns[known]] != 0
         return out
     rows = block.sparse
@@ -312,6 +282,5 @@ def _not_zero(block: RowBlock, begin: int, end: int, columns: NDArray[np.int64])
     which = np.repeat(np.arange(end - begin), np.diff(rows.starts[begin : end + 1]))
     at = places[rows.indices[first:last]]
     known = (at >= 0) & (rows.values[first:last] != 0)
-    out = np.zeros((end - begin, len(columns)), np.bool_)
     out[which[known], at[known]] = True
     return out

@@ -60,11 +60,12 @@ class _Table(GbdtOptions):
         from manyhands.workloads.gbdt.text_format import read_model
         from manyhands.workloads.gbdt.training import TableChoice
 
-        usual = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
+        if fraction is None:
+            fraction = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
         return TableChoice(
             train=self.source(self.train),
             valid=self.source(valid) if valid is not None else None,
-            valid_fraction=usual if fraction is None else fraction,
+            valid_fraction=fraction,
             categorical=tuple(one.strip() for one in self.categorical.split(",")) if self.categorical else (),
             start=None if start is None else read_model(start),
         )
@@ -81,10 +82,6 @@ class _TrainGbdt(WorkerOptions, _Table):
     )
     test: str | None = option(None, "rows to measure the model on at the end, read likewise", metavar="FILE")
     workers: int = option(1, "processes, each with a part of the rows", at_least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.fill_in()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +142,11 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
         "workers": asked.workers,
         "model": str(file),
     }
-    grown = f"{summary['trees']} of {asked.trees} trees"
     predict = ("predict", keep.out, asked.test or asked.train, "--out", "predictions.txt")
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        interrupted=f"the model is that after {grown}" * result.interrupted,
+        interrupted=f"the model is that after {summary['trees']} of {asked.trees} trees" * result.interrupted,
         next={"what it says of rows": predict},
     )
 
@@ -172,10 +168,8 @@ def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
         parts = [f"{key} {summary[key]:.4f}" for key in shown if summary.get(key) is not None]
         lines.append(f"test  {'  '.join(parts)}  of {summary['test_rows']:,} rows")
     if summary["importance"]:
-        rows = [
-            (one["feature"], f"{one['gain']:,.1f}", f"{one['splits']:,}")
-            for one in summary["importance"][:_SHOWN]
-        ]
+        best = summary["importance"][:_SHOWN]
+        rows = [(one["feature"], f"{one['gain']:,.1f}", f"{one['splits']:,}") for one in best]
         lines.append(TableRows(head=("feature", "gain", "splits"), rows=rows))
     return [*lines, f"model   {summary['model']}"]
 

@@ -1,35 +1,80 @@
-"""One tree, grown leaf by leaf: always the leaf whose best split gains most (leaf-wise, best first).
+"""One tree, grown leaf by leaf: always the leaf whose best split gains most (leaf-wise, best first); and its memory.
 
 All workers grow the same tree, each with its own rows; see `searching` for what they tell each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from manyhands.workloads.gbdt import histogram_kernels
+from manyhands.workloads.gbdt import split_kernels as fields
 from manyhands.workloads.gbdt.binning import ByteLayout, FeatureBins
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import LocalRows, SplitSearch
-from manyhands.workloads.gbdt.split_kernels import (
-    BITS,
-    CATEGORICAL,
-    DEFAULT_LEFT,
-    FEATURE,
-    FLAGS,
-    GAIN,
-    LEFT,
-    SORTED,
-    THRESHOLD,
-)
-from manyhands.workloads.gbdt.trees import GrownTree
 
-__all__ = ["DividedRows", "grow", "node_directions"]
+__all__ = ["DividedRows", "GrownTree", "TreeMemory", "grow", "node_directions", "tree_of"]
 
 Words = NDArray[np.int64]
+
+
+class GrownTree:
+    """Node i asks whether a row's bin of feature `feature[i]` is at most `threshold[i]`, or among `categories[i]`.
+
+    Features are numbered among those that can be split. A child that is a leaf has the number -1 - leaf.
+    """
+
+    def __init__(self, most_leaves: int) -> None:
+        nodes = most_leaves - 1
+        self.num_leaves = 1
+        self.feature, self.threshold, self.flags = (np.zeros(nodes, np.int64) for _ in range(3))
+        self.left, self.right, self.node_count = (np.zeros(nodes, np.int64) for _ in range(3))
+        self.categories = np.zeros((nodes, 4), np.int64)
+        self.gain, self.node_value, self.node_weight = (np.zeros(nodes) for _ in range(3))
+        self.leaf_value, self.leaf_weight = np.zeros(most_leaves), np.zeros(most_leaves)
+        self.leaf_count = np.zeros(most_leaves, np.int64)
+
+
+class TreeMemory(nn.Module):
+    """All trees of a run, one row of each buffer a tree; `valid_loss` is infinite where nothing was held out.
+
+    Buffers, not parameters: a run that is resumed with more trees has more rows.
+    """
+
+    def __init__(self, trees: int, most_leaves: int) -> None:
+        super().__init__()
+        for name, array in vars(GrownTree(most_leaves)).items():
+            one = np.asarray(array)
+            self.register_buffer(name, torch.from_numpy(np.zeros((trees, *one.shape), one.dtype)))
+        self.register_buffer("valid_loss", torch.full((trees,), torch.inf, dtype=torch.float64))
+
+    def __len__(self) -> int:
+        return len(self.get_buffer("num_leaves"))
+
+    def put(self, number: int, tree: GrownTree, valid_loss: float) -> None:
+        for name, array in vars(tree).items():
+            self.get_buffer(name).numpy()[number] = array
+        self.get_buffer("valid_loss")[number] = valid_loss
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """The trees of a checkpoint, as far as there is room for them."""
+        for name, values in state.items():
+            own = self.get_buffer(name)
+            kept = min(len(own), len(values))
+            own[:kept] = values[:kept]
+
+
+def tree_of(state: Mapping[str, Tensor], number: int) -> GrownTree:
+    tree = GrownTree(state["leaf_value"].shape[1])
+    for name in vars(tree):
+        value = state[name][number].numpy()
+        setattr(tree, name, int(value) if value.ndim == 0 else value.copy())
+    return tree
 
 
 class DividedRows:
@@ -69,7 +114,7 @@ class _Leaf:
     ) -> None:
         self.totals, self.l2, self.depth = totals, l2, depth
         self.split: list[int] = split.tolist()
-        self.gain = float(split.view(np.float64)[GAIN])
+        self.gain = float(split.view(np.float64)[fields.GAIN])
         self.node, self.is_left = node, is_left
         """The node that it hangs on, and on which side."""
 
@@ -88,18 +133,20 @@ def grow(
     totals, split = search.root(local, divided[0].of(0))
     leaves = [_Leaf(totals.tolist(), split, options.lambda_l2, depth=0, node=-1, is_left=True)]
     while len(leaves) < options.num_leaves:
-        chosen = _best_leaf(leaves, options.max_depth)
-        if chosen is None:
+        allowed = [leaf for leaf in leaves if not (options.max_depth and leaf.depth >= options.max_depth)]
+        best = max(allowed, key=lambda leaf: leaf.gain, default=None)  # of equal ones the first
+        if best is None or not best.gain > 0:
             break
+        chosen = leaves.index(best)
         parent, new = leaves[chosen], len(leaves)
         record, node = parent.split, new - 1
         _write_node(tree, leaves, chosen, rule, options)
-        to_left = node_directions(tree, node, features[record[FEATURE]])
+        to_left = node_directions(tree, node, features[record[fields.FEATURE]])
         for rows in divided:
-            rows.divide(chosen, new, record[FEATURE], to_left)
-        left = record[LEFT : LEFT + 2]
+            rows.divide(chosen, new, record[fields.FEATURE], to_left)
+        left = record[fields.LEFT : fields.LEFT + 2]
         right = [parent.totals[0] - left[0], parent.totals[1] - left[1]]
-        l2 = options.lambda_l2 + (options.cat_l2 if record[FLAGS] & SORTED else 0.0)
+        l2 = options.lambda_l2 + (options.cat_l2 if record[fields.FLAGS] & fields.SORTED else 0.0)
         left_is_smaller = _count(left, rule) <= _count(right, rule)
         smaller = divided[0].of(chosen if left_is_smaller else new)
         order = np.array([left, right] if left_is_smaller else [right, left], np.int64)
@@ -110,27 +157,21 @@ def grow(
         depth = parent.depth + 1
         leaves[chosen] = _Leaf(left, of_left, l2, depth=depth, node=node, is_left=True)
         leaves.append(_Leaf(right, of_right, l2, depth=depth, node=node, is_left=False))
-    _write_leaves(tree, leaves, rule, options)
-    return tree
-
-
-def _best_leaf(leaves: Sequence[_Leaf], max_depth: int) -> int | None:
-    """The leaf to split next, of equal ones the first; None where no split gains anything."""
-    best, chosen = 0.0, None
+    tree.num_leaves = len(leaves)
     for number, leaf in enumerate(leaves):
-        if leaf.gain > best and not (max_depth and leaf.depth >= max_depth):
-            best, chosen = leaf.gain, number
-    return chosen
+        value, weight, count = _value(leaf, rule, options.rate)
+        tree.leaf_value[number], tree.leaf_weight[number], tree.leaf_count[number] = value, weight, count
+    return tree
 
 
 def node_directions(tree: GrownTree, node: int, feature: FeatureBins) -> NDArray[np.uint8]:
     """For every bin of the feature that a node asks for, whether it goes to the left."""
-    if tree.flags[node] & CATEGORICAL:
+    if tree.flags[node] & fields.CATEGORICAL:
         return np.unpackbits(tree.categories[node].view(np.uint8), bitorder="little")
     to_left = np.zeros(256, np.uint8)
     to_left[: tree.threshold[node] + 1] = 1
     if feature.missing:
-        to_left[feature.count - 1] = bool(tree.flags[node] & DEFAULT_LEFT)
+        to_left[feature.count - 1] = bool(tree.flags[node] & fields.DEFAULT_LEFT)
     return to_left
 
 
@@ -154,17 +195,8 @@ def _write_node(
     if leaf.node >= 0:
         (tree.left if leaf.is_left else tree.right)[leaf.node] = node
     tree.left[node], tree.right[node] = ~chosen, ~len(leaves)
-    tree.feature[node], tree.threshold[node] = record[FEATURE], record[THRESHOLD]
-    tree.flags[node] = record[FLAGS] & (CATEGORICAL | DEFAULT_LEFT)
-    tree.categories[node] = record[BITS : BITS + 4]
+    tree.feature[node], tree.threshold[node] = record[fields.FEATURE], record[fields.THRESHOLD]
+    tree.flags[node] = record[fields.FLAGS] & (fields.CATEGORICAL | fields.DEFAULT_LEFT)
+    tree.categories[node] = record[fields.BITS : fields.BITS + 4]
     tree.gain[node] = leaf.gain
     tree.node_value[node], tree.node_weight[node], tree.node_count[node] = _value(leaf, rule, options.rate)
-
-
-def _write_leaves(
-    tree: GrownTree, leaves: Sequence[_Leaf], rule: Sequence[float], options: GbdtOptions
-) -> None:
-    tree.num_leaves = len(leaves)
-    for number, leaf in enumerate(leaves):
-        value, weight, count = _value(leaf, rule, options.rate)
-        tree.leaf_value[number], tree.leaf_weight[number], tree.leaf_count[number] = value, weight, count

@@ -15,22 +15,6 @@ from numba import uint64
 from manyhands.native.decorators import njit
 from manyhands.workloads.gbdt.bin_kernels import TILE
 
-__all__ = [
-    "add_to_scores",
-    "binary_loss",
-    "binary_words",
-    "divide",
-    "histogram",
-    "largest_error",
-    "reduce_areas",
-    "spread",
-    "squared_loss",
-    "squared_words",
-    "subtract",
-    "take_from_parent",
-    "warm",
-]
-
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def histogram(tiles: Any, rows: Any, words: Any, first: int, offsets: Any, ordered: Any, out: Any) -> None:
@@ -94,11 +78,7 @@ def reduce_areas(areas: Any, begin: int, end: int, out: Any) -> None:
 def take_from_parent(areas: Any, begin: int, end: int, pool: Any, child: int, parent: int) -> None:
     """`reduce_areas` into row `child` of `pool`, which is subtracted from row `parent`, in one go."""
     new, whole = pool[child], pool[parent]
-    for i in range(end - begin):
-        new[i] = areas[0, begin + i]
-    for worker in range(1, areas.shape[0]):
-        for i in range(end - begin):
-            new[i] += areas[worker, begin + i]
+    reduce_areas(areas, begin, end, new)
     for i in range(end - begin):
         whole[i] -= new[i]
 
@@ -135,7 +115,6 @@ def spread(packed: Any, layout: Any, starts: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def subtract(whole: Any, part: Any) -> None:
-    """Leave in `whole` what is not in `part`."""
     for i in range(whole.size):
         whole[i] -= part[i]
 

@@ -7,7 +7,7 @@ most its threshold, or among its categories; missing values (NaN) go where the n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,15 +19,15 @@ from manyhands.data.matrix import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
+from manyhands.workloads.gbdt.growing import GrownTree, tree_of
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
-from manyhands.workloads.gbdt.trees import GrownTree, tree_of
 from manyhands.workloads.logreg.labels import PAIRS, measure
 
 __all__ = ["DecisionTree", "GbdtModel", "Links", "measure_model"]
 
-MISSING_NAN = 8
-"""Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses."""
+# Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses.
+_MISSING_NAN = 8
 _LARGEST = 1e300  # of a threshold: a value above it is infinity, and has no place in a text
 _CHUNK = 4096  # rows that are predicted at a time at most
 _CHUNK_NUMBERS = 1 << 22
@@ -71,38 +71,29 @@ class DecisionTree:
             flags = int(grown.flags[node])
             if bins.categories is not None:
                 assert flags & CATEGORICAL, "a split of categories"
-                thresholds[node], decisions[node] = len(sets), 1 | MISSING_NAN
-                sets.append(_category_set(grown.categories[node], bins.categories))
+                thresholds[node], decisions[node] = len(sets), 1 | _MISSING_NAN
+                bits = np.unpackbits(grown.categories[node].view(np.uint8), bitorder="little")
+                members = bins.categories[bits[1 : 1 + len(bins.categories)].astype(bool)]
+                chosen = np.zeros(int(members.max(initial=0)) // 32 + 1, np.uint32)
+                np.bitwise_or.at(chosen, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
+                sets.append(chosen)
             else:
                 assert bins.bounds is not None, "numbers have bounds"
                 thresholds[node] = min(bins.bounds[grown.threshold[node]], _LARGEST)
-                decisions[node] = flags & DEFAULT_LEFT | (MISSING_NAN if bins.missing else 0)
+                decisions[node] = flags & DEFAULT_LEFT | (_MISSING_NAN if bins.missing else 0)
+        sizes = dict.fromkeys(("left", "right", "gain", "node_weight", "node_count"), nodes)
+        sizes |= {"leaf_weight": leaves, "leaf_count": leaves}
         return DecisionTree(
             feature=np.array([bins.column for bins in used], np.int64),
             threshold=thresholds,
             decision=decisions,
-            left=grown.left[:nodes].copy(),
-            right=grown.right[:nodes].copy(),
-            gain=grown.gain[:nodes].copy(),
             node_value=grown.node_value[:nodes] + bias,
-            node_weight=grown.node_weight[:nodes].copy(),
-            node_count=grown.node_count[:nodes].copy(),
             leaf_value=grown.leaf_value[:leaves] + bias,
-            leaf_weight=grown.leaf_weight[:leaves].copy(),
-            leaf_count=grown.leaf_count[:leaves].copy(),
+            **{name: getattr(grown, name)[:size].copy() for name, size in sizes.items()},
             categories=np.concatenate([np.zeros(0, np.uint32), *sets]),
             category_starts=np.cumsum([0, *map(len, sets)]).astype(np.int64),
             shrinkage=rate,
         )
-
-
-def _category_set(bits: NDArray[np.int64], categories: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Bins that go to the left as a set of categories."""
-    is_left = np.unpackbits(bits.view(np.uint8), bitorder="little")[1 : 1 + len(categories)].astype(bool)
-    members = categories[is_left]
-    found = np.zeros(int(members.max(initial=0)) // 32 + 1, np.uint32)
-    np.bitwise_or.at(found, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +109,17 @@ class Links:
     }
 
     @property
-    def word(self) -> str:
-        return self.objective.split()[0]
-
-    @property
-    def is_binary(self) -> bool:
-        return self.KNOWN.get(self.word) == "sigmoid"
+    def kind(self) -> str:
+        return self.KNOWN[self.objective.split()[0]]
 
     def __call__(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        kind = self.KNOWN[self.word]
-        if kind == "identity":
+        if self.kind == "identity":
             return scores
-        if kind == "exp":
-            found: NDArray[np.float64] = np.exp(scores)
-            return found
-        steep = next((float(one[8:]) for one in self.objective.split() if one.startswith("sigmoid:")), 1.0)
-        chances: NDArray[np.float64] = np.exp(-np.logaddexp(0.0, -steep * scores))
-        return chances
+        if self.kind == "sigmoid":
+            given = (float(one[8:]) for one in self.objective.split() if one.startswith("sigmoid:"))
+            scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
+        found: NDArray[np.float64] = np.exp(scores)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,10 +139,6 @@ class GbdtModel:
     def columns(self) -> int:
         return len(self.names)
 
-    @property
-    def link(self) -> Links:
-        return Links(self.objective)
-
     @staticmethod
     def of(
         state: Mapping[str, Tensor],
@@ -175,11 +156,18 @@ class GbdtModel:
             DecisionTree.of(tree_of(state, number), bins.features, 0.0 if number else bias, rate)
             for number in range(trees)
         )
+        infos = [
+            "none"
+        ] * bins.columns  # what LightGBM's files say of each column: its range, or its categories
+        for one in bins.features:
+            infos[one.column] = f"[{one.low!r}:{one.high!r}]"
+            if one.categories is not None:
+                infos[one.column] = ":".join(map(str, sorted(one.categories.tolist())))
         return GbdtModel(
             trees=made,
             objective="binary sigmoid:1" if objective == "binary" else objective,
             names=tuple(names or unnamed(bins.columns)),
-            infos=_infos(bins),
+            infos=tuple(infos),
             parameters=parameters,
         )
 
@@ -200,7 +188,7 @@ class GbdtModel:
 
     def predict(self, block: RowBlock) -> NDArray[np.float64]:
         """Numbers, or probabilities of the larger label."""
-        return self.link(self.scores(block))
+        return Links(self.objective)(self.scores(block))
 
     def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
         """Features beyond those that it was trained on count nothing."""
@@ -218,29 +206,16 @@ class GbdtModel:
         return out
 
     @cached_property
-    def _flat(self) -> tuple[NDArray[Any], ...]:
-        """All trees one after the other, as compiled code takes them."""
-        trees = self.trees
-
-        def joined(name: str, kind: Any) -> NDArray[Any]:
-            return np.concatenate([np.zeros(0, kind), *(getattr(tree, name) for tree in trees)])
-
-        def starts(name: str) -> NDArray[np.int64]:
-            return np.cumsum([0, *(len(getattr(tree, name)) for tree in trees)]).astype(np.int64)
-
+    def _flat(self) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
+        kinds: dict[str, Any] = dict.fromkeys(
+            ("feature", "threshold", "decision", "left", "right", "leaf_value", "category_starts"), np.int64
+        )
+        kinds |= {"threshold": np.float64, "leaf_value": np.float64, "categories": np.uint32}
+        parts = {name: [getattr(tree, name) for tree in self.trees] for name in kinds}
+        starts = ("feature", "leaf_value", "category_starts", "categories")
         return (
-            starts("feature"),
-            starts("leaf_value"),
-            starts("category_starts"),
-            starts("categories"),
-            joined("feature", np.int64),
-            joined("threshold", np.float64),
-            joined("decision", np.int64),
-            joined("left", np.int64),
-            joined("right", np.int64),
-            joined("leaf_value", np.float64),
-            joined("category_starts", np.int64),
-            joined("categories", np.uint32),
+            tuple(np.cumsum([0, *map(len, parts[name])]).astype(np.int64) for name in starts),
+            tuple(np.concatenate([np.zeros(0, kind), *parts[name]]) for name, kind in kinds.items()),
         )
 
     def importance(self, kind: str = "split") -> NDArray[np.float64]:
@@ -253,17 +228,6 @@ class GbdtModel:
         return out
 
 
-def _infos(bins: BinTable) -> tuple[str, ...]:
-    """What LightGBM's files say of each column: its range, its categories, or nothing."""
-    found = ["none"] * bins.columns
-    for one in bins.features:
-        if one.categories is not None:
-            found[one.column] = ":".join(map(str, sorted(one.categories.tolist())))
-        else:
-            found[one.column] = f"[{one.low!r}:{one.high!r}]"
-    return tuple(found)
-
-
 def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
     """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number."""
     source, scores, labels, weights = source.for_names(model.names), [], [], []
@@ -274,13 +238,14 @@ def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
         labels.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
     score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
-    if model.link.is_binary:
+    link = Links(model.objective)
+    if link.kind == "sigmoid":
         pair = next((pair for pair in PAIRS if np.isin(label, pair).all()), None)
         if pair is None:
             raise DataError(f"{source.name} has labels that are no two of -1 and 1, 0 and 1, or 1 and 2")
-        found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32)).as_dict()
-        return {**found, "test_rows": len(label)}
-    predicted = model.link(score)
+        found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32))
+        return {**asdict(found), "test_rows": len(label)}
+    predicted = link(score)
     error = float(np.average((predicted - label) ** 2, weights=weight))
     spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
     return {"rmse": error**0.5, "r2": 1 - error / spread if spread else None, "test_rows": len(label)}

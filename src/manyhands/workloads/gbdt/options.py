@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 
 __all__ = ["OBJECTIVES", "PARALLEL", "GbdtOptions"]
 
@@ -23,8 +23,8 @@ PARALLEL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GbdtOptions:
-    """One training, checked when made: a UserError names the field, its value and what is allowed."""
+class GbdtOptions(CheckedOptions):
+    """One training."""
 
     objective: str = option(
         "auto", "what is learned: binary, regression, or auto: what the labels look like", choices=OBJECTIVES
@@ -61,6 +61,3 @@ class GbdtOptions:
     )
     seed: int = option(0, "fixes which rows are held out, and which the bins are made of", at_least=0)
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
-
-    def __post_init__(self) -> None:
-        check_options(self)

@@ -66,12 +66,11 @@ class RowBlock:
         if self.sparse is None:
             return RowBlock(labels=labels, weights=weights, dense=self.values[chosen])
         rows, lengths = self.sparse, np.diff(self.sparse.starts)
-        entries = np.repeat(chosen, lengths)
-        begins = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
+        entries, span = np.repeat(chosen, lengths), slice(rows.starts[0], rows.starts[-1])
         picked = Rows(
-            starts=begins,
-            indices=rows.indices[rows.starts[0] : rows.starts[-1]][entries],
-            values=rows.values[rows.starts[0] : rows.starts[-1]][entries],
+            starts=np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64),
+            indices=rows.indices[span][entries],
+            values=rows.values[span][entries],
             labels=rows.labels[chosen],
             weights=rows.weights[chosen],
             size=rows.size,
@@ -94,12 +93,11 @@ class RowSource(ABC):
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """All rows, in order; DataError says what is wrong with the file."""
 
-    def for_names(self, names: Sequence[str] | None) -> RowSource:
+    def for_names(self, names: Sequence[str] | None) -> RowSource:  # noqa: ARG002 - text has none
         """The same rows with the columns of these names, in this order; itself where one of both has no names.
 
         DataError names a column that is missing.
         """
-        del names
         return self
 
 
@@ -117,7 +115,6 @@ def model_names(names: Sequence[str], where: str) -> list[str]:
 
 
 def unnamed(columns: int) -> tuple[str, ...]:
-    """What a model calls columns that have no names."""
     return tuple(f"Column_{column}" for column in range(columns))
 
 
@@ -154,35 +151,42 @@ class ArraySource(RowSource):
         for what, given in (("labels", labels), ("weights", weights)):
             if given is not None and given.shape != (len(values),):
                 raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
-        if weights is not None and not (
-            np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
-        ):
+        if weights is not None and not (((weights >= 0) & (weights < np.inf)).all() and weights.any()):
             raise DataError(f"the weights of {name} must be numbers of at least 0, not all 0")
         self.name, self.names = name, names
         self._values, self._labels, self._weights = values, labels, weights
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
-        """Views of the table, as far as that goes."""
         for begin in range(0, len(self._values), _BLOCK_ROWS):
-            values = self._values[begin : begin + _BLOCK_ROWS]
-            span = slice(begin, begin + len(values))
-            labels = None if self._labels is None else np.asarray(self._labels[span], np.float64)
+            span = slice(begin, begin + _BLOCK_ROWS)
+            values, labels, weights = (
+                None if one is None else one[span] for one in (self._values, self._labels, self._weights)
+            )
+            assert values is not None, "a table has values"
             if values.dtype not in (np.float32, np.float64):
                 values = values.astype(np.float64)
-            elif not values.flags.writeable:  # compiled code is made for arrays that are
-                values = values.copy()
-            if on_rows is not None:
-                on_rows(len(values))
-            weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)
-            yield RowBlock(labels=labels, dense=values, weights=weights)
+            yield _block(values, labels, weights, on_rows)
 
     def for_names(self, names: Sequence[str] | None) -> RowSource:
-        """A copy, where the order is another."""
         places = _places(names, self.names, self.name) if names and self.names else None
         if places is None or places == list(range(self._values.shape[1])):
             return self
         values, labels, weights = self._values[:, places], self._labels, self._weights
         return ArraySource(values, labels, name=self.name, names=names, weights=weights)
+
+
+def _block(
+    values: NDArray[Any],
+    labels: NDArray[Any] | None,
+    weights: NDArray[Any] | None,
+    on_rows: Callable[[int], None] | None,
+) -> RowBlock:
+    if on_rows is not None:
+        on_rows(len(values))
+    if not values.flags.writeable:  # compiled code is made for arrays that are
+        values = values.copy()
+    labels, weights = (None if one is None else np.asarray(one, np.float64) for one in (labels, weights))
+    return RowBlock(labels=labels, dense=values, weights=weights)
 
 
 class _TextSource(RowSource):
@@ -206,12 +210,7 @@ class _MatrixSource(RowSource):
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for block in self._matrix.blocks():
-            if on_rows is not None:
-                on_rows(len(block))
-            values, labels = np.asarray(block.dense(self._matrix.columns)), block.labels
-            if not values.flags.writeable:  # compiled code is made for arrays that are
-                values = values.copy()
-            yield RowBlock(labels=None if labels is None else labels.astype(np.float64), dense=values)
+            yield _block(np.asarray(block.dense(self._matrix.columns)), block.labels, None, on_rows)
 
     def for_names(self, names: Sequence[str] | None) -> RowSource:
         """Columns that are not named are not read."""
@@ -224,14 +223,6 @@ class _MatrixSource(RowSource):
         if places is None and matrix.label is None and usual is not None and len(chosen) == len(names) + 1:
             chosen.remove(usual)  # all that tells it from the columns of a model without names
         return _MatrixSource(ParquetMatrix(matrix.path, matrix.label, chosen), self.label_index)
-
-
-def _parquet(path: Path, label: str | None, labelled: bool) -> RowSource:
-    table = ParquetMatrix(path, None)
-    chosen = _label_name(table.names, label, path) if labelled or label is not None else None
-    if chosen is None:
-        return _MatrixSource(table)
-    return _MatrixSource(ParquetMatrix(path, chosen), table.names.index(chosen))
 
 
 def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
@@ -260,9 +251,8 @@ def _breast_cancer() -> RowSource:
 
 
 def _diabetes() -> RowSource:
-    files = [
-        bundled_file(f"diabetes_{part}.csv.gz", "the rows of diabetes") for part in ("data_raw", "target")
-    ]
+    named = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
+    files = [bundled_file(name, "the rows of diabetes") for name in named]
     if None in files:
         from sklearn.datasets import load_diabetes
 
@@ -297,7 +287,11 @@ def open_source(
         matrix = NpyMatrix(Path(text), usual if label is None else label)
         return _MatrixSource(matrix, matrix.label or 0)
     if ending == ".parquet":
-        return _parquet(Path(text), label, labelled)
+        table = ParquetMatrix(Path(text), None)
+        chosen = _label_name(table.names, label, Path(text)) if labelled or label is not None else None
+        if chosen is None:
+            return _MatrixSource(table)
+        return _MatrixSource(ParquetMatrix(Path(text), chosen), table.names.index(chosen))
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

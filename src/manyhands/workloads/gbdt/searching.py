@@ -29,90 +29,61 @@ from manyhands.workloads.gbdt.binning import ByteLayout
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.split_kernels import RECORD_WORDS
 
-__all__ = [
-    "SEARCHES",
-    "LocalRows",
-    "SharedHistograms",
-    "SplitSearch",
-    "alone",
-    "area_words",
-    "gathered_words",
-    "histogram_bytes",
-    "shared_histograms",
-]
+__all__ = ["SEARCHES", "LocalRows", "SharedHistograms", "SplitSearch", "area_words", "gathered_words"]
+
+Words = NDArray[np.int64]
+_HISTOGRAM_WORDS = 2
 
 
 class SharedHistograms:
     """One worker's side; `areas` are those of all workers, a row each, of whole cache lines."""
 
-    def __init__(
-        self,
-        rank: int,
-        areas: NDArray[np.int64],
-        gathered: NDArray[np.int64],
-        barrier: Callable[[], None],
-    ) -> None:
-        self.rank, self.world = rank, len(areas)
-        self.areas = areas
-        self._gathered, self._barrier = gathered, barrier
-        self._turn = 0
-        self.bytes_sent = 0
-
-    @property
-    def area(self) -> NDArray[np.int64]:
+    def __init__(self, rank: int, areas: Words, gathered: Words, barrier: Callable[[], None]) -> None:
+        self.rank, self.world, self.areas = rank, len(areas), areas
+        self.area: Words = areas[rank]
         """This worker's: written before `meet`, read by all after it."""
-        found: NDArray[np.int64] = self.areas[self.rank]
-        return found
+        self._gathered, self._barrier = gathered, barrier
+        self._next = self.bytes_sent = 0
+
+    @classmethod
+    def alone(cls, options: GbdtOptions, offsets: Words) -> SharedHistograms:
+        areas = np.zeros((1, _whole_lines(area_words(options, offsets))), np.int64)
+        return cls(0, areas, np.zeros((2, 1, gathered_words(options)), np.int64), lambda: None)
+
+    @classmethod
+    def shared(
+        cls, group: SharedGroup, control_bytes: int, options: GbdtOptions, offsets: Words
+    ) -> tuple[SharedHistograms, Segment]:
+        wide, narrow = _whole_lines(area_words(options, offsets)), _whole_lines(gathered_words(options))
+        begin, world = round_up(control_bytes, CACHE_LINE), group.world
+        segment = group.share(begin + 8 * world * (wide + 2 * narrow), "histograms")
+        areas = segment.array(begin, world * wide, np.int64).reshape(world, wide)
+        gathered = segment.array(begin + 8 * world * wide, 2 * world * narrow, np.int64)
+        return cls(group.rank, areas, gathered.reshape(2, world, narrow), group.barrier), segment
 
     def meet(self, words: int) -> None:
         """Collective: all have written their areas, of which the others read `words`."""
         self.bytes_sent += 8 * words * (self.world - 1)
         self._barrier()
 
-    def tell(self, words: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Collective: what each worker tells, a row each; to be read before the next but one."""
-        gathered = self._gathered[self._turn]
-        self._turn = 1 - self._turn
+    def gather(self, words: Words) -> Words:
+        """Collective: the words of each worker, a row each; to be read before the next but one."""
+        gathered = self._gathered[self._next]
+        self._next = 1 - self._next
         gathered[self.rank, : len(words)] = words
-        self.bytes_sent += 8 * len(words) * (self.world - 1)
-        self._barrier()
-        found: NDArray[np.int64] = gathered[:, : len(words)]
+        self.meet(len(words))
+        found: Words = gathered[:, : len(words)]
         return found
 
     def largest(self, value: float) -> float:
-        """Collective: of a number of each worker."""
-        return float(self.tell(np.array([value]).view(np.int64)).copy().view(np.float64).max())
+        return float(self.gather(np.array([value]).view(np.int64)).copy().view(np.float64).max())
 
     def total(self, value: int) -> int:
-        """Collective: the sum of an integer of each worker."""
-        return int(self.tell(np.array([value], np.int64)).sum())
+        return int(self.gather(np.array([value], np.int64)).sum())
 
 
-def alone(area_words: int, gathered_words: int) -> SharedHistograms:
-    areas, gathered = np.zeros((1, _lines(area_words)), np.int64), np.zeros((2, 1, gathered_words), np.int64)
-    return SharedHistograms(0, areas, gathered, lambda: None)
-
-
-def _lines(words: int) -> int:
+def _whole_lines(words: int) -> int:
     return round_up(8 * words, CACHE_LINE) // 8
-
-
-def histogram_bytes(world: int, area_words: int, gathered_words: int) -> int:
-    return 8 * world * (_lines(area_words) + 2 * _lines(gathered_words))
-
-
-def shared_histograms(
-    group: SharedGroup, segment: Segment, offset: int, area_words: int, gathered_words: int
-) -> SharedHistograms:
-    """The meeting of a group, in memory of `segment` that is zero and begins at `offset`, a whole cache line."""
-    wide, narrow = _lines(area_words), _lines(gathered_words)
-    areas = segment.array(offset, group.world * wide, np.int64).reshape(group.world, wide)
-    gathered = segment.array(offset + 8 * group.world * wide, 2 * group.world * narrow, np.int64)
-    return SharedHistograms(group.rank, areas, gathered.reshape(2, group.world, narrow), group.barrier)
-
-
-_HISTOGRAM_WORDS = 2
-Words = NDArray[np.int64]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -134,14 +105,13 @@ class LocalRows:
         layout = self.layout
         self._packed = np.zeros(2 * (int(layout.offsets[-1]) + 1), np.int64)
         parts = layout.columns, layout.firsts, layout.zeros, layout.offsets
-        self._parts = None if layout.is_plain else parts
+        self._parts = parts if layout.firsts.any() else None
 
     def histogram(self, rows: NDArray[np.int32], offsets: Words, out: Words) -> None:
         """Of some rows, by feature; `offsets` are where the bins of each begin."""
         found = out if self._parts is None else self._packed
-        histogram_kernels.histogram(
-            self.tiles, rows, self.words, self.first, self.layout.offsets, self.ordered, found
-        )
+        given = self.words, self.first, self.layout.offsets, self.ordered
+        histogram_kernels.histogram(self.tiles, rows, *given, found)
         if self._parts is not None:
             histogram_kernels.spread(found, self._parts, offsets, out)
 
@@ -153,18 +123,19 @@ def area_words(options: GbdtOptions, offsets: Words) -> int:
 
 
 def gathered_words(options: GbdtOptions) -> int:
-    """How much workers tell each other at once at most."""
+    """How many words workers `gather` at most."""
     return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
 
 class SplitSearch(ABC):
-    """Finds splits of leaves, whose histograms it keeps by the leaf's number."""
+    """Finds splits of leaves; `_places` are the rows of its pool with their histograms, by the leaf's number."""
 
     def __init__(
         self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
     ) -> None:
         self._rendezvous, self._offsets, self._kinds, self._options = rendezvous, offsets, kinds, options
         self._records = np.zeros((2, RECORD_WORDS), np.int64)
+        self._places = list(range(options.num_leaves))
 
     @abstractmethod
     def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
@@ -183,14 +154,12 @@ class SplitSearch(ABC):
     def swap(self, one: int, other: int) -> None:
         self._places[one], self._places[other] = self._places[other], self._places[one]
 
-    _places: list[int]
-
     def _best(self, count: int) -> Words:
         """Collective: of each worker's best splits of `count` leaves, in `_records`, the best, a row each."""
         rendezvous = self._rendezvous
         if rendezvous.world == 1:
             return self._records[:count].copy()
-        gathered = np.ascontiguousarray(rendezvous.tell(self._records[:count].reshape(-1)))
+        gathered = np.ascontiguousarray(rendezvous.gather(self._records[:count].reshape(-1)))
         gathered = gathered.reshape(rendezvous.world, count, RECORD_WORDS)
         best = np.empty((count, RECORD_WORDS), np.int64)
         split_kernels.best_of_all(gathered, gathered.view(np.float64), best)
@@ -208,9 +177,7 @@ class DataSearch(SplitSearch):
         self._features = np.arange(begin, end)
         self._starts = offsets[begin : end + 1] - offsets[begin]
         self._span = 2 * int(offsets[begin]), 2 * int(offsets[end])
-        size = self._span[1] - self._span[0]
-        self._pool = np.zeros((options.num_leaves, size), np.int64)
-        self._places = list(range(options.num_leaves))
+        self._pool = np.zeros((options.num_leaves, self._span[1] - self._span[0]), np.int64)
 
     def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
         self._count(local, rows)
@@ -223,10 +190,8 @@ class DataSearch(SplitSearch):
     ) -> Words:
         """The larger child is what the smaller leaves of its parent."""
         self._count(local, smaller)
-        places = self._places
-        histogram_kernels.take_from_parent(
-            self._rendezvous.areas, *self._span, self._pool, places[new], places[parent]
-        )
+        areas, rows = self._rendezvous.areas, (self._places[new], self._places[parent])
+        histogram_kernels.take_from_parent(areas, *self._span, self._pool, *rows)
         return self._found([new, parent], totals, local)
 
     def _count(self, local: LocalRows, rows: NDArray[np.int32]) -> None:
@@ -236,18 +201,9 @@ class DataSearch(SplitSearch):
 
     def _found(self, leaves: Sequence[int], totals: Words, local: LocalRows) -> Words:
         places = np.array([self._places[leaf] for leaf in leaves], np.int64)
-        records = self._records
-        split_kernels.best_pair(
-            self._pool,
-            places,
-            self._features,
-            self._starts,
-            self._kinds,
-            totals,
-            local.rule,
-            records,
-            records.view(np.float64),
-        )
+        features, records = (self._features, self._starts, self._kinds), self._records
+        gains = records.view(np.float64)
+        split_kernels.best_pair(self._pool, places, *features, totals, local.rule, records, gains)
         return self._best(len(leaves))
 
 
@@ -259,12 +215,11 @@ class VotingSearch(SplitSearch):
     ) -> None:
         super().__init__(rendezvous, offsets, kinds, options)
         self._pool = np.zeros((options.num_leaves, 2 * (int(offsets[-1]) + 1)), np.int64)
-        self._places = list(range(options.num_leaves))
         self._gains = np.zeros(len(kinds))
 
     def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
         local.histogram(rows, self._offsets, self._pool[self._places[0]])
-        totals = self._rendezvous.tell(self._pool[self._places[0]][-2:]).sum(axis=0)
+        totals = self._rendezvous.gather(self._pool[self._places[0]][-2:]).sum(axis=0)
         return totals, self._elected(local, [0], totals.reshape(1, 2))[0]
 
     def children(
@@ -296,8 +251,12 @@ class VotingSearch(SplitSearch):
         if len(self._kinds) <= most:
             return [np.arange(len(self._kinds)) for _ in leaves]
         votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
-        gathered = self._rendezvous.tell(votes).reshape(world, len(leaves), -1)
-        return [_winners(gathered[:, number], most) for number in range(len(leaves))]
+        gathered = self._rendezvous.gather(votes).reshape(world, len(leaves), -1)
+        elected = []
+        for number in range(len(leaves)):  # those with most votes, of equal ones the first; ascending
+            names, counts = np.unique(gathered[:, number][gathered[:, number] >= 0], return_counts=True)
+            elected.append(np.sort(names[np.lexsort((names, -counts))[:most]]))
+        return elected
 
     def _votes(self, local: LocalRows, leaf: int) -> Words:
         """The features that gain most on the rows that are here; -1 for a vote that is not cast."""
@@ -322,24 +281,8 @@ class VotingSearch(SplitSearch):
         words = span[0] + 2 * int(starts[begin]), span[0] + 2 * int(starts[end])
         summed = np.zeros(words[1] - words[0], np.int64)
         histogram_kernels.reduce_areas(rendezvous.areas, *words, summed)
-        split_kernels.best_split(
-            summed,
-            features[begin:end],
-            starts[begin : end + 1] - starts[begin],
-            self._kinds,
-            totals,
-            local.rule,
-            record,
-            record.view(np.float64),
-        )
-
-
-def _winners(votes: Words, most: int) -> Words:
-    """The features with most votes, of equal ones the first; in ascending order."""
-    names, counts = np.unique(votes[votes >= 0], return_counts=True)
-    order = np.lexsort((names, -counts))[:most]
-    found: Words = np.sort(names[order])
-    return found
+        mine = features[begin:end], starts[begin : end + 1] - starts[begin], self._kinds
+        split_kernels.best_split(summed, *mine, totals, local.rule, record, record.view(np.float64))
 
 
 def _share_of_features(offsets: Words, rank: int, world: int) -> tuple[int, int]:

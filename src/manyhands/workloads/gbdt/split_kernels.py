@@ -13,24 +13,6 @@ import numpy as np
 
 from manyhands.native.decorators import helper, njit
 
-__all__ = [
-    "BITS",
-    "CATEGORICAL",
-    "DEFAULT_LEFT",
-    "FEATURE",
-    "FLAGS",
-    "GAIN",
-    "LEFT",
-    "RECORD_WORDS",
-    "SORTED",
-    "THRESHOLD",
-    "best_of_all",
-    "best_pair",
-    "best_split",
-    "feature_gains",
-    "warm",
-]
-
 GAIN, FEATURE, THRESHOLD, FLAGS, LEFT, BITS, RECORD_WORDS = 0, 1, 2, 3, 4, 6, 10
 """Words of a split: its gain (a float64), feature, last bin on the left, flags, the left child's two sums, and, of a
 categorical one, which bins are on the left, a bit each."""
@@ -126,9 +108,8 @@ def _sorted_categories(hist: Any, bins: Any, sums: Any, rule: Any, record: Any) 
     order, means, used = np.empty(bins, np.int64), np.empty(bins), 0
     for bin_number in range(1, bins):
         if (hist[2 * bin_number + 1] & mask) >= smooth:
-            mean = (hist[2 * bin_number] / unit_g) / (
-                (hist[2 * bin_number + 1] >> count_bits) / unit_h + smooth
-            )
+            hessian = (hist[2 * bin_number + 1] >> count_bits) / unit_h
+            mean = (hist[2 * bin_number] / unit_g) / (hessian + smooth)
             place = used
             while place > 0 and means[place - 1] > mean:  # the same mean: in the order of bins
                 means[place], order[place] = means[place - 1], order[place - 1]
@@ -181,6 +162,15 @@ def _of_feature(hist: Any, bins: Any, kind: int, sums: Any, rule: Any, record: A
     return best
 
 
+@helper(error_model="numpy")
+def _sums_of(totals: Any, rule: Any) -> Any:
+    """A leaf's gradients, hessians and rows from its two words."""
+    sums, count_bits = np.empty(3, np.int64), np.int64(rule[0])
+    sums[0], sums[1] = totals[0], totals[1] >> count_bits
+    sums[2] = totals[1] & ((np.int64(1) << count_bits) - 1)
+    return sums
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def best_split(
     hist: Any, features: Any, starts: Any, kinds: Any, totals: Any, rule: Any, record: Any, gain: Any
@@ -192,13 +182,7 @@ def best_split(
     are tried one by one; and the least gain. `gain` is the same memory as `record`, as floats; its first is -1 where
     there is no split.
     """
-    sums = np.empty(3, np.int64)
-    count_bits = np.int64(rule[0])
-    sums[0], sums[1], sums[2] = (
-        totals[0],
-        totals[1] >> count_bits,
-        totals[1] & ((np.int64(1) << count_bits) - 1),
-    )
+    sums = _sums_of(totals, rule)
     here = _score(sums[0] / rule[4], sums[1] / rule[5], rule[3])
     found, spare = np.zeros(RECORD_WORDS, np.int64), np.zeros(RECORD_WORDS, np.int64)
     best = -1.0
@@ -206,9 +190,8 @@ def best_split(
         for i in range(features.size):
             feature = features[i]
             begin, end = starts[i], starts[i + 1]
-            score = _of_feature(
-                hist[2 * begin : 2 * end], end - begin, kinds[feature], sums, rule, found, spare
-            )
+            own = hist[2 * begin : 2 * end]
+            score = _of_feature(own, end - begin, kinds[feature], sums, rule, found, spare)
             gained = score - here
             if score >= 0 and gained > rule[11] and gained > best:
                 best = gained
@@ -254,13 +237,7 @@ def best_of_all(gathered: Any, gains: Any, best: Any) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def feature_gains(hist: Any, starts: Any, kinds: Any, totals: Any, rule: Any, gains: Any) -> None:
     """What the best split of each feature gains by this histogram alone; -1 where it has none."""
-    sums = np.empty(3, np.int64)
-    count_bits = np.int64(rule[0])
-    sums[0], sums[1], sums[2] = (
-        totals[0],
-        totals[1] >> count_bits,
-        totals[1] & ((np.int64(1) << count_bits) - 1),
-    )
+    sums = _sums_of(totals, rule)
     here = _score(sums[0] / rule[4], sums[1] / rule[5], rule[3])
     found, spare = np.zeros(RECORD_WORDS, np.int64), np.zeros(RECORD_WORDS, np.int64)
     for feature in range(gains.size):

@@ -3,7 +3,7 @@
 * `single`: one thread.
 * `allreduce`, `mirrored`: every worker has a part of the rows and all trees; histograms travel.
 
-Units in which gradients are integers, so that their sums are exact. Pure.
+Gradients are integers in units of their own, so that their sums are exact.
 
 A word has 63 bits and a sign. Of the gradients' word all are for the sum over all rows; the hessians' has the number of
 rows in its low bits. Units are powers of two, so that only rounding to them loses anything: with a million rows a
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.batches import split
@@ -26,26 +25,23 @@ from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portio
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.native.group.gate import Turn
 from manyhands.native.group.shared_group import SharedGroup
-from manyhands.native.segment import CACHE_LINE, Segment, round_up
+from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.workloads.gbdt import bin_kernels, histogram_kernels, split_kernels
 from manyhands.workloads.gbdt.bin_table import BinnedRows
 from manyhands.workloads.gbdt.binning import BinTable
-from manyhands.workloads.gbdt.growing import DividedRows, grow, node_directions
-from manyhands.workloads.gbdt.options import GbdtOptions
-from manyhands.workloads.gbdt.searching import (
-    SEARCHES,
-    LocalRows,
-    SharedHistograms,
-    alone,
-    area_words,
-    gathered_words,
-    histogram_bytes,
-    shared_histograms,
+from manyhands.workloads.gbdt.growing import (
+    DividedRows,
+    GrownTree,
+    TreeMemory,
+    grow,
+    node_directions,
+    tree_of,
 )
-from manyhands.workloads.gbdt.trees import GrownTree, TreeMemory
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, SharedHistograms
 
-__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "WordUnits", "check_strategy", "units_for"]
+__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy", "units_for"]
 
 VALID_LOSS = "valid_loss"
 """The metric in the history: the mean loss of rows held out, after each tree."""
@@ -57,12 +53,13 @@ class GbdtTask(KernelTask):
     """Growing trees on rows that are bins already; `gbdt.objective` is binary or regression."""
 
     name: ClassVar[str] = "gbdt"
+    advice: ClassVar[str] = "use a smaller rate, or scale the labels down"
 
     train: BinnedRows
     valid: BinnedRows | None = None
     bins: BinTable
     start_trees: int = 0
-    """Of a model that training goes on with: the scores of rows begin with its."""
+    """Of a model that training continues: the scores of rows begin with its."""
     largest_weight: float = 1.0
     """Of the rows to train on: gradients are counted in units that follow from it."""
     gbdt: GbdtOptions
@@ -82,7 +79,6 @@ class GbdtTask(KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it goes on."""
         left_out = ("trees", "allow_overload", "early_stopping")
         kept = {name: value for name, value in asdict(self.gbdt).items() if name not in left_out}
         return kept | {
@@ -93,18 +89,7 @@ class GbdtTask(KernelTask):
 
     @property
     def record_bytes(self) -> float:
-        """A byte for each feature, and the words."""
         return len(self.bins.features) + 40.0
-
-    @property
-    def advice(self) -> str:
-        """What can be wrong where squares overflow."""
-        return "use a smaller rate, or scale the labels down"
-
-    @property
-    def kinds(self) -> NDArray[np.int64]:
-        found = [2 if one.is_categorical else int(one.missing) for one in self.bins.features]
-        return np.array(found, np.int64)
 
     def model(self) -> TreeMemory:
         return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
@@ -120,15 +105,12 @@ class GbdtTask(KernelTask):
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
         del turn
         assert isinstance(model, TreeMemory), "a model of this task"
-        offsets = self.bins.offsets
-        return GbdtStep(self, model, alone(area_words(self.gbdt, offsets), gathered_words(self.gbdt)))
+        return GbdtStep(self, model, SharedHistograms.alone(self.gbdt, self.bins.offsets))
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """A part of the rows for each worker."""
-        sizes = area_words(self.gbdt, self.bins.offsets), gathered_words(self.gbdt)
-        offset = round_up(control_bytes, CACHE_LINE)
-        segment = group.share(offset + histogram_bytes(group.world, *sizes), "histograms")
-        step = GbdtStep(self, self.model(), shared_histograms(group, segment, offset, *sizes))
+        offsets = self.bins.offsets
+        histograms, segment = SharedHistograms.shared(group, control_bytes, self.gbdt, offsets)
+        step = GbdtStep(self, self.model(), histograms)
         step.segment = segment
         return step
 
@@ -152,10 +134,11 @@ class GbdtStep(KernelStep):
         rank, world = rendezvous.rank, rendezvous.world
         self._train = _Rows(task.train, rank, world, task.gbdt.num_leaves)
         self._held = _Rows(task.valid, rank, world, task.gbdt.num_leaves) if task.valid is not None else None
+        self._tables = [self._train] if self._held is None else [self._train, self._held]
         weights = task.valid.opened()[2] if task.valid is not None else np.zeros(1)
         self._valid_weight, self._largest_valid_weight = float(weights.sum()), float(weights.max())
-        offsets, kinds = task.bins.offsets, task.kinds
-        self._search = SEARCHES[task.gbdt.parallel](rendezvous, offsets, kinds, task.gbdt)
+        search, bins = SEARCHES[task.gbdt.parallel], task.bins
+        self._search = search(rendezvous, bins.offsets, bins.kinds, task.gbdt)
         count = len(self._train.span)
         self._local = LocalRows(
             tiles=self._train.tiles,
@@ -172,7 +155,7 @@ class GbdtStep(KernelStep):
 
     def fill(self) -> None:
         """Scores begin with the best constant, or with those of a model."""
-        for rows in self._tables():
+        for rows in self._tables:
             rows.scores[:] = rows.start
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -181,21 +164,20 @@ class GbdtStep(KernelStep):
         self.fill()
         kept = np.flatnonzero(self._memory.get_buffer("num_leaves").numpy())
         for number in kept.tolist():
-            tree = self._memory.tree(number)
-            for rows in self._tables():
-                rows.divided.begin()
-                _send_down(tree, self._task.bins, rows.divided)
+            tree = tree_of(state, number)
+            for rows in self._tables:
+                self._put_into_leaves(tree, rows.divided)
                 self._move(rows, tree)
             if self._stopping is not None:
-                self._stopping.add(number + 1, {VALID_LOSS: float(self._memory.valid_losses()[number])})
+                self._stopping.add(number + 1, {VALID_LOSS: float(state["valid_loss"][number])})
 
     def take(self, portion: Portion) -> Taken:
         options, task, rendezvous = self._options, self._task, self._rendezvous
         before = rendezvous.bytes_sent
         loss = self._write_words()
-        divided = [rows.divided for rows in self._tables()]
+        divided = [rows.divided for rows in self._tables]
         tree = grow(self._search, self._local, task.bins.features, options, divided)
-        for rows in self._tables():
+        for rows in self._tables:
             self._move(rows, tree)
         valid = self._valid_loss()
         self._memory.put(portion.passed, tree, valid)
@@ -213,9 +195,6 @@ class GbdtStep(KernelStep):
             ends=ends,
         )
 
-    def _tables(self) -> list[_Rows]:
-        return [self._train] if self._held is None else [self._train, self._held]
-
     def _write_words(self) -> float:
         """This tree's gradients and hessians; the loss that they belong to."""
         rows, options, task = self._train, self._options, self._task
@@ -226,47 +205,44 @@ class GbdtStep(KernelStep):
             here = histogram_kernels.largest_error(rows.scores, rows.targets, rows.weights)
             units = units_for(task.train.rows, self._rendezvous.largest(here), task.largest_weight)
             write = histogram_kernels.squared_words
-        self._local.rule[:] = (
-            units.count_bits,
-            options.min_data_in_leaf,
-            options.min_sum_hessian,
-            options.lambda_l2,
-            units.gradient,
-            units.hessian,
-            options.cat_l2,
-            options.cat_smooth,
-            options.max_cat_threshold,
-            options.min_data_per_group,
-            options.max_cat_to_onehot,
-            options.min_gain,
-        )
+        leaf = options.min_data_in_leaf, options.min_sum_hessian, options.lambda_l2
+        sorting = options.cat_l2, options.cat_smooth, options.max_cat_threshold, options.min_data_per_group
         scale = np.array([units.gradient, units.hessian])
-        words = self._local.words
-        return float(write(rows.scores, rows.targets, rows.weights, scale, units.count_bits, words))
+        rest = options.max_cat_to_onehot, options.min_gain
+        self._local.rule[:] = units.count_bits, *leaf, *scale, *sorting, *rest
+        given, words = (rows.scores, rows.targets, rows.weights), self._local.words
+        return float(write(*given, scale, units.count_bits, words))
+
+    def _put_into_leaves(self, tree: GrownTree, divided: DividedRows) -> None:
+        """Split by split, in the order in which the tree was grown."""
+        divided.begin()
+        for node in range(tree.num_leaves - 1):
+            leaf = node
+            while leaf >= 0:  # the left child keeps the number of the leaf that was split
+                leaf = int(tree.left[leaf])
+            feature = int(tree.feature[node])
+            to_left = node_directions(tree, node, self._task.bins.features[feature])
+            divided.divide(-1 - leaf, node + 1, feature, to_left)
 
     @staticmethod
     def _move(rows: _Rows, tree: GrownTree) -> None:
         for leaf in range(tree.num_leaves):
-            histogram_kernels.add_to_scores(
-                rows.scores, rows.divided.of(leaf), rows.span.start, tree.leaf_value[leaf]
-            )
+            mine, value = rows.divided.of(leaf), tree.leaf_value[leaf]
+            histogram_kernels.add_to_scores(rows.scores, mine, rows.span.start, value)
 
     def _valid_loss(self) -> float:
         """Collective: the mean over all rows held out, the same for any number of workers; infinity of none."""
         held, task = self._held, self._task
         if held is None or task.valid is None:
             return math.inf
+        sizes = np.abs(held.scores) if self._is_binary else (held.scores - held.targets) ** 2
+        largest = self._rendezvous.largest(float(sizes.max(initial=0.0)))
+        measure = histogram_kernels.squared_loss
         if self._is_binary:
-            measure, largest = histogram_kernels.binary_loss, max(1.0, self._largest(held.scores))
-        else:
-            errors = (held.scores - held.targets) ** 2
-            measure, largest = histogram_kernels.squared_loss, self._largest(errors)
+            measure, largest = histogram_kernels.binary_loss, max(1.0, largest)
         unit = units_for(task.valid.rows, largest * self._largest_valid_weight, 1.0).gradient / 4
         total = self._rendezvous.total(int(measure(held.scores, held.targets, held.weights, unit)))
         return total / unit / self._valid_weight
-
-    def _largest(self, values: NDArray[np.float64]) -> float:
-        return self._rendezvous.largest(float(np.abs(values).max(initial=0.0)))
 
 
 class _Rows:
@@ -282,18 +258,7 @@ class _Rows:
         self.divided = DividedRows(self.tiles, table.layout, self.span, most_leaves)
 
 
-def _send_down(tree: GrownTree, bins: BinTable, divided: DividedRows) -> None:
-    """Put rows into the leaves of a tree, split by split in the order in which it was grown."""
-    for node in range(tree.num_leaves - 1):
-        leaf = node
-        while leaf >= 0:  # the left child keeps the number of the leaf that was split
-            leaf = int(tree.left[leaf])
-        feature = int(tree.feature[node])
-        divided.divide(-1 - leaf, node + 1, feature, node_directions(tree, node, bins.features[feature]))
-
-
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    """UserError where a strategy does not grow trees with so many workers."""
     why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
     check_shared_rows(
         strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"
@@ -315,15 +280,13 @@ class WordUnits:
 def units_for(rows: int, largest_gradient: float, largest_hessian: float) -> WordUnits:
     """Units in which no sum over `rows` rows overflows; numbers that are not finite or all 0 get any."""
     count_bits = rows.bit_length()
+
+    def unit(largest: float, bits: int) -> float:
+        if not 0 < largest < math.inf:
+            return 1.0
+        _, size = math.frexp(largest)  # largest < 2^size
+        return math.ldexp(1.0, min(bits - size - count_bits, 900))
+
     return WordUnits(
-        gradient=_unit(rows, largest_gradient, _WORD_BITS),
-        hessian=_unit(rows, largest_hessian, _WORD_BITS - count_bits),
-        count_bits=count_bits,
+        unit(largest_gradient, _WORD_BITS), unit(largest_hessian, _WORD_BITS - count_bits), count_bits
     )
-
-
-def _unit(rows: int, largest: float, bits: int) -> float:
-    if not 0 < largest < math.inf:
-        return 1.0
-    _, size = math.frexp(largest)  # largest < 2^size
-    return math.ldexp(1.0, min(bits - size - rows.bit_length(), 900))

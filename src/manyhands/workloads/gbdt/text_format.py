@@ -1,4 +1,4 @@
-"""LightGBM's text form of a model, read and written.
+"""LightGBM's text form of a model, read and written; and what a model that was read answers.
 
     tree                            a header: number of classes, objective, names of features
     version=v4
@@ -17,18 +17,26 @@ Written by the description of the format in LightGBM's documentation and by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import DataError
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import DecisionTree, GbdtModel, Links
+from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
+from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
-__all__ = ["MODEL_TEXT", "parse_model", "read_model", "render_model", "write_model"]
+__all__ = [
+    "MODEL_TEXT", "GbdtPredictor", "export_gbdt", "open_gbdt", "parse_model", "read_model", "render_model",
+    "write_model",
+]  # fmt: skip
 
 MODEL_TEXT = "model.txt"
 _MOST_BYTES = 1 << 30
@@ -57,7 +65,6 @@ class _Wrong(Exception):
 
 
 def write_model(model: GbdtModel, path: Path) -> None:
-    """Write the file, whole or not at all."""
     write_atomically(path, [render_model(model).encode()])
 
 
@@ -88,38 +95,24 @@ def render_model(model: GbdtModel) -> str:
 def _tree_text(number: int, tree: DecisionTree) -> str:
     sets = len(tree.category_starts) - 1
     lines = [f"Tree={number}", f"num_leaves={tree.num_leaves}", f"num_cat={sets}"]
-    if tree.num_leaves > 1:
-        lines += [f"{name}={_numbers(getattr(tree, own))}" for name, (own, _) in _BY_NODE.items()]
-        lines += [f"{name}={_numbers(getattr(tree, own))}" for name, (own, _) in _BY_LEAF.items()]
-    else:
-        lines.append(f"leaf_value={_numbers(tree.leaf_value)}")
+    names = {name: own for name, (own, _) in (_BY_NODE | _BY_LEAF).items()}
+    if tree.num_leaves == 1:
+        names = {"leaf_value": "leaf_value"}
     if sets:
-        lines += [
-            f"cat_boundaries={_numbers(tree.category_starts)}",
-            f"cat_threshold={_numbers(tree.categories)}",
-        ]
+        names |= {"cat_boundaries": "category_starts", "cat_threshold": "categories"}
+    # Each number as the shortest text that is read back as the same.
+    lines += [f"{name}={' '.join(map(repr, getattr(tree, own).tolist()))}" for name, own in names.items()]
     return "\n".join([*lines, "is_linear=0", f"shrinkage={tree.shrinkage!r}", "\n\n"])
-
-
-def _numbers(values: NDArray[Any]) -> str:
-    """Each as the shortest text that is read back as the same number."""
-    return " ".join(map(repr, values.tolist()))
-
-
-def _parts(stream: BinaryIO) -> Iterator[bytes]:
-    """What there is, and not much more than is allowed; memory for the whole of that is not asked for beforehand."""
-    num_bytes = 0
-    while num_bytes <= _MOST_BYTES and (part := stream.read(_PART_BYTES)):
-        num_bytes += len(part)
-        yield part
 
 
 def read_model(path: Path | str) -> GbdtModel:
     """Read a file, or that in the directory of a run; DataError says what is wrong with it."""
     file = Path(path) / MODEL_TEXT if Path(path).is_dir() else Path(path)
+    content = bytearray()
     try:
-        with file.open("rb") as stream:
-            content = b"".join(_parts(stream))
+        with file.open("rb") as stream:  # in parts: memory for all that is allowed is not taken beforehand
+            while len(content) <= _MOST_BYTES and (part := stream.read(_PART_BYTES)):
+                content += part
     except OSError as error:
         raise DataError(f"model {file} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
@@ -129,7 +122,7 @@ def read_model(path: Path | str) -> GbdtModel:
     return parse_model(content, str(file))
 
 
-def parse_model(content: bytes, where: str) -> GbdtModel:
+def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
     """The model of a text; DataError names `where` and what is wrong."""
     try:
         text = content.decode()
@@ -143,10 +136,11 @@ def parse_model(content: bytes, where: str) -> GbdtModel:
         if "average_output" in lines:  # a word of its own, without a value
             raise _Wrong("it is a random forest, whose trees are averaged, which is not read")
         header = _fields(lines)
-        names, objective = _checked_header(header)
-        label_index = _label_index(header, len(names))
+        names, objective, label_index = _checked_header(header)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
-        _check_sizes(header, len(trees))
+        sizes = header.get("tree_sizes")
+        if sizes is not None and len(sizes.split()) != len(trees):
+            raise _Wrong(f"tree_sizes names {len(sizes.split())} trees, but it has {len(trees)}")
     except UnicodeDecodeError as error:
         raise DataError(f"model {where} is no text: {error.reason} at byte {error.start}") from error
     except _Wrong as error:
@@ -159,7 +153,7 @@ def parse_model(content: bytes, where: str) -> GbdtModel:
         objective=objective,
         names=names,
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
-        parameters=_parameters(after),
+        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", "\n".join(after.splitlines()))),
         label_index=label_index,
     )
 
@@ -168,8 +162,8 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     return {name: value for name, sign, value in (line.partition("=") for line in lines) if sign}
 
 
-def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
-    """Names of features and the objective; models that are no sum of single trees are refused."""
+def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, int]:
+    """Names of features, objective, column of labels; models that are no sum of single trees are rejected."""
     for name in ("num_class", "num_tree_per_iteration"):
         if header.get(name, "1") != "1":
             raise _Wrong(f"{name} is {header[name]!r}; only one class is read")
@@ -177,34 +171,22 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
     if not objective or objective.split()[0] not in Links.KNOWN or "sqrt" in objective.split():
         raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(Links.KNOWN)}")
     for setting in objective.split()[1:]:
-        if setting.startswith("sigmoid:") and not _is_above_zero(setting[8:]):
-            raise _Wrong(f"its objective has {setting!r}")
+        if setting.startswith("sigmoid:"):
+            try:
+                fits = 0 < float(setting[8:]) < float("inf")
+            except ValueError:
+                fits = False
+            if not fits:
+                raise _Wrong(f"its objective has {setting!r}")
     names = tuple(header.get("feature_names", "").split(" "))
     if header.get("max_feature_idx") != str(len(names) - 1):
         raise _Wrong(
             f"max_feature_idx is {header.get('max_feature_idx')!r}, but {len(names)} features have names"
         )
-    return names, objective
-
-
-def _label_index(header: Mapping[str, str], columns: int) -> int:
-    """Of a table with one column more than there are features."""
-    text = header.get("label_index", "0").strip()
-    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) > columns:
-        raise _Wrong(f"label_index is {text[:20]!r}, none of {columns} features and a label")
-    return int(text)
-
-
-def _is_above_zero(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
-def _check_sizes(header: Mapping[str, str], trees: int) -> None:
-    if "tree_sizes" in header and len(header["tree_sizes"].split()) != trees:
-        raise _Wrong(f"tree_sizes names {len(header['tree_sizes'].split())} trees, but it has {trees}")
+    label = header.get("label_index", "0").strip()  # of a table with one column more than there are features
+    if not (label.isascii() and label.isdigit()) or len(label) > 9 or int(label) > len(names):
+        raise _Wrong(f"label_index is {label[:20]!r}, none of {len(names)} features and a label")
+    return names, objective, int(label)
 
 
 def _tree(number: int, text: str, columns: int) -> DecisionTree:
@@ -230,14 +212,12 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
     sets = _whole(fields, "num_cat", number, usual=0)
     starts, words = np.zeros(1, np.int64), np.zeros(0, np.uint32)
     if sets:
-        starts = _array(
-            fields.get("cat_boundaries", ""), np.int64, sets + 1, f"tree {number}: cat_boundaries"
-        )
+        given = fields.get("cat_boundaries", "")
+        starts = _array(given, np.int64, sets + 1, f"tree {number}: cat_boundaries")
         if starts[0] != 0 or (starts[1:] <= starts[:-1]).any():  # differences may overflow
             raise _Wrong(f"tree {number}: cat_boundaries do not ascend from 0")
-        words = _array(
-            fields.get("cat_threshold", ""), np.uint32, int(starts[-1]), f"tree {number}: cat_threshold"
-        )
+        given = fields.get("cat_threshold", "")
+        words = _array(given, np.uint32, int(starts[-1]), f"tree {number}: cat_threshold")
     shrinkage = _array(fields.get("shrinkage", "1"), np.float64, 1, f"tree {number}: shrinkage")
     if np.isinf(arrays["leaf_value"]).any():
         raise _Wrong(f"tree {number}: leaf_value holds inf")
@@ -280,21 +260,54 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
     chosen = arrays["threshold"][is_set]
     if ((chosen < 0) | (chosen >= sets) | (chosen != np.floor(chosen))).any():
         raise _Wrong(f"tree {number} has a categorical split without its categories")
-    children = np.sort(np.concatenate([left, right]))
-    if not np.array_equal(
-        children, np.concatenate([np.arange(-nodes - 1, 0), np.arange(1, nodes)])[: 2 * nodes]
-    ):
+    wanted = np.concatenate([np.arange(-nodes - 1, 0), np.arange(1, nodes)])[: 2 * nodes]
+    if not np.array_equal(np.sort(np.concatenate([left, right])), wanted):
         raise _Wrong(
             f"tree {number}: its children are not every leaf and every node but the first, once each"
         )
-    if ((left >= 0) & (left <= np.arange(nodes))).any() or ((right >= 0) & (right <= np.arange(nodes))).any():
+    if any(((child >= 0) & (child <= np.arange(nodes))).any() for child in (left, right)):
         raise _Wrong(f"tree {number} has a node whose child comes before it")
 
 
-def _parameters(text: str) -> dict[str, str]:
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("[") and line.endswith("]") and ": " in line:
-            name, _, value = line[1:-1].partition(": ")
-            found[name] = value
-    return found
+class GbdtPredictor(Predictor[RowBlock]):
+    """A number for each row: the prediction, or the probability of the larger label."""
+
+    takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __init__(self, model: GbdtModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
+        self.check_read_as(read_as)
+        reading = Reading(format=read_as.format, threads=read_as.threads)
+        model = self.model
+        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+            yield block.for_columns(model.columns, model.label_index)
+
+    def inputs(self, values: Sequence[Any]) -> RowBlock:
+        return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
+
+    def together(self, parts: Sequence[RowBlock]) -> RowBlock:
+        return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
+
+    def answers(self, inputs: RowBlock) -> list[Any]:
+        return list(self.model.predict(inputs).tolist())
+
+    def lines(self, inputs: RowBlock) -> Iterator[str]:
+        return (f"{value:.17g}" for value in self.answers(inputs))
+
+    @property
+    def example(self) -> Any:
+        return [0] * self.model.columns
+
+
+def open_gbdt(path: Path) -> GbdtPredictor:
+    return GbdtPredictor(read_model(path))
+
+
+def export_gbdt(asked: ExportAsked) -> Export:
+    raise UserError(
+        f"{asked.run} holds boosted trees, which are a file already: {asked.own(MODEL_TEXT)}, as LightGBM writes them"
+    )

@@ -4,9 +4,8 @@ A file of questions has lines of four words, and lines `: name` that begin a sec
 in cosine to b − a + c, of unit vectors, the three given words excluded. Sections whose name begins with "gram" are
 syntactic, the others semantic. A question with a word that has no vector is left out and counted as such.
 
-How well cosines order pairs of words as people do: Spearman's rank correlation on files such as WordSim-353.
-
-A file has lines `word TAB word TAB score`; lines that begin with # are comments.
+And how well cosines order pairs of words as people do: Spearman's rank correlation on files such as WordSim-353. Such a
+file has lines `word TAB word TAB score`; lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -24,17 +23,9 @@ from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.vector_files import Vectors
 
 __all__ = [
-    "AnalogyScore",
-    "Pair",
-    "Section",
-    "SectionScore",
-    "SimilarityScore",
-    "ask_analogies",
-    "compare_similarity",
-    "read_pairs",
-    "read_questions",
+    "Pair", "Section", "SectionScore", "ask_analogies", "compare_similarity", "read_pairs", "read_questions",
     "spearman",
-]
+]  # fmt: skip
 
 _PRODUCTS = 1 << 24  # cosines computed at once: 64 MiB
 
@@ -88,23 +79,21 @@ class AnalogyScore:
 
 
 def _sum(name: str, semantic: bool, sections: Sequence[SectionScore]) -> SectionScore:
-    return SectionScore(
-        name=name,
-        semantic=semantic,
-        asked=sum(one.asked for one in sections),
-        known=sum(one.known for one in sections),
-        right=sum(one.right for one in sections),
-    )
+    counts = {key: sum(getattr(one, key) for one in sections) for key in ("asked", "known", "right")}
+    return SectionScore(name=name, semantic=semantic, **counts)
+
+
+def _lines(what: str, path: Path | str) -> list[bytes]:
+    try:
+        return Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{what} {path} cannot be read: {reason(error)}") from error
 
 
 def read_questions(path: Path | str) -> list[Section]:
     """The sections of a file; a DataError names the line that is no question."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"questions {path} cannot be read: {reason(error)}") from error
     sections: list[tuple[str, list[tuple[str, str, str, str]]]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines("questions", path), 1):
         try:
             fields = line.decode().split()
         except UnicodeDecodeError:
@@ -133,15 +122,8 @@ def ask_analogies(vectors: Vectors, sections: Sequence[Section], bars: Bars | No
         for section in sections:
             rows = [[vectors.find(word) for word in question] for question in section.questions]
             known = np.array([row for row in rows if None not in row], np.int64).reshape(-1, 4)
-            scores.append(
-                SectionScore(
-                    name=section.name,
-                    semantic=section.semantic,
-                    asked=len(rows),
-                    known=len(known),
-                    right=_right(vectors.unit, known),
-                )
-            )
+            counts = {"asked": len(rows), "known": len(known), "right": _right(vectors.unit, known)}
+            scores.append(SectionScore(name=section.name, semantic=section.semantic, **counts))
             phase.advance(len(rows))
     return AnalogyScore(sections=tuple(scores))
 
@@ -181,12 +163,8 @@ class SimilarityScore:
 
 def read_pairs(path: Path | str) -> list[Pair]:
     """The pairs of a file; a DataError names the line that is none."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"pairs {path} cannot be read: {reason(error)}") from error
     pairs: list[Pair] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines("pairs", path), 1):
         if not line.strip() or line.startswith(b"#"):
             continue
         try:
@@ -203,16 +181,12 @@ def read_pairs(path: Path | str) -> list[Pair]:
 
 def compare_similarity(vectors: Vectors, pairs: list[Pair]) -> SimilarityScore:
     """Spearman's correlation of cosine and score; words are looked up as they are, else in lower case."""
-    rows: list[tuple[int, int]] = []
-    scores: list[float] = []
-    for pair in pairs:
-        one, other = vectors.find(pair.one), vectors.find(pair.other)
-        if one is not None and other is not None:
-            rows.append((one, other))
-            scores.append(pair.score)
-    places = np.array(rows, np.int64).reshape(-1, 2)
-    cosines = np.einsum("ij,ij->i", vectors.unit[places[:, 0]], vectors.unit[places[:, 1]])
-    return SimilarityScore(correlation=spearman(cosines, scores), asked=len(pairs), known=len(rows))
+    found = [(vectors.find(pair.one), vectors.find(pair.other), pair.score) for pair in pairs]
+    known = [(one, other, score) for one, other, score in found if one is not None and other is not None]
+    ones, others, scores = np.array(known, np.float64).reshape(-1, 3).T
+    units = vectors.unit[ones.astype(np.int64)], vectors.unit[others.astype(np.int64)]
+    correlation = spearman(np.einsum("ij,ij->i", *units), scores)
+    return SimilarityScore(correlation=correlation, asked=len(pairs), known=len(known))
 
 
 def spearman(one: ArrayLike, other: ArrayLike) -> float:

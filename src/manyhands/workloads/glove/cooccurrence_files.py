@@ -3,11 +3,9 @@
 Word numbers count from 1, in the order of the vocabulary. Files are written under a temporary name in a folder beside
 their place, which is removed whatever happens, and moved to their own name when they are whole.
 
-Records in random order, also where they do not fit in memory.
-
-Each record goes to a bucket drawn for it, and each bucket, which does fit, is shuffled by itself: the buckets one
-after the other are then a uniformly random order of all (Rao 1961, Sandelius 1962). Records that fit in memory are
-one bucket.
+They are put in random order also where they do not fit in memory: each goes to a bucket drawn for it, and each bucket,
+which does fit, is shuffled by itself. The buckets one after the other are then a uniformly random order of all (Rao
+1961, Sandelius 1962). Records that fit in memory are one bucket.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -25,18 +23,16 @@ from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import WriteFailed, reason
 from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.native.closeable import Closeable
 from manyhands.observe.draw.bars import BarPhase, Bars
 from manyhands.workloads.glove.count_kernels import deal_pairs, shuffle_pairs
+from manyhands.workloads.glove.glove_kernels import first_bad
+from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = [
-    "RECORD",
-    "RecordWriter",
-    "open_records",
-    "read_records",
-    "record_count",
-    "shuffle_records",
-    "temporary_folder",
-]
+    "RECORD", "GloveWork", "RecordReader", "RecordWriter", "open_records", "read_records", "record_count",
+    "shuffle_records", "temporary_folder",
+]  # fmt: skip
 
 RECORD = np.dtype([("word", "<i4"), ("context", "<i4"), ("count", "<f8")])
 _WRITE_BYTES = 1 << 30  # one write takes less than 2 GiB on Linux
@@ -74,6 +70,58 @@ def read_records(file: int, buffer: NDArray[Any]) -> int:
     return at // RECORD.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class GloveWork:
+    """A file of shuffled records, and how to train on them."""
+
+    path: Path
+    num_records: int
+    vocabulary_size: int
+    glove: GloveOptions
+
+
+Block = tuple[NDArray[np.int32], NDArray[np.float64]]
+"""The same records twice: as 4 int32 each (the first two are ids) and as 2 float64 each (the second is the count)."""
+
+
+class RecordReader(Closeable):
+    """Reads up to `capacity` records at a time; a context manager, used by one thread.
+
+    What `read` returns is valid until the next call. A DataError names the first record that cannot be trained on.
+    """
+
+    def __init__(self, path: Path, capacity: int, vocabulary_size: int) -> None:
+        self._path = path
+        self._vocabulary_size = vocabulary_size
+        self._buffer = np.empty(capacity * RECORD.itemsize, np.uint8)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, begin: int, count: int) -> Block:
+        """The records from `begin` on, all `count` of them; the system is asked for as many more meanwhile."""
+        view, offset = self._buffer.data[: count * RECORD.itemsize], begin * RECORD.itemsize
+        while view:
+            got = os.preadv(self._file, [view], offset)
+            if not got:
+                raise DataError(f"{self._path} became shorter while it was read; count again")
+            view, offset = view[got:], offset + got
+        os.posix_fadvise(self._file, offset, count * RECORD.itemsize, os.POSIX_FADV_WILLNEED)
+        used: NDArray[Any] = self._buffer[: count * RECORD.itemsize]
+        block = used.view(np.int32), used.view(np.float64)
+        bad = int(first_bad(*block, self._vocabulary_size))
+        if bad >= 0:
+            ids, counts = block
+            raise DataError(
+                f"{self._path}: record {begin + bad} is ({ids[4 * bad]}, {ids[4 * bad + 1]}, {counts[2 * bad + 1]:g}); "
+                f"ids must be from 1 to {self._vocabulary_size}, the size of the vocabulary, and the count above 0"
+            )
+        return block
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
 class RecordWriter:
     """Writes records one after the other into a new file, or to the end of one with `append`; a context manager.
 
@@ -102,9 +150,7 @@ class RecordWriter:
             raise _failed(self.path, error, self.written + len(records)) from error
         self.written += len(records)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -131,16 +177,10 @@ def _failed(path: Path, error: OSError, records: int) -> WriteFailed:
 
 _MOST_PIECE = 1 << 20
 _MOST_BUCKETS = 4096
-_MASK = (1 << 64) - 1
 
 
 def shuffle_records(
-    source: Path,
-    out: Path,
-    *,
-    seed: int = 0,
-    memory_bytes: int = 2 * 1024**3,
-    bars: Bars | None = None,
+    source: Path, out: Path, *, seed: int = 0, memory_bytes: int = 2 << 30, bars: Bars | None = None
 ) -> None:
     """Write the records of `source` to `out` in an order drawn from `seed`, uniform over all orders.
 
@@ -148,17 +188,20 @@ def shuffle_records(
     through temporary files beside `out`, which are removed whatever happens.
     """
     count = record_count(source)
-    buckets = _buckets(count, memory_bytes)
-    bars = bars or Bars()
-    state = np.array([seed & _MASK], np.uint64)
+    buckets, bars = _buckets(count, memory_bytes), bars or Bars()
+    state = np.array([seed & (1 << 64) - 1], np.uint64)
     with temporary_folder(out) as folder, RecordWriter(folder / "shuffled") as writer:
         with bars.phase("shuffling", count * (1 if buckets == 1 else 2), "records") as phase:
             parts = [source]
             if buckets > 1:
                 parts = [folder / f"bucket-{number}" for number in range(buckets)]
-                _scatter(source, parts, memory_bytes, state, phase)
+                _scatter(source, parts, _at_once(memory_bytes), state, phase)
             for part in parts:
-                records = _whole(part)
+                records = np.empty(record_count(part) if part.exists() else 0, RECORD)
+                if len(records):
+                    with _reading(part) as file:
+                        if read_records(file, records) != len(records):
+                            raise DataError(f"{part} became shorter while it was read")
                 shuffle_pairs(*_halves(records), state)
                 writer.write(records)
                 phase.advance(len(records))
@@ -167,12 +210,17 @@ def shuffle_records(
         writer.path.replace(out)
 
 
+def _at_once(memory_bytes: int) -> int:
+    """Records to deal at once: two buffers of a third of the memory each, and what was drawn for them."""
+    return max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
+
+
 def _buckets(count: int, memory_bytes: int) -> int:
-    """How many buckets, so that each fits with much room for chance."""
+    """How many, so that each fits with much room for chance."""
     if count * RECORD.itemsize <= memory_bytes:
         return 1
     buckets = -(-count * RECORD.itemsize * 3 // (2 * max(1, memory_bytes)))
-    if buckets > _MOST_BUCKETS or buckets > _piece_records(memory_bytes):
+    if buckets > min(_MOST_BUCKETS, _at_once(memory_bytes)):
         raise UserError(
             f"memory={format_bytes(memory_bytes)} is too little to shuffle {count:,} records "
             f"({format_bytes(count * RECORD.itemsize)}); give more"
@@ -180,19 +228,10 @@ def _buckets(count: int, memory_bytes: int) -> int:
     return buckets
 
 
-def _piece_records(memory_bytes: int) -> int:
-    """How many records to deal at once: two buffers of a third of the memory each, and what was drawn for them."""
-    return max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
-
-
-def _scatter(
-    source: Path, parts: list[Path], memory_bytes: int, state: NDArray[Any], phase: BarPhase
-) -> None:
+def _scatter(source: Path, parts: list[Path], at_once: int, state: NDArray[Any], phase: BarPhase) -> None:
     """Each record of `source` to the end of a part drawn for it."""
-    piece = np.empty(_piece_records(memory_bytes), RECORD)
-    sorted_piece = np.empty_like(piece)
-    ends = np.empty(len(parts), np.int64)
-    chosen = np.empty(len(piece), np.int32)
+    piece, sorted_piece = np.empty(at_once, RECORD), np.empty(at_once, RECORD)
+    ends, chosen = np.empty(len(parts), np.int64), np.empty(at_once, np.int32)
     # Files are opened for each piece, so that their number is no matter of the system's limit.
     with _reading(source) as file:
         while found := read_records(file, piece):
@@ -204,15 +243,6 @@ def _scatter(
                         writer.write(sorted_piece[start:end])
                 start = end
             phase.advance(found)
-
-
-def _whole(path: Path) -> NDArray[Any]:
-    records = np.empty(record_count(path) if path.exists() else 0, RECORD)
-    if len(records):
-        with _reading(path) as file:
-            if read_records(file, records) != len(records):
-                raise DataError(f"{path} became shorter while it was read")
-    return records
 
 
 @contextmanager

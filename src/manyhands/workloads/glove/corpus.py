@@ -52,7 +52,7 @@ class Corpus:
         return corpus
 
     def __str__(self) -> str:
-        return ", ".join("the text" if isinstance(one, bytes) else str(one) for one in self._sources)
+        return ", ".join(map(_name, self._sources))
 
     def check(self) -> None:
         """Raise a DataError now where a file cannot be read, or not twice, before any work is done."""
@@ -66,11 +66,19 @@ class Corpus:
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """The text in blocks of about `block_bytes`, a newline after each file."""
-        words = False
-        sizes = [_size(source) for source in self._sources]
+        words, sizes = False, []
+        for source in self._sources:
+            if isinstance(source, bytes):
+                sizes.append(len(source))
+            else:
+                with _opened(source) as file:
+                    sizes.append(os.fstat(file.fileno()).st_size)
         whole, before = max(1, sum(sizes)), 0
         for source, size in zip(self._sources, sizes, strict=True):
-            for data, share in _checked(source, _cut(source, _pieces(source, block_bytes))):
+            offset = 0
+            for data, share in _cut(source, _pieces(source, block_bytes)):
+                _check_utf8(source, data, offset)
+                offset += len(data)
                 words = words or not data.isspace()
                 yield Block(data=data, share=min(1.0, (before + share * size) / whole))
             before += size
@@ -78,13 +86,6 @@ class Corpus:
             raise UserError(
                 f"the corpus is empty: {self} holds no word; give a text with words between white space"
             )
-
-
-def _size(source: Path | bytes) -> int:
-    if isinstance(source, bytes):
-        return len(source)
-    with _opened(source) as file:
-        return os.fstat(file.fileno()).st_size
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -136,25 +137,19 @@ def _cut(source: Path | bytes, pieces: Iterator[tuple[bytes, float]]) -> Iterato
     yield b"".join((*kept, b"\n")), 1.0
 
 
-def _checked(source: Path | bytes, blocks: Iterator[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
-    """The same blocks, each of them UTF-8: they are cut at ASCII characters, so no character is cut in two."""
-    offset = 0
-    for data, share in blocks:
-        if not data.isascii():
-            try:
-                data.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{_name(source)} is not UTF-8 text: {error.reason} (0x{data[error.start]:02x}) at "
-                    f"{_unit(source)} {offset + error.start}; convert it, for example with iconv"
-                ) from error
-        offset += len(data)
-        yield data, share
+def _check_utf8(source: Path | bytes, data: bytes, offset: int) -> None:
+    """Blocks are cut at ASCII characters, so no character is cut in two."""
+    if data.isascii():
+        return
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        unit = "uncompressed byte" if isinstance(source, Path) and source.suffix == ".gz" else "byte"
+        raise DataError(
+            f"{_name(source)} is not UTF-8 text: {error.reason} (0x{data[error.start]:02x}) at {unit} "
+            f"{offset + error.start}; convert it, for example with iconv"
+        ) from error
 
 
 def _name(source: Path | bytes) -> str:
     return "the text" if isinstance(source, bytes) else str(source)
-
-
-def _unit(source: Path | bytes) -> str:
-    return "uncompressed byte" if isinstance(source, Path) and source.suffix == ".gz" else "byte"

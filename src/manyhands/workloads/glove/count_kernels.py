@@ -21,17 +21,6 @@ from numba.extending import intrinsic
 from manyhands.native.decorators import helper, njit
 from manyhands.workloads.glove.word_table import BREAK
 
-__all__ = [
-    "MERGE_DONE",
-    "MERGE_FULL",
-    "count_rows",
-    "deal_pairs",
-    "merge_rows",
-    "place_words",
-    "shuffle_pairs",
-    "warm",
-]
-
 MERGE_DONE, MERGE_FULL = -1, -2
 
 

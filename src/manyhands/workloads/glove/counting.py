@@ -9,10 +9,8 @@ text only.
 Weights are 1/distance within `window` words, or plain counts, 1 each; words outside the vocabulary are skipped and do
 not count for the distance, and a line's end ends a context, as in the published tool.
 
-Sorted runs of records on disk, and merging them: an external merge sort whose merge sums equal pairs.
-
-Runs are sorted by (word, context). Because a word's row fits in memory as a dense row, merging k runs costs the
-same for each record however many runs there are; equal pairs are summed in the order of the runs.
+Runs are sorted by (word, context), and merging them sums equal pairs in the order of the runs. Because a word's row
+fits in memory as a dense row, merging k runs costs the same for each record however many runs there are.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,28 +33,13 @@ from manyhands.observe.draw.bars import BarPhase, Bars
 from manyhands.strategy import check_choice
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, read_records, temporary_folder
 from manyhands.workloads.glove.corpus import BLOCK_BYTES, Block, Corpus
-from manyhands.workloads.glove.count_kernels import (
-    MERGE_DONE,
-    MERGE_FULL,
-    count_rows,
-    merge_rows,
-    place_words,
-)
+from manyhands.workloads.glove.count_kernels import MERGE_DONE, count_rows, merge_rows, place_words
 from manyhands.workloads.glove.options import WEIGHTINGS
 from manyhands.workloads.glove.vocabulary import Vocabulary, children, in_order
 from manyhands.workloads.glove.word_table import BREAK, WordTable
 
-__all__ = [
-    "CountingRoom",
-    "DenseRow",
-    "MergeRoom",
-    "count_cooccurrence",
-    "merge_runs",
-    "plan_memory",
-    "view_records",
-]
+__all__ = ["MergeRoom", "count_cooccurrence", "merge_runs", "plan_memory"]
 
-_DEFAULT_MEMORY = 2 * 1024**3
 _OUT_RECORDS = 1 << 17
 _MOST_PLACES = 2**31 - 2**16  # places in a part are int32
 _LEAST_PLACES = 1 << 10
@@ -85,13 +69,8 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     block_bytes = max(1 << 12, min(BLOCK_BYTES, share // (8 * flights)))
     out_records = max(words, min(_OUT_RECORDS, share // (RECORD.itemsize * flights)))
     out_bytes = out_records * RECORD.itemsize * flights
-    fixed = (
-        table_bytes
-        + _INDEX_BYTES * words
-        + workers * DenseRow.num_bytes(words)
-        + 8 * flights * block_bytes
-        + out_bytes
-    )
+    dense = 8 * (words + words // 64 + words // 4096 + 2)
+    fixed = table_bytes + _INDEX_BYTES * words + workers * dense + 8 * flights * block_bytes + out_bytes
     least = _LEAST_PLACES + 2 * window + block_bytes
     if memory_bytes < fixed + 8 * least:
         raise UserError(
@@ -99,7 +78,7 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
             f"at least {format_bytes(fixed + 8 * least)}; give more, or use fewer words or workers"
         )
     part_words = min(_MOST_PLACES, (memory_bytes - fixed) // 8)
-    run_room = (memory_bytes - DenseRow.num_bytes(words) - out_records * RECORD.itemsize) // RECORD.itemsize
+    run_room = (memory_bytes - dense - out_records * RECORD.itemsize) // RECORD.itemsize
     fan_in = max(2, min(_MOST_FAN_IN, run_room // _LEAST_RUN_RECORDS))
     run_records = max(1, min(1 << 16, run_room // fan_in))
     return CountingRoom(
@@ -119,7 +98,7 @@ def count_cooccurrence(
     symmetric: bool = True,
     weighting: str = "distance",
     diagonal: bool = True,
-    memory_bytes: int = _DEFAULT_MEMORY,
+    memory_bytes: int = 2 << 30,
     workers: int = 2,
     bars: Bars | None = None,
 ) -> int:
@@ -145,8 +124,10 @@ def count_cooccurrence(
         runs: list[Path] = []
         counted = 0
         with children(workers) as pool:
-            kinds = _Kinds(WEIGHTINGS[weighting](window), symmetric, diagonal)
-            counter = _RowCounter(pool, len(vocabulary), workers, room.out_records, kinds)
+            weights = WEIGHTINGS[weighting](window)
+            counter = _RowCounter(
+                pool, len(vocabulary), workers, room.out_records, weights, (symmetric, diagonal)
+            )
             with bars.phase("counting", int(vocabulary.counts.sum()), "tokens") as phase:
                 for text, carried in _parts(corpus, table, pool, workers, window, room):
                     runs.append(folder / f"run-{len(runs)}")
@@ -194,16 +175,6 @@ def _parts(
         yield part[: size + 1], carried
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kinds:
-    """What counts how much."""
-
-    weights: NDArray[np.float64]
-    """By distance, from 1."""
-    symmetric: bool
-    diagonal: bool
-
-
 class _RowCounter:
     """Counts the rows of a part in threads, in blocks whose records fit a buffer, and writes them in order."""
 
@@ -213,31 +184,28 @@ class _RowCounter:
         words: int,
         workers: int,
         out_records: int,
-        kinds: _Kinds,
+        weights: NDArray[np.float64],
+        kinds: tuple[bool, bool],
     ) -> None:
-        self._pool = pool
-        self._words, self._kinds = words, kinds
-        self._flights = 2 * workers
-        self._out_records = out_records
-        self._rows: SimpleQueue[DenseRow] = SimpleQueue()
-        for _ in range(workers):
-            self._rows.put(DenseRow(words))
+        """`weights` are by distance, from 1; `kinds` are symmetric and diagonal, as of `count_cooccurrence`."""
+        self._pool, self._words, self._flights, self._out_records = pool, words, 2 * workers, out_records
+        self._weights, self._kinds = weights, kinds
+        self._rows: SimpleQueue[tuple[NDArray[Any], ...]] = SimpleQueue()
         self._buffers: SimpleQueue[NDArray[Any]] = SimpleQueue()
-        for _ in range(self._flights):
+        for number in range(self._flights):
             self._buffers.put(np.empty(out_records, RECORD))
+            if number < workers:
+                self._rows.put(_dense_row(words))
 
     def count(self, text: NDArray[np.int32], carried: int, path: Path, phase: BarPhase) -> int:
         """Write the records of one part to `path`; return how many."""
-        starts = np.zeros(self._words + 1, np.int64)
-        places = np.empty(len(text), np.int32)
+        starts, places = np.zeros(self._words + 1, np.int64), np.empty(len(text), np.int32)
         place_words(text, starts, places)
 
         def rows(block: tuple[int, int]) -> tuple[NDArray[Any], int, int]:
             buffer, dense = self._buffers.get(), self._rows.get()
-            found = count_rows(
-                text, (starts, places), block, carried, self._kinds.weights,
-                (self._kinds.symmetric, self._kinds.diagonal), dense.arrays, view_records(buffer),
-            )  # fmt: skip
+            index, how = (starts, places), (self._weights, self._kinds)
+            found = count_rows(text, index, block, carried, *how, dense, _views(buffer))
             self._rows.put(dense)
             return buffer, int(found), int(starts[block[1]] - starts[block[0]])
 
@@ -250,7 +218,7 @@ class _RowCounter:
 
     def _blocks(self, starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Ranges of rows of which each has, at the most, as many records as a buffer holds."""
-        reach = len(self._kinds.weights) * (2 if self._kinds.symmetric else 1)
+        reach = len(self._weights) * (2 if self._kinds[0] else 1)
         most = np.minimum(np.diff(starts) * reach, self._words)
         sums = np.concatenate([[0], np.cumsum(most)])
         first = 0
@@ -269,43 +237,25 @@ class MergeRoom:
     out_records: int
 
 
-class DenseRow:
-    """One row of the matrix, dense, with a bitmap of the cells in use; all zero between rows."""
-
-    def __init__(self, words: int) -> None:
-        self.row = np.zeros(words, np.float64)
-        self.used = np.zeros(-(-words // 64), np.int64)
-        self.groups = np.zeros(-(-words // 4096), np.int64)
-
-    @staticmethod
-    def num_bytes(words: int) -> int:
-        """The memory that a row of so many words takes."""
-        return 8 * (words + words // 64 + words // 4096 + 2)
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.row, self.used, self.groups
+def _dense_row(words: int) -> tuple[NDArray[Any], ...]:
+    """One row of the matrix, dense, and which cells and groups of 64 are in use, a bit each; all 0 between rows."""
+    return np.zeros(words), np.zeros(-(-words // 64), np.int64), np.zeros(-(-words // 4096), np.int64)
 
 
-def view_records(buffer: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _views(buffer: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """A buffer of records as the kernels take it: the same memory as int64 and as float64."""
     return buffer.view(np.int64), buffer.view(np.float64)
 
 
 def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
     """Merge runs into `out`, more than `room.fan_in` of them in several rounds; removes them, returns the records."""
-    waiting = list(runs)
-    number = 0
+    waiting, names = list(runs), (out.with_name(f"{out.name}.{number}") for number in count())
     while len(waiting) > room.fan_in:
         # The oldest first, and their sum in their place: sums stay in the order of the text.
-        merged: list[Path] = []
-        for start in range(0, len(waiting), room.fan_in):
-            group = waiting[start : start + room.fan_in]
-            path = out.with_name(f"{out.name}.{number}")
-            number += 1
+        groups = [waiting[at : at + room.fan_in] for at in range(0, len(waiting), room.fan_in)]
+        waiting = [next(names) for _ in groups]
+        for group, path in zip(groups, waiting, strict=True):
             _merge_once(group, path, words, room, phase)
-            merged.append(path)
-        waiting = merged
     return _merge_once(waiting, out, words, room, phase)
 
 
@@ -313,8 +263,7 @@ def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, ph
     buffers = np.empty((len(runs), room.run_records), RECORD)
     done = np.empty(max(words, room.out_records), RECORD)
     cursors, ends = np.zeros(len(runs), np.int64), np.zeros(len(runs), np.int64)
-    dense = DenseRow(words)
-    state = np.zeros(3, np.int64)
+    dense, state = _dense_row(words), np.zeros(3, np.int64)
     with ExitStack() as stack:
         writer = stack.enter_context(RecordWriter(out))
         files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in runs]
@@ -327,18 +276,14 @@ def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, ph
 
         for run in range(len(runs)):
             refill(run)
-        while True:
-            answer = int(
-                merge_rows(state, view_records(buffers), cursors, ends, dense.arrays, view_records(done))
-            )
+        answer = 0
+        while answer != MERGE_DONE:
+            answer = int(merge_rows(state, _views(buffers), cursors, ends, dense, _views(done)))
             if answer >= 0:
                 refill(answer)
-                continue
-            writer.write(done[: state[2]])
-            state[2] = 0
-            if answer == MERGE_DONE:
-                break
-            assert answer == MERGE_FULL
+            else:  # done, or full
+                writer.write(done[: state[2]])
+                state[2] = 0
     for path in runs:
         path.unlink()
     return writer.written

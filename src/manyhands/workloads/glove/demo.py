@@ -4,9 +4,8 @@ Docstrings and comments of the standard library, numpy and torch, in lower case,
 block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
 found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
 
-Questions for word vectors of the demo corpus: analogies and pairs that documentation of Python programs knows.
-
-Small, ours, and about the words that are frequent there; for text of another kind there are the published files
+With questions for its word vectors: analogies and pairs that documentation of Python programs knows. They are
+few, ours, and about the words that are frequent there; for text of another kind there are the published files
 (`--analogies`, `--similarity`). Pairs have three degrees: 2 for words of one kind that can stand for each other in a
 sentence, 1 for words of one subject, 0 for words that have little to do with each other.
 """
@@ -49,11 +48,19 @@ _LEAST_WORDS = 4
 
 def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
     """The corpus, at most `most_bytes` of each of the standard library, numpy and torch, the same every time."""
+    specs = [importlib.util.find_spec(name) for name in _PACKAGES]
+    folders = [
+        folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
+    ]
     lines: list[str] = []
-    for root in _roots():
+    for root in (sysconfig.get_path("stdlib"), *folders):
         room = most_bytes
-        for path in _files(root):
-            for line in english(_source(path)):
+        for path in _files(Path(root)):
+            try:
+                source = path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            for line in english(source):
                 room -= len(line) + 1
                 lines.append(line)
             if room <= 0:
@@ -70,9 +77,8 @@ def english(source: str) -> Iterator[str]:
     data, at = source.encode(), 0
     while match := _TEXTS.search(data, at):
         at = match.end()
-        if match.lastindex == 3 and data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()].strip(
-            b" \t"
-        ):
+        before = data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()]
+        if match.lastindex == 3 and before.strip(b" \t"):
             at = match.start() + 1  # a comment behind code is not one of a block
             continue
         words = match.group(match.lastindex or 0).translate(_LETTERS).split()
@@ -80,26 +86,10 @@ def english(source: str) -> Iterator[str]:
             yield b" ".join(words).decode()
 
 
-def _roots() -> Iterator[Path]:
-    yield Path(sysconfig.get_path("stdlib"))
-    for name in _PACKAGES:
-        found = importlib.util.find_spec(name)
-        for folder in (found.submodule_search_locations or ()) if found is not None else ():
-            yield Path(folder)
-
-
 def _files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-
-def _source(path: Path) -> str:
-    """A file's text, or nothing where it cannot be read or is not UTF-8."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 _PLURALS = (
@@ -130,14 +120,11 @@ _APART = (
 
 
 def demo_questions() -> list[Section]:
-    """All pairs of pairs of each kind, both ways round."""
     named = {"opposites": _OPPOSITES, "gram1-plural": _PLURALS, "gram2-third-person": _VERBS}
+    pairs = {name: permutations(map(_two, text.split(",")), 2) for name, text in named.items()}
     return [
-        Section(
-            name=name,
-            questions=tuple((*one, *other) for one, other in permutations(map(_two, text.split(",")), 2)),
-        )
-        for name, text in named.items()
+        Section(name=name, questions=tuple((*one, *other) for one, other in both))
+        for name, both in pairs.items()
     ]
 
 

@@ -15,11 +15,10 @@ one at a time), then its records are visited in order, each asking for the rows 
 row are written as vector instructions: LLVM's own vectoriser would leave a remainder for every length that is no
 multiple of what it unrolls.
 
-The batch rule of GloVe as compiled loops: errors of all records first, gradients summed by row, one step per row.
-
-With the parameters as they were before the batch, every record gives its rows a gradient as in `glove_kernels`
-(t = r f d u for an item of a vector, t = f d for a bias). A row's are summed, and it takes one step of AdaGrad in the
-order of Duchi et al. (2011) and of torch: the accumulator grows first and then divides,
+The batch rule has the errors of all records first, gradients summed by row, and one step per row. With the parameters
+as they were before the batch, every record gives its rows a gradient as above (t = r f d u for an item of a vector,
+t = f d for a bias). A row's are summed, and it takes one step of AdaGrad in the order of Duchi et al. (2011) and of
+torch: the accumulator grows first and then divides,
 
     s += T^2;   v -= T / sqrt(s)          where T is the sum of the row's t
 
@@ -39,26 +38,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from manyhands.native.bits import converter
 from manyhands.native.decorators import helper, inlined, njit
 from manyhands.native.group.gate import Turn, enter, leave
 from manyhands.native.waiting import REACHED
-
-__all__ = [
-    "PIECE",
-    "STEP",
-    "add_rows",
-    "batch_dots",
-    "batch_errors",
-    "dot",
-    "first_bad",
-    "prepare",
-    "step_rows",
-    "sum_gradients",
-    "train_block",
-    "train_block_in_order",
-    "warm",
-    "warm_in_order",
-]
 
 PIECE = 256  # records whose logarithms and weights are computed at once; they stay in the first-level cache
 STEP = 32  # records that a worker takes in one go where workers take turns
@@ -166,19 +149,12 @@ def _prefetch(_typing: Any, _address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-def _bits(source: Any, target: Any, kind: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def conversion(_typing: Any, _value: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], kind)
-
-        return target(source), codegen
-
-    return conversion
-
-
-_bits_of = _bits(types.float64, types.int64, ir.IntType(64))
-_float_of = _bits(types.int64, types.float64, ir.DoubleType())
+_bits_of = converter(
+    types.float64, types.int64, lambda builder, value: builder.bitcast(value, ir.IntType(64))
+)
+_float_of = converter(
+    types.int64, types.float64, lambda builder, value: builder.bitcast(value, ir.DoubleType())
+)
 _HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the root of 1/2
 _ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to an integer, which the low bits then are
 _ROUND_BITS = 0x4338000000000000
@@ -245,7 +221,7 @@ def first_bad(ids: Any, counts: Any, vocabulary_size: int) -> int:
 
 @inlined()
 def _ask_for(row: int, used: int, squares: int) -> None:
-    """Prefetch the lines of a row: `used` bytes of parameters, and as many of accumulators from `squares` on."""
+    """Prefetch a row: `used` bytes of parameters, and as many of accumulators from `squares` on."""
     for line in range(0, used, _LINE):
         _prefetch(row + line)
         _prefetch(row + squares + line)
@@ -299,13 +275,11 @@ def train_block(values: Any, ids: Any, counts: Any, shape: Any, settings: Any) -
 
 
 def warm(dtype: Any = "float32") -> None:
-    """Compile for rows of this type, by visiting no record."""
     first_bad(*_NOTHING, 1)
     train_block(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3))
 
 
 def warm_in_order(dtype: Any = "float32") -> None:
-    """The same for workers that take turns."""
     train_block_in_order(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(Turn()), 0)
 
 

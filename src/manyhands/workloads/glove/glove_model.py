@@ -28,7 +28,7 @@ from manyhands.errors import UserError
 from manyhands.native.segment import Segment, available_bytes, round_up
 from manyhands.workloads.glove.options import GloveOptions
 
-__all__ = ["GloveLayout", "GloveModel", "GloveSnapshot"]
+__all__ = ["GloveModel", "GloveSnapshot"]
 
 LANES = 8
 _LINE_ITEMS = 16  # of 4 bytes in a line of 64
@@ -89,20 +89,16 @@ class GloveModel(nn.Module):
         self.vocabulary_size = vocabulary_size
         self._options = options
         dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
-        if segment is not None:
-            self.values: NDArray[Any] = segment.array(offset, count, dtype)
-        else:
-            self.values = _anonymous(count, dtype)
+        self.values: NDArray[Any] = (
+            segment.array(offset, count, dtype) if segment is not None else _anonymous(count, dtype)
+        )
+        self.rows: NDArray[Any] = self.values.reshape(2 * vocabulary_size, self.layout.width)
+        """The same memory, one row per row."""
         self.memory = nn.Parameter(torch.from_numpy(self.rows), requires_grad=False)
 
     @staticmethod
     def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
         return 2 * vocabulary_size * GloveLayout(options.dim).width * options.numpy_dtype.itemsize
-
-    @property
-    def rows(self) -> NDArray[Any]:
-        """The same memory, one row per row."""
-        return self.values.reshape(2 * self.vocabulary_size, self.layout.width)
 
     def shape(self) -> NDArray[np.int64]:
         """What the kernels need to know: vocabulary size, lanes, accumulators, width."""
@@ -130,14 +126,11 @@ class GloveModel(nn.Module):
         """What `part`, which has some of the dimensions, holds: where it lies here, and there; accumulators too."""
         here, there, dims = self.layout, part.layout, part.dims
         for mine, other in ((0, 0), (here.accumulators, there.accumulators)):
-            yield (
-                self.rows[:, mine + dims.start : mine + dims.stop],
-                part.rows[:, other : other + there.dim],
-            )
+            mine_dims = slice(mine + dims.start, mine + dims.stop)
+            yield self.rows[:, mine_dims], part.rows[:, other : other + there.dim]
             yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
 
     def snapshot(self) -> GloveSnapshot:
-        """A copy of the parameters, without the accumulators."""
         size, dim, bias = self.vocabulary_size, self.layout.dim, self.layout.lanes
         word, context = self.rows[:size], self.rows[size:]
         return GloveSnapshot(

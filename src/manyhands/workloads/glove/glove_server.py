@@ -13,6 +13,7 @@ records in the order of the file, for every strategy.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -23,8 +24,8 @@ from torch.nn import Parameter
 
 from manyhands.data.batches import permutation, split
 from manyhands.task import Passes, Task
+from manyhands.workloads.glove.cooccurrence_files import GloveWork, RecordReader
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
-from manyhands.workloads.glove.glove_steps import GloveWork, RecordReader
 
 __all__ = ["GloveTables", "glove_tables"]
 
@@ -34,7 +35,6 @@ Batch = tuple[Tensor, Tensor, Tensor, int]
 
 
 def glove_tables(work: GloveWork, workers: int) -> Task:
-    """The training as a task of tables and gradients, for so many workers."""
     batch = float(work.glove.batch)
     return Task(
         model=partial(GloveTables, work),
@@ -48,10 +48,10 @@ def glove_tables(work: GloveWork, workers: int) -> Task:
         ),
         collate=_joined,
         sparse={
-            "word.weight": _words,
-            "context.weight": _contexts,
-            "word_bias.weight": _words,
-            "context_bias.weight": _contexts,
+            "word.weight": operator.itemgetter(0),
+            "context.weight": operator.itemgetter(1),
+            "word_bias.weight": operator.itemgetter(0),
+            "context_bias.weight": operator.itemgetter(1),
         },
         name="glove",
     )
@@ -62,15 +62,13 @@ class GloveTables(nn.Module):
 
     def __init__(self, work: GloveWork) -> None:
         super().__init__()
-        model = GloveModel(work.vocabulary_size, work.glove).initialise()
-        start = model.snapshot()
+        start = GloveModel(work.vocabulary_size, work.glove).initialise().snapshot()
         self.word = _table(start.word)
         self.context = _table(start.context)
         self.word_bias = _table(start.word_bias[:, None])
         self.context_bias = _table(start.context_bias[:, None])
 
     def forward(self, words: Tensor, contexts: Tensor) -> Tensor:
-        """For each record the inner product and both biases."""
         products: Tensor = (self.word(words) * self.context(contexts)).sum(1)
         biases: Tensor = self.word_bias(words) + self.context_bias(contexts)
         return products + biases[:, 0]
@@ -92,14 +90,9 @@ def _optimizer(parameters: Iterable[Parameter], *, work: GloveWork) -> torch.opt
     """Adagrad with accumulators that start where the rule says; the parameters come as `GloveTables` has them."""
     word, context, *biases = parameters
     start = 1.0 / work.glove.batch**2
-    optimizer = torch.optim.Adagrad(
-        [
-            {"params": [word, context], "initial_accumulator_value": start / work.glove.rate**2},
-            {"params": biases, "initial_accumulator_value": start},
-        ],
-        lr=1.0,
-        eps=0.0,
-    )
+    vectors = {"params": [word, context], "initial_accumulator_value": start / work.glove.rate**2}
+    groups = [vectors, {"params": biases, "initial_accumulator_value": start}]
+    optimizer = torch.optim.Adagrad(groups, lr=1.0, eps=0.0)
     for group in optimizer.param_groups:  # torch itself begins with one value for all groups
         for parameter in group["params"]:
             optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
@@ -112,14 +105,6 @@ def _loss(model: nn.Module, batch: Batch, *, work: GloveWork, workers: int) -> T
     errors: Tensor = model(words, contexts) - counts.log()
     weights = (counts / work.glove.x_max).pow(work.glove.alpha).clamp(max=1.0)
     return 0.5 * workers / (work.glove.batch * chunks) * (weights * errors * errors).sum()
-
-
-def _words(batch: Batch) -> Tensor:
-    return batch[0]
-
-
-def _contexts(batch: Batch) -> Tensor:
-    return batch[1]
 
 
 def _joined(samples: Sequence[Chunk]) -> Batch:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.strategy import Strategy, parse_size
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 
 __all__ = ["BATCH", "WEIGHTINGS", "CountingOptions", "GloveOptions", "usual_batch"]
 
@@ -60,8 +60,8 @@ class CountingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GloveOptions:
-    """What to train and for how long; a UserError names the field, its value and what is allowed."""
+class GloveOptions(CheckedOptions):
+    """What to train and for how long."""
 
     dim: int = option(50, "numbers in a vector", at_least=1, at_most=100_000)
     passes: int = option(15, "passes over all records", at_least=1, at_most=10**9)
@@ -76,15 +76,11 @@ class GloveOptions:
     dtype: str = option("float32", "of the parameters", choices=_DTYPES, hidden=True)
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         return _DTYPES[self.dtype]
 
     def settings(self) -> NDArray[np.float64]:
-        """What the kernels need to know: x_max, alpha, rate."""
         return np.array([self.x_max, self.alpha, self.rate], np.float64)
 
 

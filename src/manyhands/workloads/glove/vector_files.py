@@ -9,19 +9,21 @@ from __future__ import annotations
 import difflib
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import reason, write_atomically
 from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked
+from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["Vectors"]
+__all__ = ["Vectors", "VectorsPredictor", "export_vectors", "open_vectors"]
 
 _LINES_AT_ONCE = 4096
 _LONGEST_LINE = 1 << 22
@@ -67,7 +69,6 @@ class Vectors:
         return self.index.get(word.lower()) if row is None else row
 
     def row(self, word: str) -> int:
-        """As `find`; a UserError where there is none."""
         row = self.find(word)
         if row is None:
             close = difflib.get_close_matches(word.lower(), self.words[:_SUGGESTED_FROM], n=3)
@@ -94,15 +95,12 @@ class Vectors:
         length = float(np.linalg.norm(total))
         return self._nearest(total / length if length > 0 else total, given, top)
 
-    def _nearest(
-        self, direction: NDArray[np.float32], without: set[int], top: int
-    ) -> list[tuple[str, float]]:
+    def _nearest(self, direction: NDArray[np.float32], given: set[int], top: int) -> list[tuple[str, float]]:
         if top < 1:
             raise UserError(f"top={top} must be at least 1")
         cosines = self.unit @ direction
-        cosines[list(without)] = -np.inf
-        count = min(top, len(self) - len(without))
-        best = np.argsort(-cosines, kind="stable")[:count]
+        cosines[list(given)] = -np.inf
+        best = np.argsort(-cosines, kind="stable")[: min(top, len(self) - len(given))]
         return [(self.words[row], float(cosines[row])) for row in best.tolist()]
 
     def save_text(self, path: Path | str) -> None:
@@ -110,8 +108,12 @@ class Vectors:
         write_atomically(Path(path), self._lines())
 
     def save_word2vec(self, path: Path | str, *, binary: bool = False) -> None:
-        header = f"{len(self)} {self.dim}\n".encode()
-        write_atomically(Path(path), _after(header, self._binary_rows() if binary else self._lines()))
+        little = self.matrix.astype("<f4", copy=False)
+        rows = (
+            word.encode() + b" " + row.tobytes() + b"\n" for word, row in zip(self.words, little, strict=True)
+        )
+        header = [f"{len(self)} {self.dim}\n".encode()]
+        write_atomically(Path(path), chain(header, rows if binary else self._lines()))
 
     def _lines(self) -> Iterator[bytes]:
         form = "%s" + " %.9g" * self.dim + "\n"
@@ -120,20 +122,17 @@ class Vectors:
             rows = self.matrix[start : start + _LINES_AT_ONCE].tolist()
             yield "".join([form % (word, *row) for word, row in zip(words, rows, strict=True)]).encode()
 
-    def _binary_rows(self) -> Iterator[bytes]:
-        little = self.matrix.astype("<f4", copy=False)
-        for word, row in zip(self.words, little, strict=True):
-            yield word.encode() + b" " + row.tobytes() + b"\n"
-
     @classmethod
-    def load(cls, path: Path | str) -> Vectors:
-        """Read a file of any of the three forms; a DataError names the file and the line that is wrong."""
-        return _from_file(Path(path), cls._read)
+    def load(cls, path: Path | str, *, is_text: bool = False) -> Vectors:
+        """Read a file of any of the three forms; a DataError names the file and the line that is wrong.
 
-    @classmethod
-    def load_text(cls, path: Path | str) -> Vectors:
-        """Read Stanford's text, whatever its first line looks like."""
-        return _from_file(Path(path), cls._read_text)
+        `is_text` says that it is Stanford's, whatever its first line looks like.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                return (cls._read_text if is_text else cls._read)(Path(path), file)
+        except OSError as error:
+            raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error
 
     @classmethod
     def _read_text(cls, path: Path, file: BinaryIO) -> Vectors:
@@ -145,11 +144,16 @@ class Vectors:
 
     @classmethod
     def _read(cls, path: Path, file: BinaryIO) -> Vectors:
-        header = _header(path, file.readline(_LONGEST_LINE))
-        if header is None:
+        header = file.readline(_LONGEST_LINE).split()
+        is_counted = len(header) == 2 and all(field.isdigit() for field in header)
+        for field in header if is_counted else ():
+            if len(field) > _MOST_DIGITS:
+                shown = field[:20].decode()
+                raise DataError(f"{path}, line 1: {shown}… is no number of vectors, nor of dimensions")
+        words, dim = map(int, header) if is_counted else (0, 0)
+        if not words or not dim:  # not word2vec's first line
             file.seek(0)
             return cls._read_text(path, file)
-        words, dim = header
         start = file.tell()
         second = file.readline(_LONGEST_LINE)
         file.seek(start)
@@ -182,25 +186,6 @@ def _terms(expression: str) -> list[tuple[int, str]]:
     return terms
 
 
-def _after(header: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield header
-    yield from rest
-
-
-def _header(path: Path, line: bytes) -> tuple[int, int] | None:
-    """The words and dimensions that word2vec's first line tells, or None where this is none."""
-    fields = line.split()
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):
-        return None
-    for field in fields:
-        if len(field) > _MOST_DIGITS:
-            raise DataError(
-                f"{path}, line 1: {field[:20].decode()}… is no number of vectors, nor of dimensions"
-            )
-    words, dim = int(fields[0]), int(fields[1])
-    return (words, dim) if words > 0 and dim > 0 else None
-
-
 def _numbers(fields: Sequence[bytes]) -> list[float] | None:
     try:
         return [float(field) for field in fields]
@@ -212,8 +197,7 @@ def _read_lines(path: Path, file: BinaryIO, dim: int, number: int) -> tuple[list
     """Lines of a word and `dim` numbers, the first of them line `number` of the file."""
     if dim < 1:
         raise DataError(f"{path}, line {number}: a word and its vector are wanted, separated by spaces")
-    words: list[str] = []
-    parts: list[NDArray[np.float32]] = []
+    words, parts = list[str](), list[NDArray[np.float32]]()
     while lines := list(islice(file, _LINES_AT_ONCE)):
         texts: list[bytes] = []
         for offset, line in enumerate(lines):
@@ -281,13 +265,66 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
             raise DataError(f"{path}: vector {row + 1} of {count} has a number that is not finite")
         at = space + 1 + 4 * dim
     if content[at:].strip():
-        raise DataError(f"{path} goes on after its {count} vectors; it is damaged, or no word2vec file")
+        raise DataError(f"{path} continues after its {count} vectors; it is damaged, or no word2vec file")
     return words, matrix
 
 
-def _from_file(path: Path, read: Callable[[Path, BinaryIO], Vectors]) -> Vectors:
-    try:
-        with path.open("rb") as file:
-            return read(path, file)
-    except OSError as error:
-        raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error
+_VECTORS_FILE = "vectors.txt"
+_LONGEST = 1000  # what is near to a word that is none is looked for letter by letter
+
+
+class VectorsPredictor(Predictor[list[str]]):
+    """The words nearest to a word, or to a sum of words as `king - man + woman`."""
+
+    takes: ClassVar[str] = "a word, or words with + and - between them"
+
+    def __init__(self, vectors: Vectors) -> None:
+        self.vectors = vectors
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[str]]:
+        self.check_read_as(read_as)
+        yield self.inputs([source])
+
+    def inputs(self, values: Sequence[Any]) -> list[str]:
+        for number, value in enumerate(values):
+            if not isinstance(value, str) or not value.strip():
+                raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
+            if len(value) > _LONGEST:
+                raise UserError(f"input {number} has {len(value):,} letters; {_LONGEST:,} at most")
+            try:
+                self.vectors.signed_rows(value)
+            except UserError as error:
+                raise UserError(f"input {number}: {error}") from error
+        return [str(value) for value in values]
+
+    def together(self, parts: Sequence[list[str]]) -> list[str]:
+        return [words for part in parts for words in part]
+
+    def answers(self, inputs: list[str]) -> list[Any]:
+        found = [self.vectors.combine(words) for words in inputs]
+        return [[{"word": word, "similarity": round(near, 6)} for word, near in best] for best in found]
+
+    def lines(self, inputs: list[str]) -> Iterator[str]:
+        answers = [near for answer in self.answers(inputs) for near in answer]
+        return (f"{near['word']} {near['similarity']:.4f}" for near in answers)
+
+    @property
+    def example(self) -> Any:
+        """The most frequent word that can be asked: no sign, and none that is too long or falls apart."""
+        words = self.vectors.words
+        return next((word for word in words if self._can_be_asked(word)), words[0])
+
+    def _can_be_asked(self, word: str) -> bool:
+        try:
+            self.inputs([word])
+        except UserError:
+            return False
+        return True
+
+
+def open_vectors(path: Path) -> VectorsPredictor:
+    return VectorsPredictor(Vectors.load(path / _VECTORS_FILE if path.is_dir() else path))
+
+
+def export_vectors(asked: ExportAsked) -> Export:
+    raise UserError(f"{asked.run} holds word vectors, which are a file already: {asked.own(_VECTORS_FILE)}")

@@ -41,9 +41,8 @@ class Vocabulary:
         self.words: tuple[str, ...] = tuple(words)
         self.counts: NDArray[np.int64] = np.asarray(counts, np.int64)
         if self.counts.shape != (len(self.words),):
-            raise UserError(
-                f"a vocabulary of {len(self.words)} words needs as many counts, not {self.counts.shape}"
-            )
+            size = len(self.words)
+            raise UserError(f"a vocabulary of {size} words needs as many counts, not {self.counts.shape}")
         if len(set(self.words)) != len(self.words):
             raise UserError("a vocabulary must not have a word twice")
         self.tokens = int(self.counts.sum()) if tokens is None else tokens
@@ -53,32 +52,28 @@ class Vocabulary:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The place of each word, counted from 0."""
         return {word: place for place, word in enumerate(self.words)}
 
     def save(self, path: Path | str) -> None:
-        """Write one line `word count` per word."""
         lines = (f"{word} {count}\n" for word, count in zip(self.words, self.counts.tolist(), strict=True))
         write_atomically(Path(path), ["".join(lines).encode()])
 
     @classmethod
     def load(cls, path: Path | str) -> Vocabulary:
-        """Read what `save` or the published tools wrote."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
             raise DataError(f"vocabulary {path} cannot be read: {reason(error)}") from error
-        words: list[str] = []
-        counts: list[int] = []
+        words, counts = list[str](), list[int]()
         # Only a newline ends a line here: str.splitlines would cut words that have other separators in them.
         for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
             word, _, count = line.rstrip(b"\r").rpartition(b" ")
             try:
                 words.append(word.decode())
-                counts.append(int(count))
+                counts.append(int(count) if word else -1)
             except ValueError:
-                raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count") from None
-            if not word or not 0 <= counts[-1] <= _MOST_COUNT:
+                counts.append(-1)
+            if not 0 <= counts[-1] <= _MOST_COUNT:
                 raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count")
         return cls(words, counts)
 
@@ -94,7 +89,7 @@ def count_words(
     """The words that come at least `min_count` times, at most the `max_size` most frequent.
 
     Each of `workers` threads counts blocks in a table of its own; the tables are added at the end, so the result does
-    not depend on who counted what. A vocabulary of fewer than two words is refused: nothing can be learnt from it.
+    not depend on who counted what. A vocabulary of fewer than two words is rejected: nothing can be learnt from it.
     """
     if min_count < 1:
         raise UserError(f"min_count={min_count} must be at least 1")
@@ -113,9 +108,8 @@ def count_words(
             f"{corpus}, those that come at least min_count={min_count} times); at least 2 are needed: give more text, "
             "or a lower min_count"
         )
-    return Vocabulary(
-        [word.decode() for _, word in chosen], [-count for count, _ in chosen], tokens=int(counts.sum())
-    )
+    words, often = [word.decode() for _, word in chosen], [-count for count, _ in chosen]
+    return Vocabulary(words, often, tokens=int(counts.sum()))
 
 
 def _count_in_threads(corpus: Corpus, workers: int, bars: Bars) -> list[WordTable]:

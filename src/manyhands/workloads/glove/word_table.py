@@ -57,14 +57,12 @@ class WordTable:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each word came, by number."""
         return self._counts[: len(self)]
 
     def word(self, number: int) -> bytes:
         return self._arena[self._starts[number] : self._starts[number + 1]].tobytes()
 
     def count(self, text: bytes) -> int:
-        """Count each word of `text`; return how many there were."""
         data = np.frombuffer(text, np.uint8)
         done = np.zeros(2, np.int64)  # bytes, words
         while True:
@@ -74,11 +72,9 @@ class WordTable:
             self._grow(len(data) - int(done[0]))
 
     def absorb(self, other: WordTable) -> None:
-        done = np.zeros(1, np.int64)
+        done, theirs = np.zeros(1, np.int64), (other._hashes, other._starts, other._counts, other._arena)
         while True:
-            _absorb(
-                other._hashes, other._starts, other._counts, other._arena, len(other), *self._arrays(), done
-            )
+            _absorb(*theirs, len(other), *self._arrays(), done)
             if done[0] == len(other):
                 return
             self._grow(int(other._starts[done[0] + 1] - other._starts[done[0]]))
@@ -148,11 +144,8 @@ def _slot(slots: Any, hashes: Any, starts: Any, arena: Any, word: Any) -> Any:
         if entry < 0:
             return place
         start = starts[entry]
-        if (
-            hashes[entry] == code
-            and starts[entry + 1] - start == length
-            and _same(data, at, arena, start, length)
-        ):
+        same_size = hashes[entry] == code and starts[entry + 1] - start == length
+        if same_size and _same(data, at, arena, start, length):
             return place
         place = (place + 1) & mask
 

@@ -67,7 +67,6 @@ class _TrainLogreg(WorkerOptions, _Examples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fill_in()
         self.reading  # noqa: B018 - which checks what it is made of
         if self.test is not None and self.test != "-" and not Path(self.test).is_file():
             raise UserError(f"--test {self.test}: there is no such file")
@@ -109,19 +108,17 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
     measured: dict[str, Any] = {"accuracy": None, "auc": None, "log_loss": None, "examples": 0}
-    bad_lines = 0
+    bad_lines, passes = 0, len(result.progressive)
     if asked.test is not None:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
             measured = asdict(model.evaluate(tested, phase.advance))
         bad_lines = tested.bad_lines
-    passes = len(result.progressive)
+    tested_examples = measured.pop("examples")
     summary = {
         **result.summary,
-        "accuracy": measured["accuracy"],
-        "auc": measured["auc"],
-        "log_loss": measured["log_loss"],
-        "test_examples": measured["examples"],
+        **measured,
+        "test_examples": tested_examples,
         "learner": asked.learner,
         "rate": result.rate,
         "l1": asked.l1,
@@ -142,15 +139,12 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         "test_bad_lines": bad_lines,
         "model": str(file),
     }
+    bad = (result.bad_lines, ""), (bad_lines, "of the test file ")
     files = [one for one in (asked.test, asked.train) if one not in (None, "-")]
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        notes=[
-            f"{count} bad lines {where}were left out"
-            for count, where in ((result.bad_lines, ""), (bad_lines, "of the test file "))
-            if count
-        ],
+        notes=[f"{count} bad lines {where}were left out" for count, where in bad if count],
         interrupted=f"the model is that after {passes} of {asked.passes} passes" * result.interrupted,
         next={
             "what it answers": ("predict", keep.out, [*files, "FILE"][0], "--out", "probabilities.txt"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,35 +66,22 @@ class Metrics:
     auc: float | None
     log_loss: float
 
-    def as_dict(self) -> dict[str, int | float | None]:
-        return asdict(self)
-
 
 def measure(
-    margins: NDArray[np.float64],
-    targets: NDArray[np.float32],
-    weights: NDArray[np.float32] | None = None,
+    margins: NDArray[np.float64], targets: NDArray[np.float32], weights: NDArray[np.float32] | None = None
 ) -> Metrics:
     """Compare margins (probability 1 / (1 + exp(-margin))) with targets of 0 and 1, at least one."""
     counted = np.ones(len(margins)) if weights is None else weights.astype(np.float64)
     is_yes = targets > 0
     away = np.where(is_yes, -margins, margins)
+    # The chance that a yes has a larger margin than a no, a tie being half of one (Mann and Whitney).
+    _, group = np.unique(margins, return_inverse=True)
+    yes, no = np.bincount(group, counted * is_yes), np.bincount(group, counted * ~is_yes)
+    pairs = yes.sum() * no.sum()
+    area = float((yes * (np.cumsum(no) - no / 2)).sum() / pairs) if pairs else None
     return Metrics(
         examples=len(margins),
         accuracy=float(np.average((margins > 0) == is_yes, weights=counted)),
-        auc=_area(margins, is_yes, counted),
+        auc=area,
         log_loss=float(np.average(np.logaddexp(0.0, away), weights=counted)),
     )
-
-
-def _area(
-    margins: NDArray[np.float64], is_yes: NDArray[np.bool_], counted: NDArray[np.float64]
-) -> float | None:
-    """The chance that a yes has a larger margin than a no, a tie being half of one (Mann and Whitney)."""
-    _, group = np.unique(margins, return_inverse=True)
-    yes = np.bincount(group, counted * is_yes)
-    no = np.bincount(group, counted * ~is_yes)
-    if not (yes.sum() and no.sum()):
-        return None
-    below = np.cumsum(no) - no
-    return float((yes * (below + no / 2)).sum() / (yes.sum() * no.sum()))

@@ -42,7 +42,6 @@ def _place(index: int, width: int) -> Any:
 
 @helper(error_model="numpy", fastmath=_MATH)
 def _margin(table: Any, width: int, indices: Any, values: Any) -> Any:
-    """The scalar product of a row and the weights, with the bias."""
     total = table[0]
     for j in range(indices.size):
         total += table[_place(indices[j], width)] * values[j]
@@ -110,15 +109,7 @@ def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: An
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def train(
-    table: Any,
-    rows: Any,
-    targets: Any,
-    span: Any,
-    rule: int,
-    settings: Any,
-    turn: Any,
-    seen: int,
-    sums: Any,
+    table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, turn: Any, seen: int, sums: Any
 ) -> int:
     """Learn from rows `span[0]` to `span[1]`; add their loss before each update to `sums`, and say how waiting ended.
 
@@ -166,7 +157,6 @@ def train(
 
 
 def warm(dtype: str = "float32") -> None:
-    """Compile for tables of this type, by learning from no example and asking for no margin."""
     table, sums = np.zeros(4, dtype), np.zeros(2)
     empty = np.zeros(0, np.float32)
     rows = np.zeros(1, np.int64), np.zeros(0, np.int32), empty, empty

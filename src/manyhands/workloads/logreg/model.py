@@ -6,25 +6,28 @@ bits; the header says how a file of examples must be read for it (bits, hash) an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from manyhands.data.matrix import Rows
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.tensorfile import encode_tensors, narrow, widen
-from manyhands.errors import UserError
+from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
 from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
+from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["MODEL_FILE", "LogregModel"]
+__all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
 
 MODEL_FILE = "model.safetensors"
 _FORMAT = "manyhands.logreg.1"
@@ -45,11 +48,9 @@ class LogregModel:
 
     @property
     def bias(self) -> float:
-        """The margin of an example without features."""
         return float(self.table[0])
 
     def margins(self, rows: Rows) -> NDArray[np.float64]:
-        """The logarithm of the odds of every row."""
         out = np.empty(len(rows))
         logreg_kernels.margins(self.table, (rows.starts, rows.indices, rows.values, rows.weights), out)
         return out
@@ -74,37 +75,24 @@ class LogregModel:
 
     def save(self, path: Path, precision: str = "fp32") -> None:
         """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
-        header = {
-            "format": _FORMAT,
-            "labels": str(self.labels),
-            "bits": str(self.bits or ""),
-            "hash": self.hash,
-        }
-        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
-        write_atomically(path, encode_tensors(narrow(tensors, precision), header))
+        bits = str(self.bits or "")
+        header = {"format": _FORMAT, "labels": str(self.labels), "bits": bits, "hash": self.hash}
+        write_atomically(path, encode_tensors(narrow(self._tensors, precision), header))
 
     def narrowed(self, precision: str) -> LogregModel:
         """This model as it is read back from a file of that precision."""
-        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
-        read = widen(narrow(tensors, precision))
+        read = widen(narrow(self._tensors, precision))
         return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
 
     @property
-    def _parts(self) -> dict[str, NDArray[np.float32]]:
-        return {"weight": self.weight, "bias": self.table[:1]}
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = {"weight": self.weight, "bias": self.table[:1]}
+        return {name: torch.from_numpy(part.copy()) for name, part in parts.items()}
 
     @staticmethod
     def load(path: Path | str) -> LogregModel:
         """Read what `save` wrote, from the file or from the directory that holds it; UserError says what is wrong."""
-        file = Path(path) / MODEL_FILE if Path(path).is_dir() else Path(path)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                header: dict[str, str] = opened.metadata() or {}
-                written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
-        except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
-            raise UserError(f"model {file} is no safetensors file: {error}") from error
+        file, header, written = read_model_file(path, MODEL_FILE)
         try:
             return _from_parts(header, {name: part.numpy() for name, part in widen(written).items()})
         except (KeyError, ValueError) as error:
@@ -129,4 +117,80 @@ def _from_parts(header: dict[str, str], tensors: dict[str, Any]) -> LogregModel:
         raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
     return LogregModel(
         table=np.concatenate([bias, weight]), labels=Labels(no, yes), bits=reading.bits, hash=reading.hash
+    )
+
+
+class LogregPredictor(Predictor[Rows]):
+    """The probability of the larger label."""
+
+    takes: ClassVar[str] = "a line as the model was trained on, LIBSVM's or Vowpal Wabbit's"
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __init__(self, model: LogregModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
+        reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
+        file = self.model.file(source, reading)
+        yield from file.blocks()
+        self.left_out = file.bad_lines
+
+    def inputs(self, values: Sequence[Any]) -> Rows:
+        for number, value in enumerate(values):
+            if not isinstance(value, str) or not value.strip() or "\n" in value:
+                raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
+        reading = Reading(bits=self.model.bits, hash=self.model.hash, threads=1)
+        text = "".join(f"{value}\n" for value in values).encode("utf-8", errors="replace")
+        try:
+            rows = Rows.join(list(RowText(text, reading).blocks()))
+        except DataError as error:
+            raise UserError(f"{error}; line n is input n - 1") from error
+        if len(rows) != len(values):
+            raise UserError(
+                f"{len(values)} inputs hold {len(rows)} examples; give each as an input of its own"
+            )
+        return rows
+
+    def together(self, parts: Sequence[Rows]) -> Rows:
+        return Rows.join(parts)
+
+    def answers(self, inputs: Rows) -> list[Any]:
+        """The probability of the larger label, and which label that makes."""
+        labels = self.model.labels
+        return [
+            {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}
+            for chance in self.model.probabilities(inputs).tolist()
+        ]
+
+    def lines(self, inputs: Rows) -> Iterator[str]:
+        return (f"{chance:.6g}" for chance in self.model.probabilities(inputs).tolist())
+
+    @property
+    def example(self) -> Any:
+        return "0 1:1 3:0.5"
+
+
+def open_logreg(path: Path) -> LogregPredictor:
+    return LogregPredictor(LogregModel.load(path))
+
+
+def export_logreg(asked: ExportAsked) -> Export:
+    """Write the model of a run in that precision; where a `test` file is given, predict it before and after."""
+    run, precision, test = asked.run, asked.precision, asked.test
+    check_precision(precision)
+    model = LogregModel.load(run)
+    file = asked.target(f"model-{precision}.safetensors")
+    before = asdict(model.evaluate(model.file(test))) if test is not None else {}
+    after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
+    model.save(file, precision)
+    summary = run / "summary.json"
+    steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0
+    return Export(
+        path=file,
+        precision=precision,
+        steps=steps,
+        num_bytes=file.stat().st_size,
+        full_bytes=model.table.nbytes,
+        before=before,
+        after=after,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 
 __all__ = ["LEARNERS", "LogregOptions"]
 
@@ -19,8 +19,8 @@ _RATES = {"sgd": 0.5, "adagrad": 0.1, "ftrl": 0.1}  # for values of 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogregOptions:
-    """One training, checked when made: a UserError names the field, its value and what is allowed."""
+class LogregOptions(CheckedOptions):
+    """One training."""
 
     learner: str = option("adagrad", "the rule: sgd, adagrad or ftrl", choices=LEARNERS)
     passes: int = option(5, "passes over the examples", at_least=1)
@@ -40,9 +40,6 @@ class LogregOptions:
     seed: int = option(0, "fixes the order of examples where batches are drawn")
     """The others go through the file as it is."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def settled(self, scale: float) -> LogregOptions:
         """These options with a rate: the one given, or that for values of size `scale`."""

@@ -32,9 +32,8 @@ class SparseProblem:
 
     def __post_init__(self) -> None:
         if self.features < 1 or self.examples < 2:
-            raise UserError(
-                f"features={self.features}, examples={self.examples}: there must be 1 and 2 at least"
-            )
+            given = f"features={self.features}, examples={self.examples}"
+            raise UserError(f"{given}: there must be 1 and 2 at least")
         if not 0 < self.density <= 1:
             raise UserError(f"density={self.density:g} must be above 0 and at most 1")
         if self.seed < 0:
@@ -49,13 +48,8 @@ def shared_chance(features: int, nonzeros: int) -> float:
     """How likely two examples share a feature: 1 - C(n - k, k) / C(n, k)."""
     if 2 * nonzeros > features:
         return 1.0
-    apart = (
-        math.lgamma(features - nonzeros + 1)
-        - math.lgamma(features - 2 * nonzeros + 1)
-        - math.lgamma(features + 1)
-        + math.lgamma(features - nonzeros + 1)
-    )
-    return 1.0 - math.exp(apart)
+    apart = 2 * math.lgamma(features - nonzeros + 1) - math.lgamma(features - 2 * nonzeros + 1)
+    return 1.0 - math.exp(apart - math.lgamma(features + 1))
 
 
 def write_examples(problem: SparseProblem, path: Path) -> None:

@@ -2,18 +2,17 @@
 
 * `single`: one thread, in the order of the file.
 * `hogwild`: threads or processes that do the same on one table.
-* The others move gradients, and get the same problem as a `Task` of batches.
+* The others move gradients, and get the same problem as a `Task` of batches: a table of one weight per feature.
 
-Logistic regression as a Task, for the strategies that work on batches: a table of one weight per feature.
-
-A step takes the sum of a batch's gradients, by the rules that `kernels` apply to one example. The optimizers are given
-the mean, which is B times smaller; so β is B times smaller too, and so are the penalties of FTRL, and the rate of SGD
-is B times larger. The bias is a parameter of its own, without penalties. Under `ps`, only the rows that a batch has
+A step takes the sum of a batch's gradients, by the rules that the kernels apply to one example. The optimizers are
+given the mean, which is B times smaller; so β is B times smaller too, and so are the penalties of FTRL, and the rate of
+SGD is B times larger. The bias is a parameter of its own, without penalties. Under `ps`, only the rows that a batch has
 travel.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,7 +39,7 @@ from manyhands.workloads.logreg.examples import Parsed, SpooledRows
 from manyhands.workloads.logreg.logreg_kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
 from manyhands.workloads.logreg.options import LogregOptions
 
-__all__ = ["Bag", "CsrDataset", "LogregMemory", "LogregTask", "check_strategy", "logreg_task", "table_of"]
+__all__ = ["Bag", "LogregTask", "check_strategy", "logreg_task", "table_of"]
 
 _TABLE = "table.weight"
 
@@ -67,7 +66,7 @@ class CsrDataset:
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The batch of these rows, as a list of one."""
         if self._arrays is None:
-            self._arrays = self._rows.open()
+            self._arrays = self._rows.arrays()
         arrays, wanted = self._arrays, np.asarray(indices, np.int64)
         begins = arrays["starts"][wanted]
         lengths = arrays["starts"][wanted + 1] - begins
@@ -110,15 +109,16 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     steps = -(-rows.examples // options.batch)
     last = rows.examples - options.batch * (steps - 1)
     scheduler = partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None
+    rows_of = operator.itemgetter(0)
     return Task(
         model=partial(Bag, rows.size, options.bias),
         loss=partial(_loss, l2=0.0 if options.learner == "ftrl" else options.l2),
         data=CsrDataset(rows),
         optimizer=partial(_optimizer, options=options),
         batch_size=options.batch,
-        collate=_only,
+        collate=operator.itemgetter(0),  # the dataset gives batches that are whole already
         scheduler=scheduler,
-        sparse={_TABLE: _rows_of},
+        sparse={_TABLE: rows_of},
         name="logreg",
         passes=Passes(steps=steps, weight=options.batch, last_weight=last, total=rows.examples),
     )
@@ -135,9 +135,7 @@ def _loss(model: nn.Module, batch: Batch, l2: float) -> Tensor:
     rows, of, values, targets, counted = batch
     margins, weights = model(rows, of, values, len(targets))
     losses = F.binary_cross_entropy_with_logits(margins, targets, reduction="none")
-    total = (losses * counted).sum()
-    if l2:
-        total = total + l2 / 2 * weights.square().sum()
+    total = (losses * counted).sum() + (l2 / 2 * weights.square().sum() if l2 else 0.0)
     return total / len(targets)
 
 
@@ -148,10 +146,8 @@ def _optimizer(parameters: Iterable[Parameter], options: LogregOptions) -> Optim
         return SGD(parameters, lr=rate * batch)
     if options.learner == "adagrad":
         return Adagrad(parameters, lr=rate, initial_accumulator_value=beta * beta, eps=0.0)
-    penalties = {"l1": options.l1 / batch, "l2": options.l2 / batch}
-    groups = [
-        {"params": [one], **(penalties if one.dim() > 1 else {})} for one in parameters
-    ]  # not of the bias
+    penalties = {"l1": options.l1 / batch, "l2": options.l2 / batch}  # not of the bias
+    groups = [{"params": [one], **(penalties if one.dim() > 1 else {})} for one in parameters]
     return FTRL(groups, lr=rate, beta=beta)
 
 
@@ -160,21 +156,12 @@ def _by_examples(optimizer: Optimizer, batch: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: float(((step + 1) * batch) ** -0.5))
 
 
-def _only(batches: list[Batch]) -> Batch:
-    """The dataset gives batches that are whole already."""
-    return batches[0]
-
-
-def _rows_of(batch: Batch) -> Tensor:
-    return batch[0]
-
-
 _MOST, _LEAST = 1 << 14, 1 << 13  # examples of a step: a millisecond or more
 _LEAST_ENTRIES = 1 << 17  # features that take a millisecond: examples with many of them need not be as many
 _PER_PASS = 16  # steps that a short file has, so that all workers have some
 
 
-class LogregMemory(nn.Module):
+class _Memory(nn.Module):
     """The bias and then every feature: a row each of the weight and what the learner keeps of it, all 0 at first."""
 
     def __init__(self, rows: int, width: int, table: NDArray[Any]) -> None:
@@ -188,6 +175,7 @@ class LogregTask(KernelTask):
     """Learning from `parsed` examples; `logreg` has a rate."""
 
     name: ClassVar[str] = "logreg"
+    advice: ClassVar[str] = "use a smaller rate, or scale the features down"
 
     parsed: Parsed
     logreg: LogregOptions
@@ -195,7 +183,6 @@ class LogregTask(KernelTask):
 
     @classmethod
     def of(cls, parsed: Parsed, options: LogregOptions, dtype: str = "float32") -> LogregTask:
-        """With a rate that fits the examples, where none was given."""
         return cls(parsed=parsed, logreg=options.settled(parsed.scale), dtype=dtype)
 
     @property
@@ -214,7 +201,6 @@ class LogregTask(KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """All but how long it goes on."""
         kept = asdict(self.logreg)
         return {name: value for name, value in kept.items() if name not in ("passes", "allow_overload")}
 
@@ -223,29 +209,23 @@ class LogregTask(KernelTask):
         return 8.0 * max(1.0, self.parsed.entries / self.samples)
 
     @property
-    def advice(self) -> str:
-        return "use a smaller rate, or scale the features down"
-
-    @property
     def _width(self) -> int:
         return WIDTHS[self.logreg.learner]
 
-    def model(self) -> LogregMemory:
-        """A row for the bias and each feature."""
+    def model(self) -> _Memory:
         rows = self.parsed.size + 1
-        return LogregMemory(rows, self._width, np.zeros(rows * self._width, self.dtype))
+        return _Memory(rows, self._width, np.zeros(rows * self._width, self.dtype))
 
-    def shared_model(self, segment: Segment, offset: int) -> LogregMemory:
+    def shared_model(self, segment: Segment, offset: int) -> _Memory:
         rows = self.parsed.size + 1
-        table = segment.array(offset, rows * self._width, np.dtype(self.dtype))
-        return LogregMemory(rows, self._width, table)
+        return _Memory(rows, self._width, segment.array(offset, rows * self._width, np.dtype(self.dtype)))
 
     @property
     def num_bytes(self) -> int:
         return (self.parsed.size + 1) * self._width * np.dtype(self.dtype).itemsize
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        assert isinstance(model, LogregMemory), "a model of this task"
+        assert isinstance(model, _Memory), "a model of this task"
         return _ExampleStep(self, model, turn)
 
     def warm(self) -> None:
@@ -256,46 +236,32 @@ class LogregTask(KernelTask):
         return portion.passed * self.samples + portion.begin
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """Compiled where workers share one memory, and batches elsewhere."""
         check_strategy(strategy, workers)
         return self if strategy.facts.record_order is not None else logreg_task(self.parsed, self.logreg)
 
 
 class _ExampleStep(KernelStep):
-    def __init__(self, task: LogregTask, model: LogregMemory, turn: Turn) -> None:
+    def __init__(self, task: LogregTask, model: _Memory, turn: Turn) -> None:
         super().__init__(model)
-        self._table, self._turn = model.table, turn
-        self._parsed = task.parsed.opened()
-        self._samples = task.samples
-        self._rule = RULES[task.logreg.learner]
-        settings = [task.logreg.rate, task.logreg.l1, task.logreg.l2, BETA, float(task.logreg.bias)]
-        self._settings = np.array(settings, task.dtype)
+        self._table, self._turn, self._samples = model.table, turn, task.samples
+        self._pieces, options = task.parsed.opened(), task.logreg
+        settings = np.array([options.rate, options.l1, options.l2, BETA, float(options.bias)], task.dtype)
+        self._rule = RULES[options.learner], settings, tuple(turn)
 
     def fill(self) -> None:
         """It begins with 0, which it is."""
 
     def take(self, portion: Portion) -> Taken:
         sums = np.zeros(2)
-        for rows, targets, span, before in self._parsed.pieces(portion.begin, portion.end):
+        for rows, targets, span, before in self._pieces(portion.begin, portion.end):
             seen = portion.passed * self._samples + before
-            status = train(
-                self._table,
-                rows,
-                targets,
-                span,
-                self._rule,
-                self._settings,
-                tuple(self._turn),
-                seen,
-                sums,
-            )
+            status = train(self._table, rows, targets, span, *self._rule, seen, sums)
             require_turn(status, self._turn)
         count = portion.end - portion.begin
         return Taken(loss=float(sums[LOSS]), weight=float(sums[WEIGHT]), samples=count)
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    """UserError where a strategy does not train it with so many workers."""
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be an integer of at least 1")
     if strategy.most_workers is not None and workers > strategy.most_workers:

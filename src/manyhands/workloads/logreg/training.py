@@ -10,41 +10,31 @@ All of them are runs of `manyhands.fit` on examples that were parsed before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.engine.fitting import fit_or_kept
-from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import Options
-from manyhands.engine.run import PASS_LOSS
-from manyhands.engine.training import Keeping, Kept
+from manyhands.engine.training import Keeping
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
-from manyhands.observe.draw.bars import Bars, bar_view
+from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity import check_capacity as require_host_room
+from manyhands.places.local.capacity import check_capacity as check_host_capacity
 from manyhands.strategy import Strategy
+from manyhands.workloads.compiled_training import AfterPass, CompiledResult, report_passes, train_compiled
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
 from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import LogregTask, check_strategy, table_of
 
-__all__ = ["AfterPass", "LogregResult", "check_capacity", "row_bytes", "train_logreg"]
-
-AfterPass = Callable[[int, float], None]
+__all__ = ["LogregResult", "train_logreg"]
 
 
 @dataclass(kw_only=True, slots=True)
-class LogregResult:
+class LogregResult(CompiledResult):
     """A trained model and how it came about."""
 
     model: LogregModel
@@ -55,12 +45,6 @@ class LogregResult:
     examples: int
     """Of one pass."""
     bad_lines: int
-    seconds: float
-    """Reading and learning; compiling kernels, where they were missing, not counted."""
-    interrupted: bool = False
-    """Whether Ctrl-C ended it early; the model is the one that was kept."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    """That of `fit`; of an interrupted run there is none."""
 
     @property
     def examples_per_s(self) -> float:
@@ -83,10 +67,8 @@ def train_logreg(
     """Learn from the examples of a file, plain or gzip, LIBSVM or Vowpal Wabbit; `-` is stdin.
 
     Parsed examples are kept in memory where they take no more than `memory_bytes` and threads learn, else in temporary
-    files. `after_pass` is called with the number of a pass, from 1, and its progressive loss. With `keep`, the run has
-    a directory: Ctrl-C (or a signal that `places.local.signals` raises) then keeps what is done, and the run can be
-    resumed; without one, or before anything is kept, it is raised. UserError for what makes no sense and for files
-    that are wrong.
+    files. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and for
+    files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     check_strategy(chosen, workers)
@@ -95,7 +77,7 @@ def train_logreg(
     here = chosen.facts.record_order is not None and chosen.facts.in_threads
     if chosen.most_workers != 1:
         cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
-        require_host_room(cost, workers, allow_overload=options.allow_overload)
+        check_host_capacity(cost, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
     examples = Examples(RowFile(path, reading))
@@ -103,66 +85,35 @@ def train_logreg(
         with bars.phase("reading", None, "bytes") as phase:
             parsed = parse_examples(examples, memory_bytes if here else 0, spool, phase.advance)
         check_capacity(parsed.size, row_bytes(chosen, options.learner, workers))
-        task = LogregTask.of(parsed, options)
-        learned = _learn(task, chosen, workers, bars, after_pass, keep)
+        problem = LogregTask.of(parsed, options)
+        task = problem.for_strategy(chosen, workers)
+        assert task.passes is not None, "both kinds have them"
+        steps = task.passes.steps
+        bar = bars.phase("learning", problem.samples * options.passes, "examples")
+        trained = train_compiled(
+            task,
+            chosen,
+            workers=workers,
+            epochs=options.passes,
+            options=options,
+            shown=(bar, lambda step: step * problem.samples / steps),
+            keep=keep,
+            on_rows=report_passes(after_pass, steps),
+        )
+    values = trained.values
+    table = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
     reading, labels = examples.file.reading, examples.labels
     assert labels is not None, "examples were seen"
     return LogregResult(
-        model=LogregModel(table=learned.table, labels=labels, bits=reading.bits, hash=reading.hash),
-        rate=task.logreg.rate or 0.0,
-        progressive=[
-            row["metrics"][PASS_LOSS] for row in learned.rows if PASS_LOSS in row.get("metrics", {})
-        ],
+        model=LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash),
+        rate=problem.logreg.rate or 0.0,
+        progressive=trained.pass_losses,
         examples=parsed.examples,
         bad_lines=examples.file.bad_lines,
         seconds=time.monotonic() - spent_s() - began,
-        interrupted=not learned.summary,
-        summary=learned.summary,
+        interrupted=not trained.summary,
+        summary=trained.summary,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Learned:
-    table: Any
-    rows: Sequence[Mapping[str, Any]]
-    summary: Mapping[str, Any]
-
-
-def _learn(
-    problem: LogregTask,
-    strategy: Strategy,
-    workers: int,
-    bars: Bars,
-    after_pass: AfterPass | None,
-    keep: Keeping | None,
-) -> _Learned:
-    """Learn through `fit`; after Ctrl-C the table is that of the last checkpoint, and if there is none it is raised."""
-    options = problem.logreg
-    task = problem.for_strategy(strategy, workers)
-    asked = keep.options if keep is not None else Options(resume_command="")
-    passes = task.passes
-    assert passes is not None, "both kinds have them"
-
-    def heard(rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
-            if after_pass is not None and PASS_LOSS in row.get("metrics", {}):
-                after_pass(row["step"] // passes.steps, row["metrics"][PASS_LOSS])
-
-    phase = bars.phase("learning", problem.samples * options.passes, "examples")
-    view = partial(bar_view, phase, lambda step: step * problem.samples / passes.steps)
-    asked = replace(asked, view=view, on_rows=heard, allow_overload=options.allow_overload)
-    ended = fit_or_kept(
-        task, strategy, workers=workers, epochs=options.passes, seed=options.seed, options=asked, keep=keep
-    )
-    if isinstance(ended, Kept):
-        return _Learned(table=_table(task, ended.values), rows=ended.rows, summary={})
-    table = _table(task, ended.model.state_dict())
-    return _Learned(table=table, rows=list(ended.history), summary=ended.summary)
-
-
-def _table(task: AnyTask, values: Mapping[str, Tensor]) -> Any:
-    """The bias and the weights, of what the task keeps."""
-    return values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
 
 
 _SAVING_BYTES = 12  # of a feature: its weight without the bias, the file's bytes, and a copy of these

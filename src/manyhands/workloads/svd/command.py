@@ -40,9 +40,7 @@ class _Matrix(SvdOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainSvd(WorkerOptions, _Matrix):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.fill_in()
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +65,8 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.svd.model import SVD_FILE
     from manyhands.workloads.svd.training import train_svd
 
-    options = narrowed(SvdOptions, asked)
-    result = train_svd(
-        asked.path, options, workers=asked.workers, strategy=asked.strategy, bars=bars, keep=keep
-    )
+    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
+    result = train_svd(asked.path, narrowed(SvdOptions, asked), bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / SVD_FILE
     model.save(file)
     summary = {
@@ -90,26 +86,17 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
         "seconds": result.seconds,
         "train_seconds": result.train_seconds,
         "interrupted": result.interrupted,
-        "strategy": asked.strategy,
-        "workers": asked.workers,
+        **how,
         "model": str(file),
     }
     passes = f"{model.passes} pass{'es' if model.passes != 1 else ''}"
+    predict = ("predict", keep.out, asked.path or "FILE", "--out", "coordinates.txt")
     return TrainEnd(
         summary=summary,
         shown=_shown(summary, passes),
         notes=[] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)],
         interrupted=f"the result is that of {passes}" * result.interrupted,
-        next={
-            "rows projected on the components": (
-                "predict",
-                keep.out,
-                asked.path or "FILE",
-                "--out",
-                "coordinates.txt",
-            ),
-            "the page of the run": ("show", keep.out),
-        },
+        next={"rows projected on the components": predict, "the page of the run": ("show", keep.out)},
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from manyhands.data.matrix import MatrixBlock, Rows
 from manyhands.errors import DataError, UserError
-from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, advance, begin, numbers_of
+from manyhands.workloads.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import Shape, SvdOptions, sizes_of
 from manyhands.workloads.svd.pass_sums import PassSums, RowPass
@@ -65,7 +65,14 @@ def _decomposed_across(matrix: Any, options: SvdOptions) -> SvdModel:
     """
     across = _Blocks(matrix.T)
     found = _decomposed(across, options)
-    components = _unit_columns(np.concatenate([found.project(block) for block in across.of(_WIDE_BLOCK)])).T
+    table = np.concatenate([found.project(block) for block in across.of(_WIDE_BLOCK)])
+    lengths = np.linalg.norm(table, axis=0)
+    if lengths.min() <= 1e-8 * lengths.max():
+        components = np.linalg.qr(table)[0].T
+    else:  # the orthonormal columns next to these, which are orthogonal up to rounding
+        table = table / lengths
+        squares, vectors = np.linalg.eigh(table.T @ table)
+        components = (table @ (vectors / np.sqrt(squares) @ vectors.T)).T
     largest = components[np.arange(len(components)), np.abs(components).argmax(axis=1)]
     return replace(
         found,
@@ -73,17 +80,6 @@ def _decomposed_across(matrix: Any, options: SvdOptions) -> SvdModel:
         rows=matrix.shape[0],
         passes=found.passes + 1,
     )
-
-
-def _unit_columns(table: Array) -> Array:
-    """The orthonormal columns next to those of `table`, which are orthogonal up to rounding; some may be 0."""
-    lengths = np.linalg.norm(table, axis=0)
-    if lengths.min() <= 1e-8 * lengths.max():
-        return np.linalg.qr(table)[0]
-    table = table / lengths
-    squares, vectors = np.linalg.eigh(table.T @ table)
-    found: Array = table @ (vectors / np.sqrt(squares) @ vectors.T)
-    return found
 
 
 def _checked(matrix: Any) -> Any:
@@ -121,7 +117,16 @@ class _Blocks:
 
     def of(self, block_bytes: int) -> Iterator[MatrixBlock]:
         if self._csr is not None:
-            yield self._rows()
+            csr, nothing = self._csr, np.zeros(self.shape.rows, np.float32)
+            rows = Rows(
+                starts=csr.indptr.astype(np.int64, copy=False),
+                indices=csr.indices.astype(np.int32, copy=False),
+                values=csr.data if csr.dtype in (np.float32, np.float64) else csr.data.astype(np.float64),
+                labels=nothing,
+                weights=nothing,
+                size=self.shape.columns,
+            )
+            yield MatrixBlock(begin=0, rows=rows)
             return
         count = max(1, block_bytes // (8 * self.shape.columns))
         for first in range(0, self.shape.rows, count):
@@ -131,17 +136,3 @@ class _Blocks:
         if self._csr is not None:
             return np.asarray(self._csr.mean(axis=0), np.float64).reshape(-1)
         return self._table[:: max(1, self.shape.rows // _SAMPLE_ROWS)].mean(axis=0, dtype=np.float64)
-
-    def _rows(self) -> MatrixBlock:
-        csr = self._csr
-        values = csr.data if csr.dtype in (np.float32, np.float64) else csr.data.astype(np.float64)
-        nothing = np.zeros(self.shape.rows, np.float32)
-        rows = Rows(
-            starts=csr.indptr.astype(np.int64, copy=False),
-            indices=csr.indices.astype(np.int32, copy=False),
-            values=values,
-            labels=nothing,
-            weights=nothing,
-            size=self.shape.columns,
-        )
-        return MatrixBlock(begin=0, rows=rows)

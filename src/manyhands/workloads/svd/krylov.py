@@ -5,7 +5,8 @@ Q; all blocks together span the space in which singular vectors are looked for. 
 its eigenvalues are squares of singular values, and what AᵀA makes of an eigenvector beyond the space is its residual.
 One pass gains what two or more of plain subspace iteration do. Where the space is full, its best directions stay.
 
-What follows a pass is decided here and kept in a `KrylovSpace` of plain arrays, which is all that a run needs to go on:
+What follows a pass is decided here and kept in a `KrylovSpace` of plain arrays, which is all that a run needs to
+resume:
 
     GRAM    few columns: all products of two columns at once, after which everything is known
     POWER   the newest block is multiplied
@@ -22,19 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.workloads.svd.options import SvdOptions, SvdSizes
-
-__all__ = [
-    "DONE",
-    "GRAM",
-    "POLISH",
-    "POWER",
-    "KrylovSpace",
-    "PassTotals",
-    "advance",
-    "begin",
-    "components_of",
-    "numbers_of",
-]
 
 Array = NDArray[np.float64]
 
@@ -118,10 +106,9 @@ class PassTotals:
 
 def begin(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, guess: Array) -> None:
     """Before the first pass; `guess` is about the mean where that will be subtracted, else 0."""
-    space.numbers[:] = 0
-    space.values[:] = 0
+    for array in (space.numbers, space.values, space.projected):
+        array[:] = 0
     space.mean[:] = guess
-    space.projected[:] = 0
     space.numbers[_ERROR] = 1.0
     if sizes.is_gram:
         space.numbers[_KIND] = GRAM
@@ -137,30 +124,22 @@ def advance(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, totals: Pa
     if not space.passes:
         space.numbers[_ENERGY] = totals.energy
         if options.center:
+            # What BᵀBQ would have been with the mean itself in the place of a guess that was `off`.
             off = totals.sums / rows
-            product = _centred(product, off, space, rows)
+            product = product - rows * np.outer(space.block @ off if space.kind == POWER else off, off)
             space.numbers[_ENERGY] = max(0.0, totals.energy - rows * float(off @ off))
             space.mean += off
     space.numbers[_PASSES] += 1
     if space.kind == GRAM:
-        _take_gram(space, sizes, options, product, noise)
+        squares, vectors = _eigenvectors(product)
+        space.vectors[: sizes.width] = vectors[:, : sizes.width].T
+        space.numbers[_ERROR] = 0.0
+        _end(space, sizes, squares[: sizes.width], _NOISE * max(noise, float(squares[0])), options)
     elif space.kind == POWER:
         _take_block(space, sizes, options, product)
     else:
         assert totals.triangle is not None, "a pass that polishes makes one"
         _take_triangle(space, sizes, totals.triangle)
-
-
-def _centred(product: Array, off: Array, space: KrylovSpace, rows: int) -> Array:
-    """What BᵀBQ would have been with the mean itself in the place of a guess that was `off`."""
-    return product - rows * np.outer(space.block @ off if space.kind == POWER else off, off)
-
-
-def _take_gram(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, gram: Array, noise: float) -> None:
-    squares, vectors = _eigenvectors(gram)
-    space.vectors[: sizes.width] = vectors[:, : sizes.width].T
-    space.numbers[_ERROR] = 0.0
-    _end(space, sizes, squares[: sizes.width], _NOISE * max(noise, float(squares[0])), options)
 
 
 def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, product: Array) -> None:

@@ -6,23 +6,26 @@ The file is safetensors: `singular_values`, `components` (one a row), `mean` whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from manyhands.data.matrix import MatrixBlock, MatrixFile
+from manyhands.data.matrix_files import open_matrix
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
+from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, components_of
 from manyhands.workloads.svd.options import SvdOptions, SvdSizes
 from manyhands.workloads.svd.pass_sums import projections
 
-__all__ = ["SVD_FILE", "SvdModel"]
+__all__ = ["SVD_FILE", "SvdModel", "SvdPredictor", "export_svd", "open_svd"]
 
 SVD_FILE = "svd.safetensors"
 _FORMAT = "manyhands.svd.1"
@@ -71,7 +74,6 @@ class SvdModel:
 
     @property
     def explained_ratio(self) -> Array:
-        """The part of all squares that each component has."""
         return self.singular_values**2 / self.energy if self.energy else np.zeros_like(self.singular_values)
 
     def project(self, block: MatrixBlock) -> Array:
@@ -94,7 +96,6 @@ class SvdModel:
             yield found
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
         header = {
             "format": _FORMAT,
             "rows": str(self.rows),
@@ -116,18 +117,10 @@ class SvdModel:
     @staticmethod
     def load(path: Path | str) -> SvdModel:
         """Read what `save` wrote, from the file or the directory that holds it; UserError says what is wrong."""
-        file = Path(path) / SVD_FILE if Path(path).is_dir() else Path(path)
+        file, header, written = read_model_file(path, SVD_FILE)
         try:
-            with safe_open(file, framework="pt") as opened:
-                header: dict[str, str] = opened.metadata() or {}
-                written = {name: opened.get_tensor(name).numpy() for name in opened.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
-        except (SafetensorError, ValueError, TypeError) as error:
-            raise UserError(f"model {file} is no safetensors file: {error}") from error
-        try:
-            return _from_parts(header, written)
-        except (KeyError, ValueError) as error:
+            return _from_parts(header, {name: one.numpy() for name, one in written.items()})
+        except (KeyError, ValueError, TypeError) as error:
             raise UserError(f"model {file} is no decomposition of `manyhands train svd`: {error}") from error
 
 
@@ -152,3 +145,42 @@ def _from_parts(header: dict[str, str], parts: dict[str, Array]) -> SvdModel:
         passes=int(header["passes"]),
         converged=header["converged"] == "True",
     )
+
+
+class SvdPredictor(Predictor[Array]):
+    """The coordinates of rows along the components. What is computed in one go are rows that are projected already."""
+
+    takes: ClassVar[str] = "an array of numbers, one for each column"
+
+    def __init__(self, model: SvdModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Array]:
+        self.check_read_as(read_as)
+        return self.model.project_file(open_matrix(source))
+
+    def inputs(self, values: Sequence[Any]) -> Array:
+        table = table_of(values, self.model.components.shape[1], self.takes)
+        centred = table if self.model.mean is None else table - self.model.mean
+        return centred @ self.model.components.T
+
+    def together(self, parts: Sequence[Array]) -> Array:
+        return np.concatenate(parts)
+
+    def answers(self, inputs: Array) -> list[Any]:
+        return list(inputs.tolist())
+
+    def lines(self, inputs: Array) -> Iterator[str]:
+        return (" ".join(f"{value:.9g}" for value in row) for row in inputs.tolist())
+
+    @property
+    def example(self) -> Any:
+        return [1] * self.model.components.shape[1]
+
+
+def open_svd(path: Path) -> SvdPredictor:
+    return SvdPredictor(SvdModel.load(path))
+
+
+def export_svd(asked: ExportAsked) -> Export:
+    raise UserError(f"{asked.run} holds a decomposition, which is one file already: {asked.own(SVD_FILE)}")

@@ -7,7 +7,7 @@ from typing import Final
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import parse_size
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 
 __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 
@@ -24,8 +24,8 @@ _USUAL_BLOCK: Final = 1 << 22  # stays in the cache between its two products
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvdOptions:
-    """One decomposition, checked when made: a UserError names the field, its value and what is allowed."""
+class SvdOptions(CheckedOptions):
+    """One decomposition."""
 
     rank: int = option(10, "how many singular values and components", at_least=1)
     center: bool = option(False, "subtract the mean of each column first: PCA", flag="--center")
@@ -44,9 +44,6 @@ class SvdOptions:
     )
     """Besides the interpreter and its libraries."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +83,11 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
             "; use a smaller rank"
         )
     is_gram = _gram_pays(shape, min(options.rank + OVERSAMPLING, least))
+    # Where the rows stay in memory nothing is read for a pass: then more passes, each with less to do, pay. A block is
+    # never narrower than the rank, or a value that is there as often would not be found as often.
+    is_cheap = 4 * 8 * shape.entries <= options.memory_bytes
     for gram in (True, False) if is_gram else (False,):
-        is_narrow = not gram and _passes_are_cheap(shape, options)
+        is_narrow = not gram and is_cheap
         width = min(options.rank + (_FEW_MORE if is_narrow else OVERSAMPLING), least)
         for blocks in range(_NARROW_BLOCKS if is_narrow else _BLOCKS, 1, -1):
             most = width if gram else min(blocks * width, least + width)
@@ -109,14 +109,6 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
         f"memory={format_bytes(options.memory_bytes)} is too little: rank {options.rank} of {shape.columns:,} columns "
         f"with {workers} workers needs {format_bytes(needed)}; give more, or use a smaller rank or fewer workers"
     )
-
-
-def _passes_are_cheap(shape: Shape, options: SvdOptions) -> bool:
-    """Whether nothing is read for a pass, since the rows stay in memory: then more of them, each with less to do, pay.
-
-    A block is never narrower than the rank, or a value that is there as often would not be found as often.
-    """
-    return 4 * 8 * shape.entries <= options.memory_bytes
 
 
 def _least_block(shape: Shape) -> int:

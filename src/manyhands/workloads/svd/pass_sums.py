@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.data.matrix import MatrixBlock, Rows
-from manyhands.data.stored_matrix import StoredMatrix
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of
-from manyhands.workloads.svd.options import Shape, SvdOptions, SvdSizes, sizes_of
+from manyhands.workloads.svd.options import SvdSizes
 from manyhands.workloads.svd.product_kernels import TILE, gram_rows, multiply_rows, project_rows
 
-__all__ = [
-    "PassSums",
-    "RowPass",
-    "SvdMemory",
-    "SvdWork",
-    "combined_triangle",
-    "padded_vectors",
-    "projections",
-]
+__all__ = ["PassSums", "RowPass", "SvdMemory", "combined_triangle", "projections"]
 
 
 class PassSums:
@@ -53,9 +43,8 @@ class PassSums:
     def totals(self, space: KrylovSpace, *, center: bool, triangle: Array | None) -> PassTotals:
         sizes, columns, rows = self._sizes, self._sizes.shape.columns, self._sizes.shape.rows
         energy, noise, sums = float(self.energy[0]), 0.0, self.sums.copy()
-        is_shifted = (
-            sizes.shape.is_sparse and center
-        )  # where zeros are left out nothing can be subtracted from them
+        # Where zeros are left out nothing can be subtracted from them.
+        is_shifted = sizes.shape.is_sparse and center
         if space.kind == GRAM:
             product = self.product[: columns * columns].reshape(columns, columns)
             if is_shifted:
@@ -86,25 +75,27 @@ class RowPass:
         """R of this worker's rows so far, for POLISH."""
         self._is_first = not space.passes
         if space.kind != GRAM:
-            self._vectors, self._less = padded_vectors(space.block, space.mean if center else None)
+            self._vectors, self._less = _padded_vectors(space.block, space.mean if center else None)
 
     def add(self, block: MatrixBlock) -> None:
         """Some rows; DataError names the first number that is not one."""
         if isinstance(block.rows, Rows):
             self._add_sparse(block.rows, block.begin)
-        else:
-            self._add_dense(block.rows, block.begin)
-
-    def _add_dense(self, given: NDArray[Any], begin: int) -> None:
-        space, sums = self._space, self._sums
+            return
+        space, sums, given = self._space, self._sums, block.rows
         table: Array = given.astype(np.float64, copy=False)
         if self._center:
             table = table - space.mean
         if self._is_first:
             energy = float(np.vdot(table, table))
-            if not np.isfinite(energy):
-                raise _not_finite(given, begin)
-            sums.energy[0] += energy
+            wrong = [] if np.isfinite(energy) else np.argwhere(~np.isfinite(given)).tolist()
+            if wrong:
+                row, column = wrong[0]
+                raise DataError(
+                    f"row {block.begin + row}, column {column} is {given[row, column]}, no number; fill it in, or "
+                    "leave that row out"
+                )
+            self._add_energy(energy, block.begin)
             if self._center:
                 sums.sums += table.sum(axis=0)
         if space.kind == GRAM:
@@ -124,9 +115,7 @@ class RowPass:
         if self._is_first:
             values = rows.values.astype(np.float64)
             energy = float(np.vdot(values, values))
-            if not np.isfinite(energy):
-                raise _too_large(begin)
-            sums.energy[0] += energy
+            self._add_energy(energy, begin)
             if self._center:
                 sums.sums += np.bincount(rows.indices, values, columns)
         if space.kind == GRAM:
@@ -140,6 +129,13 @@ class RowPass:
         else:
             along = sums.along[:width] if self._center else sums.along[:0]
             multiply_rows(*csr, self._vectors, width, self._less, sums.product, along)
+
+    def _add_energy(self, energy: float, begin: int) -> None:
+        if not np.isfinite(energy):
+            raise DataError(
+                f"rows {begin} and following have values too large to be squared; scale them down"
+            )
+        self._sums.energy[0] += energy
 
     def _add_triangle(self, found: Array) -> None:
         self.triangle[:] = combined_triangle([self.triangle, found])
@@ -158,14 +154,13 @@ def projections(block: MatrixBlock, components: Array, mean: Array | None) -> Ar
     if not isinstance(block.rows, Rows):
         table = block.rows.astype(np.float64, copy=False)
         return (table if mean is None else table - mean) @ components.T
-    vectors, less = padded_vectors(components, mean)
-    found = np.empty((len(block), less.size))
-    rows = block.rows
+    vectors, less = _padded_vectors(components, mean)
+    found, rows = np.empty((len(block), less.size)), block.rows
     project_rows(rows.starts, rows.indices, rows.values, vectors, less.size, less, found.reshape(-1))
     return found[:, : len(components)]
 
 
-def padded_vectors(block: Array, mean: Array | None) -> tuple[Array, Array]:
+def _padded_vectors(block: Array, mean: Array | None) -> tuple[Array, Array]:
     """Vectors as sparse rows need them, a column's numbers together and filled up; and the mean's product with each."""
     vectors = np.zeros((block.shape[1], _padded(len(block))))
     vectors[:, : len(block)] = block.T
@@ -175,21 +170,6 @@ def padded_vectors(block: Array, mean: Array | None) -> tuple[Array, Array]:
 
 def _padded(width: int) -> int:
     return -(-width // TILE) * TILE
-
-
-def _not_finite(table: NDArray[Any], begin: int) -> DataError:
-    wrong = np.argwhere(~np.isfinite(table))
-    if not len(wrong):
-        return _too_large(begin)
-    row, column = wrong[0].tolist()
-    value = table[row, column]
-    return DataError(
-        f"row {begin + row}, column {column} is {value}, no number; fill it in, or leave that row out"
-    )
-
-
-def _too_large(begin: int) -> DataError:
-    return DataError(f"rows {begin} and following have values too large to be squared; scale them down")
 
 
 class SvdMemory(nn.Module):
@@ -207,23 +187,3 @@ class SvdMemory(nn.Module):
     @staticmethod
     def count(sizes: SvdSizes) -> int:
         return numbers_of(sizes) + PassSums.count(sizes) + sizes.width**2
-
-
-@dataclass(frozen=True, kw_only=True)
-class SvdWork:
-    """A matrix that all workers can read, and what is asked of it; a UserError where the memory is too small."""
-
-    matrix: StoredMatrix
-    svd: SvdOptions
-    workers: int = 1
-
-    def __post_init__(self) -> None:
-        self.sizes  # noqa: B018 - before anything is started
-
-    @property
-    def sizes(self) -> SvdSizes:
-        matrix = self.matrix
-        shape = Shape(
-            rows=matrix.rows, columns=matrix.columns, entries=matrix.entries, is_sparse=matrix.is_sparse
-        )
-        return sizes_of(shape, self.svd, self.workers)

@@ -1,10 +1,9 @@
 """Compiled products of sparse rows: both halves of AᵀAQ while rows are at hand, and all products of two columns.
 
-What goes through the entries of one sparse row, some numbers at a time in one register.
-
-A plain loop over the numbers of a line is compiled so that it asks at each entry whether two lines overlap, and writes
-its sums to memory each time. Here a line is a vector, which stays in registers while the row lasts. Which lines come is
-known, and to no processor: they are asked for some entries ahead.
+The entries of one sparse row are visited some numbers at a time in one register. A plain loop over the numbers of a
+line is compiled so that it asks at each entry whether two lines overlap, and writes its sums to memory each time. Here
+a line is a vector, which stays in registers while the row lasts. Which lines come is known, and to no processor: they
+are asked for some entries ahead.
 """
 
 from __future__ import annotations
@@ -19,19 +18,7 @@ from numba.extending import intrinsic
 
 from manyhands.native.decorators import njit
 
-__all__ = [
-    "TILE",
-    "add_line_4",
-    "add_line_8",
-    "add_line_12",
-    "gram_rows",
-    "multiply_rows",
-    "project_rows",
-    "sum_lines_4",
-    "sum_lines_8",
-    "sum_lines_12",
-    "warm",
-]
+__all__ = ["TILE", "gram_rows", "multiply_rows", "project_rows", "warm"]
 
 _INT = ir.IntType(64)
 _AHEAD = 16  # entries
@@ -45,12 +32,10 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
 
 
 def _line(builder: Any, data: Any, place: Any, lanes: int) -> Any:
-    """A pointer to `lanes` numbers from `place` on."""
     return builder.bitcast(builder.gep(data, [place]), ir.VectorType(ir.DoubleType(), lanes).as_pointer())
 
 
 def _entry(builder: Any, indices: Any, values: Any, at: Any) -> tuple[Any, Any]:
-    """The column of entry `at`, and its value."""
     column = builder.load(builder.gep(indices, [at]))
     value = builder.load(builder.gep(values, [at]))
     if value.type == ir.FloatType():
@@ -67,7 +52,6 @@ def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def _last(context: Any, builder: Any, kind: Any, array: Any) -> Any:
-    """The place of an array's last number."""
     return builder.sub(context.make_array(kind)(context, builder, array).nitems, _INT(1))
 
 
@@ -89,112 +73,54 @@ def _ask_ahead(builder: Any, arrays: tuple[Any, Any], places: tuple[Any, Any, An
         builder.call(prefetch, [address, number(0), number(3), number(1)])
 
 
-def _signature(arrays: tuple[Any, ...]) -> Any:
-    """(indices, values, begin, end, table, offset, width, line, place); lines of `table` are `width` numbers apart."""
-    indices, values, table, line = arrays
-    return types.void(indices, values, int64, int64, table, int64, int64, line, int64)
+def _row_loop(*pieces: int, sums: bool) -> Any:
+    """An intrinsic over entries `begin` to `end` of a row, for lines of these vectors: registers have 4 or 8 lanes.
 
+    It adds value times line `column` of `table` to `line` where it `sums`, else value times `line` to line `column`.
+    Lines of `table` are `width` numbers apart. Its arguments are indices, values, begin, end, table, offset, width,
+    line and place.
+    """
+    parts = [(sum(pieces[:number]), lanes) for number, lanes in enumerate(pieces)]
 
-def _parts(pieces: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where the vectors of a line begin, and their lanes: registers have 4 or 8, so that 12 are two."""
-    return [(sum(pieces[:number]), lanes) for number, lanes in enumerate(pieces)]
-
-
-def _summing(*pieces: int) -> Any:
-    """For lines of these vectors; the arguments are named in `_signature`."""
-    parts = _parts(pieces)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def sum_lines(
-        _typing: Any,
-        indices: Any,
-        values: Any,
-        _b: Any,
-        _e: Any,
-        table: Any,
-        _o: Any,
-        _w: Any,
-        line: Any,
-        _p: Any,
-    ) -> Any:
-        """Add value times line `column` of `table` to `line`, for entries `begin` to `end`."""
-
+    @intrinsic
+    def visit(_typing, indices, values, _b, _e, table, _o, _w, line, _p):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             row, found, lines, given = (
                 _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
             )
-            sums = []
+            own = []  # where the line's vectors are, what they are, and where their sums are kept
             for first, lanes in parts:
-                target = _line(builder, given, builder.add(args[8], _INT(first)), lanes)
-                total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
-                builder.store(builder.load(target, align=8), total)
-                sums.append((target, total))
+                place = _line(builder, given, builder.add(args[8], _INT(first)), lanes)
+                value = builder.load(place, align=8)
+                total = None
+                if sums:
+                    total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
+                    builder.store(value, total)
+                own.append((place, value, total))
             last, count = _last(context, builder, kinds[0], args[0]), sum(pieces)
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
                 column, value = _entry(builder, row, found, loop.index)
                 _ask_ahead(builder, (row, lines), (loop.index, last, args[5], args[6]), count)
-                place = builder.add(builder.mul(column, args[6]), args[5])
-                for (first, lanes), (_, total) in zip(parts, sums, strict=True):
-                    source = _line(builder, lines, builder.add(place, _INT(first)), lanes)
-                    factor = _in_all_lanes(builder, value, lanes)
-                    product = builder.fmul(factor, builder.load(source, align=8), flags=_ANY_ORDER)
-                    builder.store(builder.fadd(builder.load(total), product, flags=_ANY_ORDER), total)
-            for target, total in sums:
-                builder.store(builder.load(total), target, align=8)
+                begin = builder.add(builder.mul(column, args[6]), args[5])
+                for (first, lanes), (_, mine, total) in zip(parts, own, strict=True):
+                    place = _line(builder, lines, builder.add(begin, _INT(first)), lanes)
+                    factor, there = _in_all_lanes(builder, value, lanes), builder.load(place, align=8)
+                    product = builder.fmul(factor, there if sums else mine, flags=_ANY_ORDER)
+                    before = builder.load(total) if sums else there
+                    whole = builder.fadd(before, product, flags=_ANY_ORDER)
+                    builder.store(whole, total) if sums else builder.store(whole, place, align=8)
+            for place, _, total in own if sums else ():
+                builder.store(builder.load(total), place, align=8)
             return context.get_dummy_value()
 
-        return _signature((indices, values, table, line)), codegen
+        return types.void(indices, values, int64, int64, table, int64, int64, line, int64), codegen
 
-    return sum_lines
-
-
-def _adding(*pieces: int) -> Any:
-    parts = _parts(pieces)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def add_line(
-        _typing: Any,
-        indices: Any,
-        values: Any,
-        _b: Any,
-        _e: Any,
-        table: Any,
-        _o: Any,
-        _w: Any,
-        line: Any,
-        _p: Any,
-    ) -> Any:
-        """Add value times `line` to line `column` of `table`, for entries `begin` to `end`."""
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            row, found, lines, given = (
-                _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
-            )
-            mine = [
-                builder.load(_line(builder, given, builder.add(args[8], _INT(first)), lanes), align=8)
-                for first, lanes in parts
-            ]
-            last, count = _last(context, builder, kinds[0], args[0]), sum(pieces)
-            with cgutils.for_range(builder, args[3], start=args[2]) as loop:
-                column, value = _entry(builder, row, found, loop.index)
-                _ask_ahead(builder, (row, lines), (loop.index, last, args[5], args[6]), count)
-                place = builder.add(builder.mul(column, args[6]), args[5])
-                for (first, lanes), own in zip(parts, mine, strict=True):
-                    target = _line(builder, lines, builder.add(place, _INT(first)), lanes)
-                    product = builder.fmul(_in_all_lanes(builder, value, lanes), own, flags=_ANY_ORDER)
-                    whole = builder.fadd(builder.load(target, align=8), product, flags=_ANY_ORDER)
-                    builder.store(whole, target, align=8)
-            return context.get_dummy_value()
-
-        return _signature((indices, values, table, line)), codegen
-
-    return add_line
+    return visit
 
 
-sum_lines_4, sum_lines_8, sum_lines_12 = _summing(4), _summing(8), _summing(8, 4)
-add_line_4, add_line_8, add_line_12 = _adding(4), _adding(8), _adding(8, 4)
+sum_lines_4, sum_lines_8, sum_lines_12 = (_row_loop(*some, sums=True) for some in ((4,), (8,), (8, 4)))
+add_line_4, add_line_8, add_line_12 = (_row_loop(*some, sums=False) for some in ((4,), (8,), (8, 4)))
 
 
 TILE = 4
@@ -288,7 +214,6 @@ def gram_rows(starts: Any, indices: Any, values: Any, columns: int, gram: Any) -
 
 
 def warm() -> None:
-    """Compile for rows as readers give them, by working on none."""
     rows = np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.float32)
     for values in (rows[2], np.empty(0, np.float64)):
         some, few = np.zeros(TILE), np.zeros(TILE)

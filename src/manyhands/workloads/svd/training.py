@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
-from manyhands.engine.fitting import await_workers, fit_or_kept
-from manyhands.engine.options import Options
-from manyhands.engine.training import Keeping, Kept
+from manyhands.engine.fitting import await_workers
+from manyhands.engine.training import Keeping
 from manyhands.native.warming import prepare, spent_s
-from manyhands.observe.draw.bars import Bars, bar_view
+from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategy import Strategy
+from manyhands.workloads.compiled_training import AfterPass, CompiledResult, Rows, train_compiled
+from manyhands.workloads.svd.krylov import KrylovSpace
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import SvdOptions
-from manyhands.workloads.svd.pass_sums import SvdMemory
 from manyhands.workloads.svd.task import SvdTask, check_strategy
 from manyhands.workloads.tasks.digits import read_digits
 
-__all__ = ["AfterPass", "SvdResult", "stored", "train_svd"]
-
-AfterPass = Callable[[int, float], None]
-"""Called with the number of passes done and the error that is left."""
+__all__ = ["SvdResult", "stored", "train_svd"]
 
 _READ_BYTES = 1 << 22
 
 
 @dataclass(kw_only=True, slots=True)
-class SvdResult:
+class SvdResult(CompiledResult):
     """A decomposition and how it came about."""
 
     model: SvdModel
@@ -44,14 +39,8 @@ class SvdResult:
     entries: int
     """Numbers of the matrix that are not left out."""
     is_sparse: bool
-    seconds: float
-    """Reading and decomposing; compiling kernels, where they were missing, not counted."""
     train_seconds: float
     """The passes alone, without reading and without starting workers."""
-    interrupted: bool = False
-    """Whether Ctrl-C ended it early; the model is the one that was kept."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    """That of `fit`; of an interrupted run there is none."""
 
 
 def train_svd(
@@ -66,8 +55,9 @@ def train_svd(
 ) -> SvdResult:
     """Decompose the matrix of a file (LIBSVM, npy or Parquet), or the digits that come with scikit-learn.
 
-    Without a `strategy`, one worker is `single` and more are `allreduce`. With `keep`, the run has a directory: Ctrl-C
-    then keeps what is done, and it can be resumed. UserError for what makes no sense and for files that are wrong.
+    Without a `strategy`, one worker is `single` and more are `allreduce`. `after_pass` is called with the error
+    that is left. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and
+    for files that are wrong.
     """
     options, bars = options or SvdOptions(), bars or Bars()
     chosen = Strategy.parse(strategy or ("single" if workers == 1 else "allreduce"))
@@ -80,24 +70,45 @@ def train_svd(
         if matrix.is_sparse:
             prepare("svd")
         task = SvdTask(matrix=matrix, svd=options, workers=workers)
-        fitted_at = time.monotonic()
-        memory, summary = _fit(task, chosen, bars, after_pass, keep)
-        train_seconds = float(summary.get("seconds", time.monotonic() - fitted_at))
+        steps, fitted_at = task.passes.steps, time.monotonic()
+
+        def space_of(values: Mapping[str, Tensor]) -> KrylovSpace:
+            memory = task.model()
+            memory.load_state_dict(values)
+            return memory.space
+
+        def hear(rows: Rows) -> None:
+            for row in rows:
+                if after_pass is not None and row.get("loss") is not None and row["step"] % steps == 0:
+                    after_pass(row["step"] // steps, row["loss"])
+
+        bar = bars.phase("decomposing", task.samples * options.passes, "rows")
+        trained = train_compiled(
+            task,
+            chosen,
+            workers=workers,
+            epochs=options.passes,
+            options=options,
+            shown=(bar, lambda step: step * task.samples / steps),
+            keep=keep,
+            on_rows=hear,
+            is_result=lambda values: bool(space_of(values).passes),
+        )
+        train_seconds = float(trained.summary.get("seconds", time.monotonic() - fitted_at))
     return SvdResult(
-        model=SvdModel.of(memory.space, task.sizes, options),
+        model=SvdModel.of(space_of(trained.values), task.sizes, options),
         columns=matrix.columns,
         entries=matrix.entries,
         is_sparse=matrix.is_sparse,
         seconds=time.monotonic() - spent_s() - began,
         train_seconds=train_seconds,
-        interrupted=not summary,
-        summary=summary,
+        interrupted=not trained.summary,
+        summary=trained.summary,
     )
 
 
 @contextmanager
 def stored(path: Path | str | None, options: SvdOptions, bars: Bars) -> Iterator[StoredMatrix]:
-    """The matrix as all workers read it, while the body runs."""
     with MatrixStore() as store:
         if path is None:
             yield store.keep_array(read_digits()[0].astype("float64"))
@@ -106,38 +117,3 @@ def stored(path: Path | str | None, options: SvdOptions, bars: Bars) -> Iterator
         with bars.phase("reading", None, "bytes") as phase:
             matrix = store.keep(open_matrix(path), block_bytes, phase.advance)
         yield matrix
-
-
-def _fit(
-    task: SvdTask, strategy: Strategy, bars: Bars, after_pass: AfterPass | None, keep: Keeping | None
-) -> tuple[SvdMemory, Mapping[str, Any]]:
-    """The memory at the end; after Ctrl-C that of the last checkpoint and no summary, or it is raised."""
-    asked = keep.options if keep is not None else Options(resume_command="")
-    passes = task.passes.steps
-
-    def heard(rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
-            if after_pass is not None and row.get("loss") is not None and row["step"] % passes == 0:
-                after_pass(row["step"] // passes, row["loss"])
-
-    phase = bars.phase("decomposing", task.samples * task.svd.passes, "rows")
-    view = partial(bar_view, phase, lambda step: step * task.samples / passes)
-    ended = fit_or_kept(
-        task,
-        strategy,
-        workers=task.workers,
-        epochs=task.svd.passes,
-        seed=task.svd.seed,
-        options=replace(asked, view=view, on_rows=heard, allow_overload=task.svd.allow_overload),
-        keep=keep,
-        is_result=lambda kept: bool(_filled(task, kept.values).space.passes),
-    )
-    if isinstance(ended, Kept):
-        return _filled(task, ended.values), {}
-    return _filled(task, ended.model.state_dict()), ended.summary
-
-
-def _filled(task: SvdTask, values: Mapping[str, torch.Tensor]) -> SvdMemory:
-    memory = task.model()
-    memory.load_state_dict(values)
-    return memory

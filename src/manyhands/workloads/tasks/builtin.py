@@ -48,7 +48,6 @@ class TaskTable:
     rows: tuple[tuple[str, ...], ...]
     curves: tuple[TaskCurve, ...] = ()
     """What is drawn of it, where something is: y over x, at the same xs."""
-
     against: str = ""
     """The name of the curve whose distance from the others is drawn as well."""
 
@@ -83,7 +82,10 @@ class BuiltinTask(Generic[Options]):
     def build(self, /, **options: Any) -> Task:
         """The Task with these options; an unknown one, or a required one left out, is a UserError."""
         made_of = chosen(self.name, self.options_type, options)
-        recorded = {option.name: _recorded(getattr(made_of, option.name)) for option in self.options}
+        recorded = {option.name: getattr(made_of, option.name) for option in self.options}
+        for name, value in recorded.items():
+            if isinstance(value, Path):  # it means the same from everywhere
+                recorded[name] = str(value.absolute())
         return dataclasses.replace(self.make(made_of), options=recorded)
 
     def without_data(self, /, **options: Any) -> Task:
@@ -91,19 +93,10 @@ class BuiltinTask(Generic[Options]):
         if self.model is None:
             return self.build(**options)
         made_of = chosen(self.name, self.options_type, options)
-        return Task(
-            name=self.name,
-            model=functools.partial(self.model, made_of),
-            loss=_cannot_train,
-            data=torch.zeros(1),
-            optimizer=torch.optim.AdamW,
-        )
+        model = functools.partial(self.model, made_of)
+        data = torch.zeros(1)
+        return Task(name=self.name, model=model, loss=_cannot_train, data=data, optimizer=torch.optim.AdamW)
 
 
 def _cannot_train(_model: nn.Module, _batch: Any) -> Tensor:
     raise UserError("this task has no data: it is only good for the model that was trained before")
-
-
-def _recorded(value: Any) -> Any:
-    """An option as a run's configuration keeps it: a path means the same from everywhere."""
-    return str(value.absolute()) if isinstance(value, Path) else value

@@ -1,9 +1,7 @@
 """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn: no download, seconds to train.
 
-A small convolutional classifier of square grey images, with its loss and accuracy.
-
-It normalises by groups within a sample (group normalisation, Wu & He 2018) and never over the batch, so
-splitting a batch over workers does not change what it computes.
+The small convolutional classifier normalises by groups within a sample (group normalisation, Wu & He 2018) and never
+over the batch, so splitting a batch over workers does not change what it computes.
 """
 
 from __future__ import annotations
@@ -28,16 +26,9 @@ from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
-    "DIGITS",
-    "LEAST_DEPTH",
-    "DigitsOptions",
-    "ImageClassifier",
-    "accuracy",
-    "check_width",
-    "classification_loss",
-    "digits",
-    "read_digits",
-]
+    "DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "accuracy", "check_width",
+    "classification_loss", "digits", "read_digits",
+]  # fmt: skip
 
 ImageBatch: TypeAlias = Sequence[Tensor]
 LEAST_DEPTH = 3
@@ -82,14 +73,12 @@ class ImageClassifier(nn.Module):
         return [scaled_first, *others, nn.Flatten(), self.head]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores, (batch, classes)."""
         scaled = _scaled(images, next(self.parameters()), self.white)  # a quantised head has no such weight
         scores: Tensor = self.head(self.features(scaled).flatten(1))
         return scores
 
 
 def _scaled(images: Tensor, weight: Tensor, white: float) -> Tensor:
-    """Images from 0 to 1, in the dtype of the weights."""
     return images.to(weight.dtype) / white
 
 

@@ -22,23 +22,17 @@ from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
-    "LANGUAGE",
-    "LanguageOptions",
-    "TextOptions",
-    "Transformer",
-    "bits_per_byte",
-    "language",
-    "next_byte_loss",
-    "text_task",
-]
+    "LANGUAGE", "LanguageOptions", "TextOptions", "Transformer", "bits_per_byte", "language",
+    "next_byte_loss", "text_task",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextOptions:
+class TextOptions(CheckedOptions):
     """What may be chosen about every task that learns a text."""
 
     path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
@@ -48,9 +42,6 @@ class TextOptions:
     evaluation_bytes: int = option(
         65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions) -> Task:
@@ -148,7 +139,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._initialise(layers)
+        # Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers).
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -168,15 +165,6 @@ class Transformer(nn.Module):
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
         return scores
-
-    def _initialise(self, layers: int) -> None:
-        """Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
 
 def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tensor:
@@ -211,15 +199,11 @@ class TransformerBlock(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
-        x = x + self._attend(self.attention_norm(x))
-        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
-        return x + fed
-
-    def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        by_head = self.project(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
+        projected = self.project(self.attention_norm(x))
+        by_head = projected.view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
-        return mixed
+        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
+        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
+        return x + fed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batches import split
 from manyhands.task import Task
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.task_options import CheckedOptions, option
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 
 __all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
@@ -28,7 +28,7 @@ _POINTS = 0x11E  # whose draws are not those of a run's weights and batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LineOptions:
+class LineOptions(CheckedOptions):
     """What may be chosen about the line."""
 
     slope: float = option(2.0, "slope a of y = a x + b")
@@ -38,9 +38,6 @@ class LineOptions:
     batch_size: int = option(32, "points in a global batch", at_least=1)
     learning_rate: float = option(0.1, "step size of SGD", above=0)
     data_seed: int = option(0, "draws the points", at_least=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def line(options: LineOptions | None = None) -> Task:
@@ -53,7 +50,7 @@ def line(options: LineOptions | None = None) -> Task:
     train, test = slice(None, options.points), slice(options.points, None)
     return Task(
         name="line",
-        model=_any_line,
+        model=partial(nn.Linear, 1, 1, dtype=torch.float64),  # everybody begins with the same one
         loss=_squared_error,
         data=(xs[train], ys[train]),
         optimizer=partial(torch.optim.SGD, lr=options.learning_rate),
@@ -61,16 +58,6 @@ def line(options: LineOptions | None = None) -> Task:
         evaluation=(xs[test], ys[test]),
         metrics={"absolute_error": _absolute_error},
     )
-
-
-def _any_line() -> nn.Module:
-    """In float64; everybody begins with the same one."""
-    return nn.Linear(1, 1, dtype=torch.float64)
-
-
-def _found(model: nn.Module) -> tuple[float, float]:
-    named = dict(model.named_parameters())
-    return float(named["weight"].detach()), float(named["bias"].detach())
 
 
 def _squared_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -93,7 +80,9 @@ def line_table(task: Task, end: TaskEnd) -> TaskTable:
     shares = [split(len(x), rank, end.workers) for rank in range(end.workers)]
     named = {f"worker {rank}, alone": mine for rank, mine in enumerate(shares) if len(mine) > 1}
     alone = {name: least_squares(x[mine], y[mine]) for name, mine in named.items()}
-    together = {_ALL: least_squares(x, y), "trained together": _found(end.model)}
+    parameters = dict(end.model.named_parameters())
+    trained = float(parameters["weight"].detach()), float(parameters["bias"].detach())
+    together = {_ALL: least_squares(x, y), "trained together": trained}
     if alone:  # a line takes two points
         a, b = np.average(list(alone.values()), axis=0, weights=[len(mine) for mine in named.values()])
         together = {"mean of these lines": (float(a), float(b)), **together}

@@ -66,7 +66,6 @@ class RecurrentNetwork(nn.Module):
         return [self.tokens, *self.layers, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) tokens to (batch, time, vocabulary) scores."""
         x = tokens
         for module in self.chain():
             x = module(x)

@@ -1,4 +1,4 @@
-"""Messages between the workers of an elastic run and its launcher, and the launcher's decisions: frozen values.
+"""Who takes part in an elastic all-reduce: messages between workers and launcher, and the launcher's pure decisions.
 
 A **member** is one process; its number is never reused. A **slot** is the place of a worker, such as `worker 2`,
 independent of the process that fills it. An **epoch** is a set of members that exchange only with each other, in
@@ -53,12 +53,9 @@ class EpochSeat:
 
     slot: int
     member: int
-    fresh: bool = False
-    """Whether the member has no state yet and takes that of the donor."""
-    host: str = ""
-    """The identity of the member's host; empty if all are on one host."""
-    address: str = ""
-    """The `host:port` at which it accepts members of higher rank; empty if all share memory."""
+    fresh: bool = False  # whether the member has no state yet and takes that of the donor
+    host: str = ""  # the identity of the member's host; empty if all are on one host
+    address: str = ""  # the `host:port` at which it accepts members of higher rank; empty if all share memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +85,7 @@ class MemberReady:
     """A new member has started and waits for an epoch with a seat for it."""
 
     member: int
-    host: str = ""
-    """As in `EpochSeat`."""
+    host: str = ""  # as in `EpochSeat`
     address: str = ""
 
 
@@ -108,16 +104,12 @@ class LeftEpoch:
 
     member: int
     epoch: int
-    passed: int
-    """How many exchanges of the epoch the member knows to be complete."""
-    step: int
-    """The number of steps that the member has taken."""
+    passed: int  # how many exchanges of the epoch the member knows to be complete
+    step: int  # the number of steps that the member has taken
     at_border: bool
     """Whether its next action is a step; otherwise a collective action between two steps, or nothing more."""
-    began: bool = False
-    """Whether it had begun to compute a step that it has not taken."""
-    settled: bool = True
-    """Whether it has the state of the run."""
+    began: bool = False  # whether it had begun to compute a step that it has not taken
+    settled: bool = True  # whether it has the state of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +120,7 @@ class Done:
     epoch: int
     steps_done: int = 0
     samples: int = 0
-    seconds: float = 0.0
-    """The duration of training."""
+    seconds: float = 0.0  # the duration of training
     stopped_early: bool = False
 
 
@@ -200,9 +191,7 @@ class RunOver:
 ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | Fail | RunOver
 
 
-# Who takes part in an elastic all-reduce: the launcher's decisions, as a pure state machine.
-#
-# `handle(event)` returns the actions to take. The rules:
+# `ElasticMembership.handle(event)` returns the actions to take. The rules:
 #
 # - The first epoch begins when every requested worker is ready; all begin with the state of rank 0.
 # - A member of the epoch **dies**: every wait in the epoch is ended, and every other member reports its progress. The
@@ -252,12 +241,9 @@ class ElasticMembership(Membership):
         self._ready: dict[int, MemberReady] = {}  # by member
         self._left: dict[int, LeftEpoch] = {}  # by member: what it reported when it left the newest epoch
         self._has_state = False  # whether any member has ever had the state of the run
-        self.view = EpochView(epoch=0, seats=())
-        """The view of the newest epoch."""
-        self.changes = 0
-        """The number of members that were lost from an epoch, joined one or left it."""
-        self.redone = 0
-        """The number of steps that were begun and then computed again."""
+        self.view = EpochView(epoch=0, seats=())  # the view of the newest epoch
+        self.changes = 0  # the number of members that were lost from an epoch, joined one or left it
+        self.redone = 0  # the number of steps that were begun and then computed again
 
     def begin(self) -> list[ElasticAction]:
         return [self._start_worker(self._new_slot()) for _ in range(self._plan.workers)]
@@ -290,7 +276,14 @@ class ElasticMembership(Membership):
                 member.state, self._left[member.number] = MemberState.PAUSED, event
                 return self._change()
             case Done():
-                return self._end()
+                # Members that are still starting are killed: they would delay the end.
+                self._ended = True
+                waiting = [member.number for member in self._in_state(MemberState.READY)]
+                return [
+                    RunOver(),
+                    *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
+                    *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
+                ]
             case MemberSilent():
                 # Killed first, so that a paused process never writes into memory that others use.
                 return [KillMember(member=member.number)]
@@ -417,16 +410,6 @@ class ElasticMembership(Membership):
         self.view = EpochView(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
         self._phase = _Phase.AT_WORK
         return [BeginEpoch(view=self.view), *self._ask()]
-
-    def _end(self) -> list[ElasticAction]:
-        """Dismiss members of the view and ready ones; kill those still starting, which would delay the end."""
-        self._ended = True
-        waiting = [member.number for member in self._in_state(MemberState.READY)]
-        return [
-            RunOver(),
-            *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
-            *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
-        ]
 
     def _is_retiring(self, member: RunMember) -> bool:
         slot = self._slot_of(member)

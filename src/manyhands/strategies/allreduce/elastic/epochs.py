@@ -75,7 +75,7 @@ _PACKET_BYTES = 64 * 2**10
 
 
 class Epoch(ABC):
-    """One member's end of one epoch; a wait for a lost member raises `epoch_collective.LOST`."""
+    """One member's end of one epoch; a wait for a lost member raises `exchange.LOST`."""
 
     @abstractmethod
     def hand_over(self, state: Mapping[str, Any] | None) -> None:
@@ -103,7 +103,7 @@ class Epochs(ABC):
 
     @abstractmethod
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Collective: enter this epoch; raises `epoch_collective.LOST` if a member is lost before all are in."""
+        """Collective: enter this epoch; raises `exchange.LOST` if a member is lost before all are in."""
 
     @abstractmethod
     def close(self) -> None:
@@ -333,10 +333,8 @@ _BLAME_S: Final = 2 * SILENT_AFTER_S
 class Wiring:
     """How other members reach a member."""
 
-    address: str
-    """The address of this host as the others know it."""
-    token: bytes
-    """The secret of the run."""
+    address: str  # the address of this host as the others know it
+    token: bytes  # the secret of the run
     security: Security
 
 

@@ -57,8 +57,7 @@ class StepChannel:
     def __init__(self, member: int) -> None:
         self.member = member
         self.view: EpochView | None = None
-        self.passed = 0
-        """The number of exchanges of the epoch that this member knows to be complete."""
+        self.passed = 0  # the number of exchanges of the epoch that this member knows to be complete
         self.next: EpochView | None = None
         """The next view, from when the launcher announces it until the member has entered it."""
 

@@ -75,8 +75,7 @@ class ElasticJob:
     keep_checkpoints: int
     resume_step: int | None
     """The step of the checkpoint to begin with; a member that joins later gets its state from a donor."""
-    wiring: Wiring | None = None
-    """How members reach each other over links; None if all share memory."""
+    wiring: Wiring | None = None  # how members reach each other over links; None if all share memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +91,7 @@ class ElasticPart:
     """Called on the lowest member at the end of the run."""
     resume: Callable[[], Loaded | None]
     """Returns the checkpoint that the run begins with, for members of the first epoch."""
-    early: Sequence[Mapping[str, Any]] = ()
-    """Messages that the launcher has sent before."""
+    early: Sequence[Mapping[str, Any]] = ()  # messages that the launcher has sent before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +101,7 @@ class TakeSlot:
     member: int
     slot: int
     threads: int
-    resumes: bool
-    """Whether the checkpoint that the run begins with follows."""
+    resumes: bool  # whether the checkpoint that the run begins with follows
     checkpoints: str | None
     """The leader's checkpoint folder, if the run keeps one; only the leader can write there."""
 

@@ -36,8 +36,7 @@ from manyhands.engine.exchange import (
 )
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SliceSender
-from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients, cut
+from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SlicedGradients, SliceSender, cut
 from manyhands.strategies.common.collectives.collective import (
     broadcast,
     gradient_layouts,

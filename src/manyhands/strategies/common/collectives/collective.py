@@ -1,7 +1,7 @@
 """Gradients of one model, summed over workers while backward is still running.
 
 A `Reducer` fills buckets and launches them in order; a `Collective` makes each the sum over all workers: in place in
-shared memory (`SharedCollective`), by a schedule over links (`schedule_collective.py`), or by torch (`torch_sums.py`).
+shared memory (`SharedCollective`), by a schedule over links (`schedule_collective.py`), or by torch on GPUs.
 
 The algorithm of DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020): buckets in reverse registration order, launched in order as they fill. A gradient moves into its
@@ -33,12 +33,11 @@ from manyhands.native.group.shared_group import Bucket, SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE
 from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
 from manyhands.transport.link.wire import Wire
-from manyhands.wire.codec_state import as_memory, as_one
+from manyhands.wire.codec import as_memory, as_one
 from manyhands.wire.flat_layout import BucketLayout, lay_out, side_by_side, trainable
-from manyhands.wire.gpu import GpuCopies
 from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
-from manyhands.wire.tap import GradientTap, put
+from manyhands.wire.tap import GpuCopies, GradientTap, put
 
 __all__ = [
     "Collective",
@@ -63,14 +62,10 @@ class Collective(ABC):
 
     rank: int
     world: int
-    wire: int = Wire.MEMORY
-    """What carries the buckets, and in which codec: the result of `wire_of`."""
-    codec: str = RAW
-    """The codec setting."""
-    step: int = 0
-    """Which step the launched buckets belong to; set it before `finish`."""
-    sums_rows: bool = False
-    """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
+    wire: int = Wire.MEMORY  # what carries the buckets, and in which codec: the result of `wire_of`
+    codec: str = RAW  # the codec setting
+    step: int = 0  # which step the launched buckets belong to; set it before `finish`
+    sums_rows: bool = False  # whether row-sparse gradients are summed as such; otherwise only dense ones are
     instead_of_rows: str = (
         "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
         "sparse=False"

@@ -21,9 +21,8 @@ from torch import Tensor
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.common.collectives.schedule import chunk_bounds
-from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
+from manyhands.wire.codec import BadBytes, ErrorFeedback, ParcelCodec, codec_named, encodes
 from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
-from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Compressor"]

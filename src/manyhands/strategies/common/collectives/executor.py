@@ -225,8 +225,7 @@ class _Arithmetic:
     rank: int
     vector: torch.Tensor
     scratch: torch.Tensor
-    wide: torch.Tensor | None
-    """Float32 space for the folds of halves; None for a vector that needs none."""
+    wide: torch.Tensor | None  # float32 space for the folds of halves; None for a vector that needs none
     operation: Callable[..., torch.Tensor]
 
     def items(self, begin: int, end: int) -> torch.Tensor:

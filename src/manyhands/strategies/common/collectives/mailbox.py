@@ -32,8 +32,8 @@ from manyhands.transport.messages import ProtocolError
 
 __all__ = ["LinkMessage", "Mailbox"]
 
-LinkMessage = tuple[int, torch.Tensor]
-"""A payload and the rank it goes to; it must not change until that rank's link is flushed."""
+LinkMessage = tuple[int, torch.Tensor | Message]
+"""A payload of the present round, or a message, and the rank it goes to; it must not change until it is flushed."""
 
 _RETRY_S: Final = 0.001  # between two tries of a link that is full
 _ALARM_SLICE_S: Final = 0.2
@@ -98,6 +98,21 @@ class Mailbox:
 
         Returns what is left to post, and how many bytes came.
         """
+        message, refused = self.next(source, space, refused)
+        room, came = space.nbytes, message.payload_bytes
+        place = (message.kind, message.step, message.tag)
+        if place != self._place or not (0 if or_less else room) <= came <= room:
+            raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
+                f"{self._where()}: {self._peer(source)} sent {came} bytes of (kind, call, round) "
+                f"{place}, due were {room} bytes of {self._place}; all ranks must make the same calls "
+                "in the same order with buffers of one length"
+            )
+        return refused, came
+
+    def next(
+        self, source: int, space: torch.Tensor | None, refused: list[LinkMessage]
+    ) -> tuple[Message, list[LinkMessage]]:
+        """Wait for the next message of `source`, into `space` if given, posting meanwhile what was refused."""
         link = self._link(source)
         left_s = self._timeout_s
         with LongWait() as wait:
@@ -118,16 +133,7 @@ class Mailbox:
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._posts[source].received_ns = time.monotonic_ns()
-        message = outcome.message
-        room, came = space.nbytes, message.payload_bytes
-        place = (message.kind, message.step, message.tag)
-        if place != self._place or not (0 if or_less else room) <= came <= room:
-            raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
-                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
-                f"{place}, due were {room} bytes of {self._place}; all ranks must make the same calls "
-                "in the same order with buffers of one length"
-            )
-        return refused, came
+        return outcome.message, refused
 
     def flush(self, refused: Sequence[LinkMessage], peers: Iterable[int]) -> None:
         """Post what was refused, on whichever link has capacity first, and wait until everything is sent."""
@@ -143,7 +149,7 @@ class Mailbox:
                 self._late(peer, "took nothing")
 
     def refuse(self, source: int, why: str) -> NoReturn:
-        raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
+        raise ManyhandsError(f"{self._where()}: from {self._peer(source)}: {why}")
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
         with LongWait() as wait:
@@ -160,15 +166,16 @@ class Mailbox:
                 self._check_alarm()
                 wait.goes_on(self._role(peer))
 
-    def _send(self, peer: int, payload: torch.Tensor) -> bool:
-        kind, call, round_number = self._place
-        message = Message(kind=kind, step=call, tag=round_number, payload=payload)
+    def _send(self, peer: int, message: torch.Tensor | Message) -> bool:
+        if isinstance(message, torch.Tensor):
+            kind, call, round_number = self._place
+            message = Message(kind=kind, step=call, tag=round_number, payload=message)
         outcome = self._link(peer).send(message)
         if isinstance(outcome, Full):
             return False
         if not isinstance(outcome, Queued):
             self._lost(peer, outcome)
-        num_bytes = payload.nbytes
+        num_bytes = message.payload_bytes
         self.messages_sent += 1
         self.bytes_sent += num_bytes
         post = self._posts[peer]
@@ -184,8 +191,9 @@ class Mailbox:
         return self._links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:
-        role = self._role(peer)
-        raise PeerTimeout(f"{self._where()}: rank {role} {what} within {self._timeout_s:g} s", role)
+        raise PeerTimeout(
+            f"{self._where()}: {self._peer(peer)} {what} within {self._timeout_s:g} s", self._role(peer)
+        )
 
     def _check_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None
@@ -195,11 +203,13 @@ class Mailbox:
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
         self._check_alarm(_CAUSE_S)  # it may have left because of another loss, which the alarm will name
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
-        role = self._role(peer)
-        raise WorkerFailed(f"{self._where()}: lost rank {role}: {reason}", role)
+        raise WorkerFailed(f"{self._where()}: lost {self._peer(peer)}: {reason}", self._role(peer))
 
     def _role(self, rank: int) -> int:
         return rank if self._roles is None else self._roles[rank]
+
+    def _peer(self, rank: int) -> str:
+        return f"rank {self._role(rank)}"
 
     def _where(self) -> str:
         _, call, round_number = self._place

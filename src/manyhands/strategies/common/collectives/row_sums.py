@@ -114,25 +114,20 @@ class _Swap:
             self._enter(number + step)
             refused = self._mailbox.post([(peer, payload)]) if payload is not None else []
             if step:
-                room = self._room(peer, int(count))
+                if not 0 <= int(count) <= self._below:
+                    self._mailbox.refuse(peer, f"{int(count)} rows of a table that has {self._below}")
+                row_bytes = _NUMBER_BYTES + self._width * self._dtype.itemsize
+                room = torch.empty(int(count) * row_bytes, dtype=torch.uint8)
             refused, _ = self._mailbox.receive(peer, room.view(torch.uint8), refused)
             if payload is not None:
                 self._mailbox.flush(refused, [peer])
-        return self._read(peer, int(count), room)
+        end = _NUMBER_BYTES * int(count)
+        numbers = room[:end].view(torch.int64)
+        ascends = bool((numbers[1:] > numbers[:-1]).all())
+        if int(count) and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < self._below):
+            self._mailbox.refuse(peer, f"numbers of rows that do not ascend within {self._below}")
+        return GradientRows(numbers, room[end:].view(self._dtype).view(int(count), self._width))
 
     def _payloads(self, rows: GradientRows) -> tuple[Tensor, Tensor]:
         body = torch.cat([rows.numbers.view(torch.uint8), rows.items.contiguous().view(-1).view(torch.uint8)])
         return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
-
-    def _room(self, peer: int, count: int) -> Tensor:
-        if not 0 <= count <= self._below:
-            self._mailbox.refuse(peer, f"{count} rows of a table that has {self._below}")
-        return torch.empty(count * (_NUMBER_BYTES + self._width * self._dtype.itemsize), dtype=torch.uint8)
-
-    def _read(self, peer: int, count: int, room: Tensor) -> GradientRows:
-        numbers = room[: _NUMBER_BYTES * count].view(torch.int64)
-        ascends = bool((numbers[1:] > numbers[:-1]).all())
-        if count and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < self._below):
-            self._mailbox.refuse(peer, f"numbers of rows that do not ascend within {self._below}")
-        items = room[_NUMBER_BYTES * count :].view(self._dtype).view(count, self._width)
-        return GradientRows(numbers, items)

@@ -74,8 +74,7 @@ class CodecChooser:
         assert error is not None, "a codec that is named is not chosen"
         self._error = error
         self._executor, self._make, self._clock_s = executor, make, clock_s
-        self.codec = RAW
-        """The codec in use."""
+        self.codec = RAW  # the codec in use
         self.decisions: list[CodecChoice] = []
 
     def is_due(self, step: int) -> bool:

@@ -18,12 +18,9 @@ __all__ = ["Grid", "GridAxis", "require_multiple"]
 class GridAxis(Enum):
     """An axis of the grid."""
 
-    DATA = "data"
-    """Workers with the same part of the model and different samples."""
-    STAGE = "stage"
-    """Workers with different layers and the same samples."""
-    SLICE = "slice"
-    """Workers with different slices of the same layers and the same samples."""
+    DATA = "data"  # workers with the same part of the model and different samples
+    STAGE = "stage"  # workers with different layers and the same samples
+    SLICE = "slice"  # workers with different slices of the same layers and the same samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,7 @@ class Cut:
     dim: int | None
     begin: int
     end: int
-    blocks: int = 1
-    """How many such tensors; along a dimension only."""
+    blocks: int = 1  # how many such tensors; along a dimension only
 
     def of(self, whole: Tensor) -> Tensor:
         part = self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
@@ -58,14 +57,10 @@ class Cut:
 class Outline:
     """A model's names before it was split."""
 
-    parameters: Mapping[str, nn.Parameter]
-    """By every name: a tied one has several."""
-    buffers: Mapping[str, Tensor]
-    """By every name: that of a module that stands at two places has several."""
-    keys: tuple[str, ...]
-    """Of its `state_dict()`, in order."""
-    shapes: Mapping[str, torch.Size]
-    """By those keys."""
+    parameters: Mapping[str, nn.Parameter]  # by every name: a tied one has several
+    buffers: Mapping[str, Tensor]  # by every name: that of a module that stands at two places has several
+    keys: tuple[str, ...]  # of its `state_dict()`, in order
+    shapes: Mapping[str, torch.Size]  # by those keys
 
     @staticmethod
     def of(model: nn.Module) -> Outline:
@@ -95,14 +90,10 @@ class Outline:
 class Held:
     """A parameter as this worker holds it."""
 
-    whole: nn.Parameter
-    """The parameter that the user's optimizer was built with."""
-    local: nn.Parameter
-    """The parameter that is used and stepped here; it may be `whole`."""
-    shape: torch.Size
-    """The shape of the whole."""
-    cut: Cut | None = None
-    """Which part `local` is; None: all of it, as for a parameter without dimensions."""
+    whole: nn.Parameter  # the parameter that the user's optimizer was built with
+    local: nn.Parameter  # the parameter that is used and stepped here; it may be `whole`
+    shape: torch.Size  # the shape of the whole
+    cut: Cut | None = None  # which part `local` is; None: all of it, as for a parameter without dimensions
     reports: bool = True
     """Whether this worker sends it when the whole is assembled: one holder of each part does."""
 

@@ -43,12 +43,10 @@ _SHOWN = ("params", "fused", "lr")  # what a group holds in another way during a
 class OwnedState:
     """The state that one owner keeps for one parameter, or for items `begin` to `end` of it."""
 
-    position: int
-    """The parameter's number in the optimizer's `state_dict()`."""
+    position: int  # the parameter's number in the optimizer's `state_dict()`
     begin: int
     end: int
-    shape: torch.Size
-    """Of the state's tensors that were cut with the parameter."""
+    shape: torch.Size  # of the state's tensors that were cut with the parameter
     is_whole: bool
     state: dict[str, Any]
 
@@ -255,13 +253,10 @@ def _refuse_state_dict(_optimizer: Optimizer) -> NoReturn:
 class Part:
     """Some rows of a parameter, or of the optimizer's state for it; the rows of a dense one are its items."""
 
-    shape: torch.Size
-    """Of the whole."""
+    shape: torch.Size  # of the whole
     rows: slice | Tensor
-    count: int
-    """How many rows these are."""
-    width: int = 1
-    """Items in a row."""
+    count: int  # how many rows these are
+    width: int = 1  # items in a row
 
     @property
     def is_whole(self) -> bool:

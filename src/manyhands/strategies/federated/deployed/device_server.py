@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import UserError, printable
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import (

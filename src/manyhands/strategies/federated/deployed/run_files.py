@@ -30,8 +30,7 @@ from manyhands.data.store.atomic import (
     write_synced,
 )
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
+from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable

@@ -46,9 +46,7 @@ class AreaPart:
     """One shard's part of a worker's area."""
 
     flags: Tensor
-    values: Tensor
-    """The range of the values, as bytes."""
-
+    values: Tensor  # the range of the values, as bytes
     gradient: ShardRange
 
 

@@ -35,10 +35,9 @@ from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome, ne
 from manyhands.strategies.ps.live.ps_members import Assemble, LocalMembers, RunFiles
 from manyhands.strategies.ps.live.role_members import RoleMembers, RunKeeper
 from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
-from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.live.snapshots import ShardSnapshots, ToCome, batches_to_come
 from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.resume import ToCome, batches_to_come
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_state import merge
 from manyhands.strategies.ps.slots import SlotTable

@@ -28,7 +28,7 @@ from manyhands.strategies.ps.live.sending import BUFFERS, Shipment, pack_snapsho
 from manyhands.strategies.ps.live.server_tables import final_bytes
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.update_files import has_record, record_mark, record_of, record_rows, take_record
+from manyhands.strategies.ps.update_files import record_mark, record_of, record_rows, take_record
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["RoleMembers", "RunKeeper"]
@@ -82,7 +82,7 @@ class RunKeeper:
             f"{record} stayed on the host of {name}, which died, and nobody has come from there since: its recording "
             "is missing, and the run can be neither replayed nor audited as a whole"
             for member, name in self._computed.items()
-            if not has_record(run, record := record_of(member))
+            if record_rows(run, record := record_of(member)) is None
         ]
 
     def counted(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,7 +92,7 @@ class RunKeeper:
 
     def _rows(self, name: str, rows: int) -> int:
         if not rows and self._job.run_path is not None:  # it wrote nothing, and so it sent no file
-            return record_rows(self._job.run_path, name)
+            return record_rows(self._job.run_path, name) or 0
         return rows + self._before.get(name, 0)
 
 

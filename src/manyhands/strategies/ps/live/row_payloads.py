@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.native.segment import round_up
-from manyhands.strategies.common.tables.row_tables import Placement
-from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, Unknown
+from manyhands.strategies.common.tables.row_tables import Given, Named, Placement, RowSets, Unknown
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
@@ -43,8 +41,7 @@ __all__ = [
     "values_bytes",
 ]
 
-Said = Named | Given | None
-"""How a table's rows are given; None: the table is absent."""
+Said = Named | Given | None  # how a table's rows are given; None: the table is absent
 
 Vetted = tuple[bytes, int, int]
 """The name of a row set that was checked to belong to this table (by number) and shard."""
@@ -74,11 +71,8 @@ def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
     """The payload, as buffers to be sent in order; without `said`, the values of an answer."""
     parts: list[Any] = []
     add_part(parts, b"".join(map(_head, said)))
-    for one in said:
-        if isinstance(one, Given):
-            add_part(parts, _buffer(one.rows))
-    for tensor in values:
-        add_part(parts, _buffer(tensor))
+    for tensor in (*(one.rows for one in said if isinstance(one, Given)), *values):
+        add_part(parts, tensor.detach().contiguous().view(-1).numpy())
     return parts
 
 
@@ -115,7 +109,12 @@ def take_sets(
         if kind == _Kind.GIVEN and 0 <= count <= placement.count(shard):
             rows, rest = _cut(rest, count, torch.int64)
             _require_own(table, placement, shard, rows)
-            found.append(_learn(table, Given(name=name, rows=rows), sets))
+            if not bool((rows[1:] > rows[:-1]).all()):
+                raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
+            try:
+                found.append(sets.learn(Given(name=name, rows=rows)))
+            except ValueError as error:
+                raise ProtocolError("rows", str(error)) from error
         elif kind == _Kind.NAMED and count == 0:
             known = sets.find(Named(name=name))
             seen = (name, number, shard)  # a set of another table may have the same rows, and the same name
@@ -180,10 +179,6 @@ def add_part(parts: list[Any], data: Any) -> None:
             parts.append(_ZEROS[:filling])
 
 
-def _buffer(tensor: Tensor) -> Any:
-    return tensor.detach().contiguous().view(-1).numpy()
-
-
 def _cut(
     rest: memoryview, count: int, dtype: torch.dtype, *, borrow: bool = False
 ) -> tuple[Tensor, memoryview]:
@@ -193,26 +188,13 @@ def _cut(
     if end > len(rest):
         raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
     array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
-    if not array.flags.writeable:  # of an arena, whose memory is soon reused
-        array = _in_place(array) if borrow and num_bytes else array.copy()
+    if not array.flags.writeable and borrow and num_bytes:
+        # The same memory as an array that torch accepts without a warning; for reading only, and it owns nothing.
+        memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+        array = np.frombuffer(memory, array.dtype)
+    elif not array.flags.writeable:  # of an arena, whose memory is soon reused
+        array = array.copy()
     return torch.from_numpy(array), rest[end:]
-
-
-def _in_place(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory as an array that torch accepts without a warning; for reading only, and it does not own the
-    memory.
-    """
-    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    return np.frombuffer(memory, array.dtype)
-
-
-def _learn(table: Table, given: Given, sets: RowSets) -> Tensor:
-    if not bool((given.rows[1:] > given.rows[:-1]).all()):
-        raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
-    try:
-        return sets.learn(given)
-    except ValueError as error:
-        raise ProtocolError("rows", str(error)) from error
 
 
 def _require_own(table: Table, placement: Placement, shard: int, rows: Tensor) -> None:

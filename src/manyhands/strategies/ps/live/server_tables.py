@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.native.segment import round_up
-from manyhands.strategies.common.tables.row_tables import RowGradient
-from manyhands.strategies.common.tables.rowsets import Given, RowSets, name_of
+from manyhands.strategies.common.tables.row_tables import Given, RowGradient, RowSets, name_of
 from manyhands.strategies.ps.live.row_payloads import (
     Vetted,
     add_part,
@@ -46,9 +45,8 @@ class ServerTables:
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
         self._vetted: set[Vetted] = set()
-        self._rooms: dict[
-            tuple[int, int], tuple[NDArray[np.uint8], int]
-        ] = {}  # by member and table, what its rows' values lie in
+        self._rooms: dict[tuple[int, int], tuple[NDArray[np.uint8], int]] = {}
+        """By member and table: what its rows' values lie in, and the address of that."""
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def check_capacity(self, shard: int, num_bytes: int) -> None:

@@ -3,7 +3,7 @@
     RUN/shards/0/step-00000040/…      shard 0 as it was at version 40
     RUN/shards/1/step-00000040/…
 
-A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run goes on
+A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run continues
 from the newest version that every shard has, and nothing is applied twice. A shard that went back has fewer updates
 than the others from then on: they keep what it has not reached yet.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,23 @@ from torch import Tensor
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.state_tree import flatten, unflatten
 from manyhands.errors import CorruptCheckpoint
+from manyhands.strategies.common.consistency import Policy
+from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.slots import SlotTable
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["ShardSnapshot", "ShardSnapshots", "pack_install", "unpack_install"]
+__all__ = ["ShardSnapshot", "ShardSnapshots", "ToCome", "batches_to_come", "pack_install", "unpack_install"]
 
 _LENGTH = struct.Struct("<Q")
 
 
 def pack_install(state: ShardState, held: Mapping[tuple[int, int], Tensor]) -> list[Any]:
     """A store's state and the gradients held for the shard, as buffers to be sent in order."""
-    tree = {
-        "model": state.model,
-        "optimizer": state.optimizer,
-        "batches": state.batches,
-        "held": [[slot, clock, buffer] for (slot, clock), buffer in held.items()],
-    }
-    tensors, meta = flatten(tree)
+    waiting = [[slot, clock, buffer] for (slot, clock), buffer in held.items()]
+    tensors, meta = flatten(
+        {"model": state.model, "optimizer": state.optimizer, "batches": state.batches, "held": waiting}
+    )
     text = json.dumps(meta).encode()
     body = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
     return [_LENGTH.pack(len(text)), text, body]
@@ -66,11 +66,8 @@ class ShardSnapshot:
 
     version: int
     state: ShardState
-    held: dict[tuple[int, int], Tensor]
-    """Gradients that wait for their group, by slot and clock."""
-
-    core: str
-    """The replica's state, as JSON."""
+    held: dict[tuple[int, int], Tensor]  # gradients that wait for their group, by slot and clock
+    core: str  # the replica's state, as JSON
 
 
 class ShardSnapshots:
@@ -78,8 +75,7 @@ class ShardSnapshots:
 
     def __init__(self, run_path: Path | None, shards: int, keep: int = 1) -> None:
         self._folder = run_path / "shards" if run_path is not None else None
-        self._shards = shards
-        self._keep = keep
+        self._shards, self._keep = shards, keep
 
     @property
     def kept(self) -> bool:
@@ -129,11 +125,8 @@ class ShardSnapshots:
 
     def newest_whole(self) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of the newest version that all of them have undamaged; None where there is none."""
-        for version in sorted(self._common(), reverse=True):
-            found = self.at([version] * self._shards)
-            if found is not None:
-                return found
-        return None
+        found = (self.at([version] * self._shards) for version in sorted(self._common(), reverse=True))
+        return next((snapshots for snapshots in found if snapshots is not None), None)
 
     def at(self, versions: Sequence[int]) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of its own version, in order; None where one is missing or damaged."""
@@ -150,3 +143,68 @@ class ShardSnapshots:
     def _store(self, shard: int) -> CheckpointStore:
         assert self._folder is not None, "without a directory there are no snapshots"
         return CheckpointStore(self._folder / str(shard), self._keep)
+
+
+# ── what a resumed run has to do ──────────────────────────────────────────────────────────────────────────────────────
+# Under `sync` these are all batches from one on. Otherwise workers are at different batches when a snapshot is taken:
+# a slow one has an early batch outstanding, a fast one has done later ones. The history of the run keeps its rows of
+# all that is done, and only those.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToCome:
+    """The batches that will be computed; test with `in`."""
+
+    start: int  # all batches from this one on will be computed
+    before: frozenset[int] = field(default_factory=frozenset)  # earlier batches that will be computed, too
+
+    def __contains__(self, batch: int) -> bool:
+        return batch >= self.start or batch in self.before
+
+    def wants(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of the history stays, because what it reports is done and will not be computed again.
+
+        The loss at step k is that of batch k - 1. An evaluation at step k comes before batch k, and remains valid
+        if all batches before it are done.
+        """
+        step = int(row["step"])
+        if "metrics" in row:
+            return step not in self or step <= min([self.start, *self.before])
+        return step - 1 not in self
+
+
+def batches_to_come(policy: Policy, cores: Sequence[Mapping[str, Any]]) -> ToCome:
+    """What a run that resumes from these states (`ShardCore.state`), by shard, will compute."""
+    lead = cores[LEAD]
+    table = SlotTable.from_state(lead["table"])
+    if policy.stepwise:
+        return ToCome(start=lead["steps"]["step"])
+    if policy.by_clock:
+        return _by_clock(policy, table)
+    owed = {
+        batch
+        for record in table.records.values()
+        for clock, batch in record.recent.items()
+        if clock >= record.next_clock
+    }
+    # A lead that goes back asks the others first, and gives out nothing that one of them has seen.
+    start = max(int(core["next_batch"]) for core in cores)
+    return ToCome(start=start, before=frozenset(batch for batch in owed if batch < start))
+
+
+def _by_clock(policy: Policy, table: SlotTable) -> ToCome:
+    """Every slot continues at its clock, and slot and clock determine the batch."""
+    generations = table.generations
+    top = max((record.next_clock for record in table.records.values()), default=0)
+    top = max(top, generations[-1].start)
+    last = generations[-1]
+    start = policy.place(0, len(last.slots), top, (last.start, last.base)).batch
+    owed = set()
+    for index, generation in enumerate(generations):
+        end = generations[index + 1].start if index + 1 < len(generations) else top
+        for rank, slot in enumerate(generation.slots):
+            first = max(generation.start, table.records[slot].next_clock)
+            for clock in range(first, end):
+                place = policy.place(rank, len(generation.slots), clock, (generation.start, generation.base))
+                owed.add(place.batch)
+    return ToCome(start=start, before=frozenset(batch for batch in owed if batch < start))

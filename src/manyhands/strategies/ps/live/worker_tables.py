@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.native.segment import round_up
 from manyhands.strategies.common.tables.row_kernels import ascend, put_rows
-from manyhands.strategies.common.tables.row_tables import RowGradient
-from manyhands.strategies.common.tables.rowsets import RowSetNames, Unknown, name_of
+from manyhands.strategies.common.tables.row_tables import RowGradient, RowSetNames, Unknown, name_of
 from manyhands.strategies.ps.live.row_payloads import Said, pack, values_bytes
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.task import RowsOf
@@ -41,8 +40,7 @@ class WorkerTables:
         named = dict(model.named_parameters())
         self._layout = layout
         self._parameters = [named[table.name] for table in layout.tables]
-        self.exist = bool(self._parameters)
-        """Whether the task has any tables."""
+        self.exist = bool(self._parameters)  # whether the task has any tables
         self._rows_of = [
             next(rows_of[name] for name in table.aliases if name in rows_of) for table in layout.tables
         ]
@@ -51,9 +49,7 @@ class WorkerTables:
         self._rows: list[list[Tensor]] = []  # by table and shard
         self._sorted: list[Tensor] = []  # by table, those of all shards
         self._sizes: dict[int, int] = {}  # by shard, of the values of what is read, once it is asked
-        self._digests: dict[
-            tuple[int, int], bytes
-        ] = {}  # by table and shard, what names them, once it is asked
+        self._digests: dict[tuple[int, int], bytes] = {}  # by table and shard, their names, once asked
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
 
@@ -64,7 +60,6 @@ class WorkerTables:
         self._forgotten.clear()
         self._whole = False
         self._digests.clear()
-        self._sizes.clear()
         self._sizes.clear()
         self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
         self._sorted = [_NO_ROWS] * len(self._parameters)
@@ -96,13 +91,19 @@ class WorkerTables:
 
     def request(self, member: int, shard: int) -> list[Any]:
         """The payload of a ReadRows to server `member`."""
-        return [] if self._whole else pack(self._said(member, shard, self._rows))
+        return [] if self._whole else pack([self._name(member, n, shard) for n in range(len(self._rows))])
 
     def require_size(self, shard: int, num_bytes: int) -> None:
         """Reject an answer of another length than requested, before it is read."""
         expected = self._sizes.get(shard)
         if expected is None:
-            expected = self._sizes[shard] = values_bytes(self._layout.tables, self._counts(shard))
+            tables, shards = self._layout.tables, self._layout.shards
+            counts = (
+                [table.placed(shards).count(shard) for table in tables]
+                if self._whole
+                else [by_shard[shard].numel() for by_shard in self._rows]
+            )
+            expected = self._sizes[shard] = values_bytes(tables, counts)
         if num_bytes != expected:
             raise ProtocolError(
                 "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
@@ -136,12 +137,7 @@ class WorkerTables:
             )
 
     def is_finite(self) -> bool:
-        return all(
-            bool(torch.isfinite(part).all())
-            for parts in self._gradients
-            if parts is not None
-            for part in parts
-        )
+        return all(bool(torch.isfinite(part).all()) for parts in self._gradients for part in parts or ())
 
     def gradients(self, shard: int) -> dict[str, RowGradient]:
         """A shard's part of the gradients, by table, without tables that backward did not reach."""
@@ -153,12 +149,11 @@ class WorkerTables:
 
     def push(self, member: int, shard: int) -> list[Any]:
         """The payload of a Push to server `member`, behind the dense gradient."""
-        rows = [
-            by_shard if parts is not None else None
-            for by_shard, parts in zip(self._rows, self._gradients, strict=True)
+        said = [
+            None if parts is None else self._name(member, number, shard)
+            for number, parts in enumerate(self._gradients)
         ]
-        values = [parts[shard] for parts in self._gradients if parts is not None]
-        return pack(self._said(member, shard, rows), values)
+        return pack(said, [parts[shard] for parts in self._gradients if parts is not None])
 
     # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,9 +165,6 @@ class WorkerTables:
         """Forget which sets a disconnected server knows."""
         self._names.pop(member, None)
 
-    def _said(self, member: int, shard: int, rows: Collection[list[Tensor] | None]) -> list[Said]:
-        return [None if one is None else self._name(member, number, shard) for number, one in enumerate(rows)]
-
     def _name(self, member: int, number: int, shard: int) -> Said:
         rows, names = self._rows[number][shard], self._names[member]
         name = self._digests.get((number, shard))
@@ -180,40 +172,26 @@ class WorkerTables:
             name = self._digests[number, shard] = name_of(rows)
         return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows, name)
 
-    def _counts(self, shard: int) -> list[int]:
-        if self._whole:
-            return [table.placed(self._layout.shards).count(shard) for table in self._layout.tables]
-        return [by_shard[shard].numel() for by_shard in self._rows]
-
 
 def _checked(table: Table, rows: Any) -> Tensor:
     """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
-    found = rows if isinstance(rows, Tensor) else _as_tensor(table, rows)
+    allowed = f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
+    try:
+        found = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
     if not found.numel():
         return torch.empty(0, dtype=torch.int64)
-    if found.dtype != torch.int64 and (
-        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
-    ):
-        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {_allowed(table)}")
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
     given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
     if not ascend(given):
         given.sort()
         given = given[np.append(True, given[1:] != given[:-1])]
     for row in (int(given[0]), int(given[-1])):
         if not 0 <= row < table.shape[0]:
-            raise UserError(f"sparse[{table.name!r}] gave row {row}; {_allowed(table)}")
+            raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
     return torch.from_numpy(given)
-
-
-def _as_tensor(table: Table, rows: Any) -> Tensor:
-    try:
-        return torch.as_tensor(rows)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {_allowed(table)}") from error
-
-
-def _allowed(table: Table) -> str:
-    return f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
 
 
 def _put(table: Table, parameter: Tensor, rows: Tensor, payload: memoryview) -> None:
