@@ -414,8 +414,7 @@ class Inbox:
             moved |= self._read > before
             if self._read < payload.nbytes:
                 break
-            self._read = 0
-            self._target = None
+            self._read, self._target = 0, None
             if isinstance(target, PendingReceive):
                 requests.remove(target)
                 ended.append((target.work, None))

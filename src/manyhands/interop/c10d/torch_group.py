@@ -41,8 +41,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
 
     def __init__(self, session: Session, timeout: timedelta) -> None:
         super().__init__(session.place.rank, session.place.world)
-        self._session = session
-        self._local = session.local
+        self._session, self._local = session, session.local
         self._timeout_s = timeout.total_seconds()
         self._name = session.place.name
         self._desc = "undefined"

@@ -139,8 +139,7 @@ class Spending:
     """
 
     def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
-        self._kind = kind
-        self._budget = budget
+        self._kind, self._budget = kind, budget
         self._apart = clients > 0
         self._rounds = np.zeros(max(1, clients), dtype=np.int64)
         self._before: dict[RoundKind, int] = {}

@@ -137,8 +137,7 @@ class _LossOfBatch(nn.Module):
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
-        self._task = task
+        self.model, self._task = model, task
 
     def forward(self, batch: Any) -> Tensor:
         loss = self._task.loss(self.model, batch)

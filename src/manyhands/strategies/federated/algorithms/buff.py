@@ -65,9 +65,7 @@ class ClientArrivals:
 
     def __init__(self, step: int, underway: Sequence[Underway]) -> None:
         """In round `step`, with these under way; the list is looked at, and changes as clients come and go."""
-        self.step = step
-        self.drained = False
-        self._underway = underway
+        self.step, self.drained, self._underway = step, False, underway
         self._waiting: list[tuple[int, int]] = []
 
     def add(self, back: Underway) -> None:
@@ -114,8 +112,7 @@ class FedBuff(FederatedAlgorithm):
         self._size = int(size)
         self.policy: Policy = Buffered(self._size, rates="damped")
         """Which updates make a step, and what each counts for."""
-        self._clock_s = 0.0
-        self._trips = 0
+        self._clock_s, self._trips = 0.0, 0
         self._underway: list[Underway] = []
         self._versions: dict[int, list[Tensor]] = {}
         self._stale = [0, 0, 0]  # updates, their staleness together, the most
