@@ -18,9 +18,16 @@ from typing import Any, Final
 from manyhands.wire.names import RAW, rounds_hops
 
 __all__ = [
-    "CHOSEN", "CodecChoice", "CodecCost", "LinkCost", "candidates", "codec_sentence", "decide", "looks_at",
+    "CHOSEN",
+    "CodecChoice",
+    "CodecCost",
+    "LinkCost",
+    "candidates",
+    "codec_sentence",
+    "decide",
+    "looks_at",
     "sent_bytes",
-]  # fmt: skip
+]
 
 CHOSEN: Final = "codec_choices"
 """The key of the choices in a summary: a list of `step`, `codec` and `why`."""

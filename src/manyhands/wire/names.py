@@ -19,9 +19,21 @@ from manyhands.errors import UserError, nearest
 from manyhands.strategy import check_choice, setting, switch_setting
 
 __all__ = [
-    "CODECS", "MOST_STAGES", "RAW", "auto_error", "check_codec", "check_feedback", "codec_setting",
-    "feedback_setting", "has_feedback", "momentum_of", "parse_codec", "rounds_hops", "votes", "words_of",
-]  # fmt: skip
+    "CODECS",
+    "MOST_STAGES",
+    "RAW",
+    "auto_error",
+    "check_codec",
+    "check_feedback",
+    "codec_setting",
+    "feedback_setting",
+    "has_feedback",
+    "momentum_of",
+    "parse_codec",
+    "rounds_hops",
+    "votes",
+    "words_of",
+]
 
 RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""

@@ -28,9 +28,15 @@ from manyhands.workloads.registry import find
 from manyhands.workloads.registry import load as load_text
 
 __all__ = [
-    "Export", "ExportAsked", "export_run", "export_weights", "load", "read_model_file", "recorded_options",
+    "Export",
+    "ExportAsked",
+    "export_run",
+    "export_weights",
+    "load",
+    "read_model_file",
+    "recorded_options",
     "trained_steps",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

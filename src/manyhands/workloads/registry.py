@@ -21,9 +21,18 @@ from typing import Any, Final
 from manyhands.errors import UserError, first_line, nearest
 
 __all__ = [
-    "FAMILIES", "JOBS", "TASK_NAMES", "WORKLOADS", "CompileJob", "Workload", "find", "load", "names",
-    "offered", "require_task",
-]  # fmt: skip
+    "FAMILIES",
+    "JOBS",
+    "TASK_NAMES",
+    "WORKLOADS",
+    "CompileJob",
+    "Workload",
+    "find",
+    "load",
+    "names",
+    "offered",
+    "require_task",
+]
 
 GROUP = "manyhands.workloads"
 """The group of entry points."""

@@ -27,9 +27,14 @@ from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.row_sources import RowBlock
 
 __all__ = [
-    "BinTable", "ByteLayout", "FeatureBins", "bins_of_categories", "bins_of_numbers", "bundled_layout",
+    "BinTable",
+    "ByteLayout",
+    "FeatureBins",
+    "bins_of_categories",
+    "bins_of_numbers",
+    "bundled_layout",
     "own_columns",
-]  # fmt: skip
+]
 
 _MOST_CATEGORY = (1 << 20) - 1  # a larger one would make the sets of categories in a model file too long
 _LEAST_ROWS = 3  # of a bin

@@ -34,9 +34,15 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
 from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
 __all__ = [
-    "MODEL_TEXT", "GbdtPredictor", "export_gbdt", "open_gbdt", "parse_model", "read_model", "render_model",
+    "MODEL_TEXT",
+    "GbdtPredictor",
+    "export_gbdt",
+    "open_gbdt",
+    "parse_model",
+    "read_model",
+    "render_model",
     "write_model",
-]  # fmt: skip
+]
 
 MODEL_TEXT = "model.txt"
 _MOST_BYTES = 1 << 30

@@ -45,9 +45,15 @@ from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
 from manyhands.workloads.task_options import check_options
 
 __all__ = [
-    "GloveOptions", "GloveResult", "Keeping", "Learning", "learn_vectors", "shuffled_records",
-    "summed_vectors", "train_glove",
-]  # fmt: skip
+    "GloveOptions",
+    "GloveResult",
+    "Keeping",
+    "Learning",
+    "learn_vectors",
+    "shuffled_records",
+    "summed_vectors",
+    "train_glove",
+]
 
 
 @dataclass(kw_only=True, slots=True)

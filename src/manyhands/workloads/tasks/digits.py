@@ -26,9 +26,16 @@ from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
-    "DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "accuracy", "check_width",
-    "classification_loss", "digits", "read_digits",
-]  # fmt: skip
+    "DIGITS",
+    "LEAST_DEPTH",
+    "DigitsOptions",
+    "ImageClassifier",
+    "accuracy",
+    "check_width",
+    "classification_loss",
+    "digits",
+    "read_digits",
+]
 
 ImageBatch: TypeAlias = Sequence[Tensor]
 LEAST_DEPTH = 3

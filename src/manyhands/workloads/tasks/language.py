@@ -26,9 +26,15 @@ from manyhands.workloads.task_options import CheckedOptions, check_options, opti
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
-    "LANGUAGE", "LanguageOptions", "TextOptions", "Transformer", "bits_per_byte", "language",
-    "next_byte_loss", "text_task",
-]  # fmt: skip
+    "LANGUAGE",
+    "LanguageOptions",
+    "TextOptions",
+    "Transformer",
+    "bits_per_byte",
+    "language",
+    "next_byte_loss",
+    "text_task",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
