@@ -26,8 +26,7 @@ import equality
 import manyhands as mh
 from manyhands.strategies.ps.live import server_process
 from manyhands.strategies.ps.live.server_process import _Server
-from manyhands.strategies.ps.server_core import ServerCore
-from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.shard_replica import ServerCore, ShardReplica
 from manyhands.strategies.ps.shard_store import ShardStore
 
 __all__ = ["BREAKAGES", "task"]

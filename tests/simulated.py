@@ -22,7 +22,7 @@ from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause
 from manyhands.foresight.simulate.models import LedgerStore
 from manyhands.strategies.common.membership import MAX_DEATHS
 from manyhands.strategies.ps.audit import Evidence, Verdict, audit
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 STEPS = 30
 

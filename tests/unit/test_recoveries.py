@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.strategies.ps.live.recoveries import Recoveries
+from manyhands.strategies.ps.live.ps_launcher import Recoveries
 
 
 def test_a_slot_is_whole_when_its_new_worker_is_welcome_everywhere() -> None:

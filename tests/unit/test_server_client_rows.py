@@ -27,7 +27,7 @@ from manyhands.strategies.ps.ps_messages import (
     Work,
     WorkKind,
 )
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 SLOT, MEMBER, CLOCK = 2, 7, 4
 WORK = Work(kind=WorkKind.TRAIN, clock=CLOCK, batch=100)

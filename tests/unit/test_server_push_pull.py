@@ -39,7 +39,7 @@ from manyhands.strategies.ps.ps_messages import (
     View,
     WorkKind,
 )
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 SERVER, BACKUP, OTHER = 1, 2, 3
 MEMBERS = 10  # slot s begins with member 10 + s; a successor has a number that nobody had

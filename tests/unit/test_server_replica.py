@@ -46,8 +46,7 @@ from manyhands.strategies.ps.ps_messages import (
     WorkKind,
     Yield,
 )
-from manyhands.strategies.ps.server_core import ServerCore
-from manyhands.strategies.ps.shard_replica import ReplicaRole, ShardReplica
+from manyhands.strategies.ps.shard_replica import ReplicaRole, ServerCore, ShardReplica
 
 FIRST, SECOND, THIRD = 1, 2, 3  # servers
 WORKER = 10  # the member in slot 0; slot 1 has the next number

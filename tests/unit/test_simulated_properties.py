@@ -18,7 +18,7 @@ import pytest
 from manyhands.foresight.simulate import simulate
 from manyhands.strategies.ps.actions import Action, Keep
 from manyhands.strategies.ps.ps_messages import Forward, Message, Push
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 from simulated import PROMISES, complaints, drawn, ending, severed, stormy
 from simulated_mutants import GUARDS, MUTANTS, UNSEEN, config_of, patched, runs_until_caught
 

@@ -55,7 +55,7 @@ from manyhands.strategies.ps.member_events import (
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import LAUNCHER, Installed, View
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 __all__ = ["new_server", "simulate"]
 

@@ -39,7 +39,7 @@ from manyhands.strategies.ps.ps_messages import (
     View,
     Work,
 )
-from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ServerCore
 
 __all__ = [
     "Assignment",

@@ -1,4 +1,4 @@
-"""One server's replica of one shard: its role, and what it does as a backup.
+"""One server's replica of one shard, its role and what it does as a backup; and all replicas of a server.
 
 A backup commits what it is forwarded and sends nothing to workers; when a view makes it primary (`ShardPrimary`),
 everything is already there.
@@ -10,6 +10,8 @@ both live. Repeating a view makes the lead resend what the others may lack.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -36,9 +38,10 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_core import ShardCore
 from manyhands.strategies.ps.shard_primary import KnownMembers, ShardPrimary
 
-__all__ = ["ReplicaRole", "ShardReplica"]
+__all__ = ["ReplicaRole", "ServerCore", "ShardReplica"]
 
 _OF_WORKERS = (Push, Read, ReadRows, Hello)
+_OF_A_SHARD = (*_OF_WORKERS, Forward, Forwarded, Chosen, Yield)
 
 
 class ReplicaRole(Enum):
@@ -192,3 +195,64 @@ class ShardReplica:
         if sender == self._known.primary:
             return []
         return [SendMessage(sender, Yield(shard=self.config.shard, epoch=self.epoch))]
+
+
+class ServerCore:
+    """All shards of which server `member` is a replica; `config` is what they have in common."""
+
+    def __init__(
+        self,
+        config: ShardConfig,
+        member: int,
+        make_replica: Callable[[ShardConfig, int], ShardReplica] = ShardReplica,
+    ) -> None:
+        self._config = config
+        self._make_replica = make_replica
+        self.member = member
+        self.replicas: dict[int, ShardReplica] = {}
+
+    @property
+    def awaited_member(self) -> int | None:
+        """The worker whose missing update holds reads back, if any."""
+        serving = (replica.serving for replica in self.replicas.values() if replica.serving is not None)
+        return next((one.awaited_member for one in serving if one.awaited_member is not None), None)
+
+    def restore(self, shard: int, state: dict[str, Any] | None) -> None:
+        """Go back to a snapshot (None: to the start), before the view that makes this server primary of `shard`."""
+        self._replica(shard).restore(state)
+
+    def view(self, view: View) -> list[Action]:
+        """Handle a membership change, or a repeated view."""
+        actions: list[Action] = []
+        for place in view.shards:
+            if place.shard in self.replicas or self.member in (place.primary, place.backup):
+                actions += self._replica(place.shard).view(view)
+        return actions
+
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message; if not, its payload need not be looked up."""
+        replica = self.replicas.get(message.shard)
+        return replica is not None and replica.keeps(message)
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        """The actions for a message of member `sender`."""
+        if isinstance(message, _OF_A_SHARD):
+            replica = self.replicas.get(message.shard)
+        elif isinstance(message, ChosenKept):  # of another shard, for the lead
+            replica = self.replicas.get(LEAD)
+        elif isinstance(message, Install):
+            replica = self._replica(message.shard)
+        elif isinstance(message, View):
+            return self.view(message)
+        else:
+            raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
+        if replica is not None:
+            return replica.handle(message, sender)
+        if isinstance(message, _OF_WORKERS):
+            return [SendMessage(sender, NotPrimary(shard=message.shard, epoch=-1))]
+        return []  # of a part in the shard that this server does not have yet, or had in an earlier life
+
+    def _replica(self, shard: int) -> ShardReplica:
+        if shard not in self.replicas:
+            self.replicas[shard] = self._make_replica(replace(self._config, shard=shard), self.member)
+        return self.replicas[shard]

@@ -23,7 +23,6 @@ from manyhands.strategies.ps import member_events
 from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_members import Assemble, RunFiles, RunMembers
-from manyhands.strategies.ps.live.recoveries import Recoveries
 from manyhands.strategies.ps.live.reports import (
     ORDERS,
     REPORTS,
@@ -57,7 +56,9 @@ from manyhands.strategies.ps.member_events import (
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
-__all__ = ["LaunchOutcome", "Launcher", "new_token"]
+__all__ = ["LaunchOutcome", "Launcher", "Recoveries", "new_token"]
+
+_SHARDS = "every shard"
 
 
 @dataclass(slots=True)
@@ -301,6 +302,45 @@ class Launcher(RunLauncher[RunMembers]):
             self._members.ask_to_stop(process)
         while self._members.members and time.monotonic() < deadline:
             self._poll()
+
+
+class Recoveries:
+    """The replacements not yet known to be connected; each call returns what may be reported now: (what, member).
+
+    The membership finds a process for a slot or a shard and reports it. A worker is connected once every shard has
+    welcomed it. A server that took over from a copy was connected all along, or got its copy through a connection;
+    one that restored a snapshot is connected once it has welcomed a worker. Workers report each welcome with the
+    epoch of their view.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, int] = {}
+        self._welcomed_epoch = 0
+        self._restored_epoch = 0
+
+    def restored(self, epoch: int) -> None:
+        """Note that in this view a shard is served by a server that restored a snapshot and has no connections
+        yet.
+        """
+        self._restored_epoch = epoch
+
+    def found(self, what: str, member: int) -> list[tuple[str, int]]:
+        """Note the replacement for `what`, which is `slot 3` or `every shard`."""
+        self._found[what] = member
+        return self._shards_if_met()
+
+    def welcomed(self, member: int, epoch: int) -> list[tuple[str, int]]:
+        """Note that every shard of this view has welcomed a worker."""
+        self._welcomed_epoch = max(self._welcomed_epoch, epoch)
+        mine = [what for what, found in self._found.items() if found == member and what != _SHARDS]
+        return [*((what, self._found.pop(what)) for what in mine), *self._shards_if_met()]
+
+    def over(self) -> list[tuple[str, int]]:
+        """Report the shards as recovered: no worker is left to be welcomed."""
+        return [(_SHARDS, self._found.pop(_SHARDS))] if _SHARDS in self._found else []
+
+    def _shards_if_met(self) -> list[tuple[str, int]]:
+        return self.over() if self._welcomed_epoch >= self._restored_epoch else []
 
 
 def new_token() -> str:

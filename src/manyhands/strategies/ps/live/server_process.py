@@ -63,8 +63,7 @@ from manyhands.strategies.ps.ps_messages import (
     View,
     Yield,
 )
-from manyhands.strategies.ps.server_core import ServerCore
-from manyhands.strategies.ps.shard_replica import ReplicaRole
+from manyhands.strategies.ps.shard_replica import ReplicaRole, ServerCore
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Rejected, Shared

@@ -24,8 +24,8 @@ from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.reports import LeftShard
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
-from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_replica import ServerCore
 from manyhands.strategies.ps.shard_state import ShardState
 from manyhands.strategies.ps.shard_store import ShardStore, byte_view
 from manyhands.strategies.ps.update_files import ShardRecorder
