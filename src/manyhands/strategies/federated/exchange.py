@@ -114,12 +114,6 @@ class FederatedExchange(Exchange):
         self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
         times = collective.take_times if collective is not None else Times
         self.meter = Meter(take_times=times, traffic=lambda: self._sent)
-
-        def load(memory: Mapping[str, Any]) -> None:
-            self._loaded_state = memory
-            self._algorithm.load_state(memory.get("algorithm", {}))
-
-        self.kept = ExchangeState(gather=self._memory, load=load)
         self.rounds = self
         self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
@@ -150,6 +144,12 @@ class FederatedExchange(Exchange):
         self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
+
+        def load(memory: Mapping[str, Any]) -> None:
+            self._loaded_state = memory
+            self._algorithm.load_state(memory.get("algorithm", {}))
+
+        self.kept = ExchangeState(gather=self._memory, load=load)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
