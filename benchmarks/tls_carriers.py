@@ -217,8 +217,8 @@ class Rendezvous:
 
     def _link(self, name: str) -> OverLink:
         way = self.ways[name]
-        wrap = way.wrap_server if self.listens else way.wrap_client
-        return OverLink(f"link, {name}", TcpLink(wrap(self._connected(), "the peer"), peer="the peer"))
+        end = way.wrap(self._connected(), "the peer", server_side=self.listens)
+        return OverLink(f"link, {name}", TcpLink(end, peer="the peer"))
 
     def _sockets(self, number: int, name: str) -> OverSockets:
         ends = []

@@ -52,7 +52,7 @@ class Text:
 
 
 CODEC = MessageCoder({1: Number, 2: Text})
-FAST = Settings(silence=LivenessTimes(heartbeat_s=0.02, silence_s=0.5, handshake_s=0.5))
+FAST = Settings(liveness=LivenessTimes(heartbeat_s=0.02, silence_s=0.5, handshake_s=0.5))
 
 
 class Clock:

@@ -102,7 +102,8 @@ class TlsRig(TcpRig):
         accepted, connected = tcp.connected()
         security = run_security()
         ends = self.run(
-            lambda: security.wrap_server(accepted, "bob"), lambda: security.wrap_client(connected, "alice")
+            lambda: security.wrap(accepted, "bob", server_side=True),
+            lambda: security.wrap(connected, "alice", server_side=False),
         )
         self.first = TcpLink(ends[0], peer="bob", queue_bytes=QUEUE_BYTES)
         self.second = TcpLink(ends[1], peer="alice", queue_bytes=QUEUE_BYTES)

@@ -46,8 +46,8 @@ def linked(security: Security) -> tuple[TcpLink, TcpLink, Relay]:
         near = socket.create_connection(("127.0.0.1", relay.port), PATIENCE_S)
         far, _ = server.accept()
     ends = both(
-        lambda: security.wrap_client(near, "worker 1 on host-b"),
-        lambda: security.wrap_server(far, "worker 0 on host-a"),
+        lambda: security.wrap(near, "worker 1 on host-b", server_side=False),
+        lambda: security.wrap(far, "worker 0 on host-a", server_side=True),
     )
     links = []
     for end, peer in zip(ends, ("worker 1", "worker 0"), strict=True):
@@ -94,8 +94,8 @@ def test_an_end_of_another_authority_is_named_on_both_sides() -> None:
     other = careless_security(folders("other") / HOSTS[1])
     begin_s = time.monotonic()
     refused = both(
-        lambda: other.wrap_client(near, "worker 0 on host-a"),
-        lambda: run_security().wrap_server(far, "worker 1 on host-b"),
+        lambda: other.wrap(near, "worker 0 on host-a", server_side=False),
+        lambda: run_security().wrap(far, "worker 1 on host-b", server_side=True),
     )
     assert [str(one) for one in refused] == [
         "worker 0 on host-a: it refused this end's certificate, which is of another authority; give both hosts folders "
@@ -114,7 +114,7 @@ def test_an_end_without_tls_is_named() -> None:
         with pytest.raises(
             TlsRefused, match=r"worker 1: it does not speak TLS 1\.3; start it with --tls DIR"
         ):
-            run_security().wrap_server(far, "worker 1")
+            run_security().wrap(far, "worker 1", server_side=True)
         near.settimeout(PATIENCE_S)
         assert near.recv(100)[:2] == b"\x15\x03"  # and is told in the words of TLS
 
@@ -126,12 +126,12 @@ def test_a_handshake_that_stops_ends_at_its_deadline(said: bytes) -> None:
         near.sendall(said)
         begin_s = time.monotonic()
         with pytest.raises(TlsRefused, match=r"worker 1: did not finish the TLS handshake within 0\.2 s"):
-            run_security().wrap_server(far, "worker 1", timeout_s=0.2)
+            run_security().wrap(far, "worker 1", timeout_s=0.2, server_side=True)
         assert time.monotonic() - begin_s < 5.0
     near, far = connected()
     near.close()
     with pytest.raises(TlsRefused, match=r"worker 1: the connection broke in the TLS handshake"):
-        run_security().wrap_client(far, "worker 1")
+        run_security().wrap(far, "worker 1", server_side=False)
 
 
 def test_a_server_that_says_something_else_after_the_handshake_is_refused() -> None:
@@ -149,7 +149,7 @@ def test_a_server_that_says_something_else_after_the_handshake_is_refused() -> N
         with pytest.raises(
             TlsRefused, match=r"worker 1: TLS failed \(.*it said something else than the handsh"
         ):
-            run_security(HOSTS[1]).wrap_client(near, "worker 1")
+            run_security(HOSTS[1]).wrap(near, "worker 1", server_side=False)
         said.result(PATIENCE_S)
 
 
@@ -168,7 +168,8 @@ def test_nothing_is_sent_or_received_before_the_handshake() -> None:
 def test_both_ends_have_agreed_on_tls_1_3_with_certificates_of_the_run() -> None:
     near, far = connected()
     ends = both(
-        lambda: run_security(HOSTS[1]).wrap_client(near, "a"), lambda: run_security().wrap_server(far, "b")
+        lambda: run_security(HOSTS[1]).wrap(near, "a", server_side=False),
+        lambda: run_security().wrap(far, "b", server_side=True),
     )
     for end, host in zip(ends, HOSTS, strict=True):
         assert isinstance(end, SecureSocket)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(100)
 
 PATIENCE_S = 60.0  # for a child to start; imports are slow on a busy machine
 TOKEN = b"the secret of this run, 32 bytes"
-SETTINGS = Settings(silence=LivenessTimes(heartbeat_s=0.1, silence_s=1.0))
+SETTINGS = Settings(liveness=LivenessTimes(heartbeat_s=0.1, silence_s=1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Number:
 hub = Hub(
     Credentials(member=2, role="child", token=b"the secret of this run, 32 bytes", fingerprint="task"),
     MessageCoder({1: Number}),
-    settings=Settings(silence=LivenessTimes(heartbeat_s=0.1, silence_s=60.0)),
+    settings=Settings(liveness=LivenessTimes(heartbeat_s=0.1, silence_s=60.0)),
 )
 hub.connect(1, sys.argv[1])
 while True:

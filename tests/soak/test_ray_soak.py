@@ -67,10 +67,10 @@ def test_actors_carry_roles_and_their_ends_are_reported(nodes: Any) -> None:
     import ray
 
     from manyhands.errors import UserError
-    from manyhands.places.ray.actor_placement import seats
+    from manyhands.places.ray.actor_placement import bundles
     from manyhands.places.ray.role_actors import RayRoles
 
-    planned = seats({"worker": range(2), "ps": range(2)}, {"worker": "pack", "ps": "spread"}, 1, {})
+    planned = bundles({"worker": range(2), "ps": range(2)}, {"worker": "pack", "ps": "spread"}, 1, {})
     with RayRoles(ray, planned) as roles:
         roles.start("worker", 0, whose, 0.0)
         roles.start("worker", 1, die)
@@ -89,7 +89,7 @@ def test_actors_carry_roles_and_their_ends_are_reported(nodes: Any) -> None:
     while ray.available_resources().get("CPU") != 8 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert ray.available_resources()["CPU"] == 8, "nothing is left"
-    too_many = seats({"worker": range(9)}, {"worker": "pack"}, 1, {})
+    too_many = bundles({"worker": range(9)}, {"worker": "pack"}, 1, {})
     with (
         pytest.raises(UserError, match="worker alone needs 9 CPU, and 8 CPU is free"),
         RayRoles(ray, too_many, 3),

@@ -222,7 +222,7 @@ def test_a_role_that_never_starts_is_reported() -> None:
     play = Play(1)
     actions = play.let_pass(121.0)
     assert [action for _, action in actions] == [KillProcess(0), ("alarm", 0), ("stop", 0)]
-    assert "did not start within 120 s; never seen on the board" in str(play.failure())
+    assert "did not start within 120 s; never seen" in str(play.failure())
 
 
 def test_a_consequence_gives_way_to_its_cause() -> None:
@@ -379,7 +379,7 @@ def test_marks_are_packed_into_one_word() -> None:
         pack_mark(0, State.WAITING, 65535)
 
 
-def test_the_board_shows_to_all_what_one_writes() -> None:
+def test_the_status_table_shows_to_all_what_one_writes() -> None:
     with StatusTable.create(3) as status_table, StatusTable(os.dup(status_table.descriptor)) as other:
         status_table.sign_on(1)
         status_table.mark(1, 17, State.WAITING, waiting_for=2)
@@ -391,7 +391,7 @@ def test_the_board_shows_to_all_what_one_writes() -> None:
         status_table.mark(1, 18, State.EXCHANGING)
         assert other.read(1).doing() == "exchanging step 18"
         assert other.read(0) == other.read(2) == StatusRow()
-        with pytest.raises(IndexError, match="no line 3"):
+        with pytest.raises(IndexError, match="no row 3"):
             status_table.read(3)
     status_table.close()
     with pytest.raises(ValueError, match="closed"):

@@ -86,7 +86,7 @@ def test_settings_that_ask_for_another_way_have_it(setting: str) -> None:
     [
         ("codec=bf16", "codec=bf16: NCCL sums gradients as they are"),
         ("algorithm=ring", "algorithm=ring: NCCL has algorithms of its own"),
-        ("elastic=yes", "elastic=yes: a group of NCCL cannot go on"),
+        ("elastic=yes", "elastic=yes: a group of NCCL cannot continue"),
         ("helpers=1", "helpers=1: helpers sum in the memory"),
         ("order=priority", "order=priority: NCCL sums whole buckets"),
     ],

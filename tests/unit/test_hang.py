@@ -12,7 +12,7 @@ from manyhands.errors import UserError
 from manyhands.observe.record.event_ring import describe_event
 from manyhands.observe.record.events import Event, EventKind
 from manyhands.places.local.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
-from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.host import check_watchdog_s
 from manyhands.places.local.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
 from manyhands.places.local.status import NOBODY, State, StatusRow
 from manyhands.strategies.registry import STRATEGIES

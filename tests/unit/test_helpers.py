@@ -15,8 +15,8 @@ from equality import OPTIMIZERS, Awkward, distance, loss
 from manyhands.engine.exchange import LocalStep, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.external.sharing import no_group
-from manyhands.places.ray.ray_place import Casting
+from manyhands.places.external.links import no_group
+from manyhands.places.ray.ray_place import RankAssignment
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helpers import (
     HelperSplit,
@@ -299,7 +299,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
         (lambda: strategy.check(3, "cpu", compiled=True), "compiled step"),
         (lambda: strategy.placed(3, {}), "start at least 4"),
         (lambda: strategy.placed(4, {"worker": 4}), "no type for helpers"),
-        (lambda: Casting.of(strategy, 3), "no actor is a helper on Ray"),
+        (lambda: RankAssignment.of(strategy, 3), "no actor is a helper on Ray"),
     ):
         with pytest.raises(UserError, match=sentence):
             refused()

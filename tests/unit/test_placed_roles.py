@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.places.external.external_place import SpecificationPlace
-from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.process_place import ProcessPlace, SpecificationPlace
 from manyhands.places.external.specification import ClusterSpec, check_hosts, listening_at
 from manyhands.places.place import find_place
 from manyhands.strategies.ps.external_roles import ps_ranks

@@ -186,7 +186,7 @@ def test_one_who_never_starts_is_killed_and_reported() -> None:
     assert play.let_pass(121.0) == [(120.25, KillProcess(3))]
     failure = play.exit(3, -9).failure
     assert failure is not None
-    assert "server 3 (pid 103) did not start within 120 s; never seen on the board" in failure.sentence
+    assert "server 3 (pid 103) did not start within 120 s; never seen" in failure.sentence
 
 
 def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:

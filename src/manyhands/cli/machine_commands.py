@@ -89,7 +89,7 @@ class _RoleOptions:
 @from_options
 def role_command(asked: _RoleOptions) -> None:
     """As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`."""
-    from manyhands.places.external.external_place import SpecificationPlace
+    from manyhands.places.external.process_place import SpecificationPlace
     from manyhands.places.external.specification import EVALUATOR, ClusterSpec
     from manyhands.places.place import standing
 

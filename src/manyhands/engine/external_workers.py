@@ -31,9 +31,15 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_server import ControlEvent, Warned
 from manyhands.places.external.key_value_store import comes_true
-from manyhands.places.external.links import open_heartbeats, open_links
+from manyhands.places.external.links import (
+    attach_group,
+    no_group,
+    open_heartbeats,
+    open_links,
+    share_group_files,
+    share_links,
+)
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
-from manyhands.places.external.sharing import attach_group, no_group, share_group_files, share_links
 from manyhands.places.external.torch_store import RunStore
 from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.failure import Failure, report
@@ -76,7 +82,7 @@ ORDERS: Final = TypedNotes(BeginTraining)
 
 def wait_for_orders(member: GroupMember) -> BeginTraining:
     """Wait for the leader's first message; PeerTimeout if it does not come, Aborted if the run is over."""
-    line, deadline = member.line, time.monotonic() + member.timeout_s
+    line, deadline = member.connection, time.monotonic() + member.timeout_s
     while True:
         for payload in line.received(min(1.0, member.timeout_s)):
             order = ORDERS.read(payload)

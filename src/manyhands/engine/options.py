@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from manyhands.data.randomness import mix
 from manyhands.engine.callbacks import Callback
 from manyhands.errors import UserError, named_arguments, nearest
-from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.host import check_watchdog_s
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.totals import TotalsSnapshot

@@ -156,7 +156,9 @@ class RequestedRun:
                         return _follow(member, kind(request, model), model)
                     except Aborted as error:
                         if not (
-                            kind.comes_again and member.line.over is not None and member.line.over.is_lost
+                            kind.comes_again
+                            and member.connection.over is not None
+                            and member.connection.over.is_lost
                         ):
                             raise
                         _log.warning("%s; %s tries to come again", error, process.name)
@@ -167,7 +169,7 @@ def _follow(member: GroupMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
     if member.place.leaves:
         return Run(model=model, history=History([]), summary={})
-    line = member.line
+    line = member.connection
     try:
         return _run_of(model, line.take(_RUN, member.timeout_s))
     except (Aborted, PeerTimeout) as error:

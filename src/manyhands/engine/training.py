@@ -190,7 +190,7 @@ class Training(ABC):
 
     def take_part(self, member: GroupMember) -> None:
         """Run one role of a run that another process leads, to its end; only where it `can_take_part`."""
-        raise UserError(f"strategy={self._request.strategy} has no part for {member.line.name}")
+        raise UserError(f"strategy={self._request.strategy} has no part for {member.connection.name}")
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:

@@ -185,7 +185,7 @@ class ProcessTraining(Training):
         """Train as one worker of a run that another process leads, from its first message to the last step."""
         from manyhands.engine.external_workers import MemberWorker, wait_for_orders
 
-        line = member.line
+        line = member.connection
         with MemberWorker(line) as worker_context:
             orders = wait_for_orders(member)
             start = Loaded.of(unpack_tree(line.take("start", member.timeout_s))) if orders.resumes else None

@@ -42,127 +42,94 @@ class Finding:
     advice: str = ""
 
 
+def _finding(subject: str, found: str, advice: str = "", *, needed: bool = False) -> Finding:
+    """What is there; with an advice something is missing, without which training works unless it is `needed`."""
+    lacking = DoctorVerdict.BAD if needed else DoctorVerdict.NOTE
+    return Finding(
+        subject=subject, verdict=lacking if advice else DoctorVerdict.GOOD, found=found, advice=advice
+    )
+
+
 def examine() -> list[Finding]:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    limited = f" (of {present}; this process may not use the others)" if usable < present else ""
+    free = available_bytes()
+    has_memfd = hasattr(os, "memfd_create") and platform.system() == "Linux"
     return [
-        _python(),
-        _cores(),
-        _memory(),
-        _shared_memory(),
+        _finding(
+            "Python",
+            f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+            "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
+            needed=True,
+        ),
+        _finding(
+            "cores",
+            f"{usable}{limited}",
+            "" if usable > 1 else "more than one worker will take turns on one core",
+        ),
+        _finding(
+            "memory",
+            f"{format_bytes(free)} available",
+            ""
+            if free >= 2 * 1024**3
+            else "each worker holds torch and a model: expect about 0.5 GiB and three times the model",
+        ),
+        _finding(
+            "shared memory",
+            "anonymous segments (memfd), no /dev/shm needed" if has_memfd else "no memfd on this system",
+            "" if has_memfd else "several workers on one host need Linux; strategy=single works anywhere",
+            needed=True,
+        ),
         _gpus(),
         *_engines(),
-        _numba(),
+        _finding("numba", importlib.metadata.version("numba")),
         _kernels(),
         _tls(),
-        *_extras(),
+        _finding("scikit-learn", importlib.metadata.version("scikit-learn"))
+        if importlib.util.find_spec("sklearn") is not None
+        else _finding("scikit-learn", "missing", "the digits task needs it: pip install scikit-learn"),
     ]
 
 
-def _python() -> Finding:
-    version = platform.python_version()
-    good = sys.version_info >= (3, 11)
-    return Finding(
-        subject="Python",
-        verdict=DoctorVerdict.GOOD if good else DoctorVerdict.BAD,
-        found=f"{version} on {platform.system()} {platform.machine()}",
-        advice="" if good else "install Python 3.11 or newer",
-    )
-
-
-def _cores() -> Finding:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    limited = f" (of {present}; this process may not use the others)" if usable < present else ""
-    return Finding(
-        subject="cores",
-        verdict=DoctorVerdict.GOOD if usable > 1 else DoctorVerdict.NOTE,
-        found=f"{usable}{limited}",
-        advice="" if usable > 1 else "more than one worker will take turns on one core",
-    )
-
-
-def _memory() -> Finding:
-    room = available_bytes()
-    small = room < 2 * 1024**3
-    return Finding(
-        subject="memory",
-        verdict=DoctorVerdict.NOTE if small else DoctorVerdict.GOOD,
-        found=f"{format_bytes(room)} available",
-        advice="each worker holds torch and a model: expect about 0.5 GiB and three times the model"
-        if small
-        else "",
-    )
-
-
-def _shared_memory() -> Finding:
-    works = hasattr(os, "memfd_create") and platform.system() == "Linux"
-    return Finding(
-        subject="shared memory",
-        verdict=DoctorVerdict.GOOD if works else DoctorVerdict.BAD,
-        found="anonymous segments (memfd), no /dev/shm needed" if works else "no memfd on this system",
-        advice="" if works else "several workers on one host need Linux; strategy=single works anywhere",
-    )
-
-
 def _gpus() -> Finding:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        advice = (
-            f"torch is built for CUDA {built} but finds no driver or device"
-            if built
-            else "this torch is a CPU build; for GPUs install a CUDA build of torch"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return _finding("GPUs", ", ".join(names))
+    if torch.version.cuda:
+        return _finding(
+            "GPUs", "none", f"torch is built for CUDA {torch.version.cuda} but finds no driver or device"
         )
-        return Finding(subject="GPUs", verdict=DoctorVerdict.NOTE, found="none", advice=advice)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding(subject="GPUs", verdict=DoctorVerdict.GOOD, found=", ".join(names))
+    return _finding("GPUs", "none", "this torch is a CPU build; for GPUs install a CUDA build of torch")
 
 
 def _engines() -> list[Finding]:
     available = torch.distributed.is_available()
     gloo = available and torch.distributed.is_gloo_available()
     nccl = available and torch.distributed.is_nccl_available()
-    return [
-        Finding(subject="torch", verdict=DoctorVerdict.GOOD, found=torch.__version__),
-        Finding(
-            subject="Gloo",
-            verdict=DoctorVerdict.GOOD if gloo else DoctorVerdict.NOTE,
-            found="found" if gloo else "not in this torch",
-            advice=""
-            if gloo
-            else "needed between hosts and by `bench`; install a torch with distributed support",
-        ),
-        Finding(
-            subject="NCCL",
-            verdict=DoctorVerdict.GOOD if nccl else DoctorVerdict.NOTE,
-            found=nccl_version() or "not in this torch",
-            advice=""
-            if nccl
-            else "sums gradients on the GPUs where every worker has one of its own; comes with CUDA builds of torch",
-        ),
-    ]
-
-
-def _numba() -> Finding:
-    return Finding(
-        subject="numba",
-        verdict=DoctorVerdict.GOOD,
-        found=importlib.metadata.version("numba"),
+    need_gloo = "needed between hosts and by `bench`; install a torch with distributed support"
+    need_nccl = (
+        "sums gradients on the GPUs where every worker has one of its own; comes with CUDA builds of torch"
     )
+    return [
+        _finding("torch", torch.__version__),
+        _finding("Gloo", "found" if gloo else "not in this torch", "" if gloo else need_gloo),
+        _finding("NCCL", nccl_version() or "not in this torch", "" if nccl else need_nccl),
+    ]
 
 
 def _kernels() -> Finding:
     place = cache_folder()
     if place is None:
-        return Finding(
-            subject="kernels",
-            verdict=DoctorVerdict.NOTE,
-            found="no folder to keep compiled code in",
-            advice="every run compiles again; set NUMBA_CACHE_DIR to a folder of your own",
+        return _finding(
+            "kernels",
+            "no folder to keep compiled code in",
+            "every run compiles again; set NUMBA_CACHE_DIR to a folder of your own",
         )
     every, missing = jobs_of("all"), missing_jobs("all")
-    return Finding(
-        subject="kernels",
-        verdict=DoctorVerdict.NOTE if missing else DoctorVerdict.GOOD,
-        found=f"{len(every) - len(missing)} of {len(every)} groups compiled, in {place}",
-        advice="the others are compiled when they are needed, or now with manyhands doctor --warm"
+    return _finding(
+        "kernels",
+        f"{len(every) - len(missing)} of {len(every)} groups compiled, in {place}",
+        "the others are compiled when they are needed, or now with manyhands doctor --warm"
         if missing
         else "",
     )
@@ -174,21 +141,4 @@ def _tls() -> Finding:
     if ssl.HAS_TLSv1_3:
         advice = "" if makes else "manyhands certificates needs it: pip install 'manyhands[tls]'"
     with_it = f"cryptography {importlib.metadata.version('cryptography')}" if makes else "no cryptography"
-    return Finding(
-        subject="TLS",
-        verdict=DoctorVerdict.NOTE if advice else DoctorVerdict.GOOD,
-        found=f"{ssl.OPENSSL_VERSION}, {with_it}",
-        advice=advice,
-    )
-
-
-def _extras() -> list[Finding]:
-    found = importlib.util.find_spec("sklearn") is not None
-    return [
-        Finding(
-            subject="scikit-learn",
-            verdict=DoctorVerdict.GOOD if found else DoctorVerdict.NOTE,
-            found=importlib.metadata.version("scikit-learn") if found else "missing",
-            advice="" if found else "the digits task needs it: pip install scikit-learn",
-        )
-    ]
+    return _finding("TLS", f"{ssl.OPENSSL_VERSION}, {with_it}", advice)

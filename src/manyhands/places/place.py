@@ -90,10 +90,8 @@ class Place(ABC):
 
     kind: ClassVar[str]
     """Its name in `PLACES`."""
-
     forks: ClassVar[bool] = False
     """Whether workers are forked from the template process of this one."""
-
     changes_size: ClassVar[bool] = False
     """Whether it adds and removes workers by itself, between `min_workers` and `max_workers`."""
 

@@ -27,8 +27,8 @@ class PlaceEntry:
 
 
 PLACES: Final[dict[str, PlaceEntry]] = {
-    "specification": PlaceEntry("places.external.external_place:SpecificationPlace", ("TF_CONFIG",)),
-    "torchrun": PlaceEntry("places.external.external_place:TorchrunPlace", ("RANK", "WORLD_SIZE")),
+    "specification": PlaceEntry("places.external.process_place:SpecificationPlace", ("TF_CONFIG",)),
+    "torchrun": PlaceEntry("places.external.process_place:TorchrunPlace", ("RANK", "WORLD_SIZE")),
     "ray": PlaceEntry("places.ray.ray_place:RayCluster"),
     "local": PlaceEntry("places.place:LocalPlace"),
 }

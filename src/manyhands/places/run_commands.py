@@ -29,5 +29,4 @@ class Command:
 
     change: AddWorker | RemoveWorker | None
     """None: end the run."""
-
     done: Future[int] = field(default_factory=Future)

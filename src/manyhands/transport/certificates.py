@@ -23,6 +23,7 @@ from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, TOKEN
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName
 
 __all__ = ["AUTHORITY_KEY", "make_certificates"]
@@ -31,19 +32,20 @@ AUTHORITY_KEY: Final = "authority.key"
 """Where the authority's own key is kept, if it is."""
 
 _MOST_DAYS: Final = 3650.0
+_KEY_USES: Final = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 _CLOCKS_MAY_DIFFER: Final = timedelta(minutes=10)
 _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
 class HostFolders:
-    """What was made: a folder for each host."""
+    """What was made: a folder for each host, in their order, and when the certificates expire."""
 
     folders: tuple[Path, ...]
-    """In the order of the hosts; each goes to its host, and to nobody else."""
-
     end: datetime
-    """When the certificates expire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,10 @@ def make_certificates(
             for host in hosts:
                 (made / host).rename(directory / host)
         else:
-            if keep_authority:
-                _keep_authority(made, authority)
+            if keep_authority:  # in one file: a `ca.pem` would make the directory look like a host's
+                pem = authority.certificate.public_bytes(_pem())
+                _write(made / AUTHORITY_KEY, _key_bytes(authority.key) + pem, 0o600)
+                _write(made / TOKEN, authority.token.encode() + b"\n", 0o600)
             made.rename(directory)  # takes the place of an empty folder
     finally:
         shutil.rmtree(made, ignore_errors=True)  # gone already where all went well
@@ -138,17 +142,7 @@ def _new_authority(now: datetime, end: datetime) -> _Authority:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = f"manyhands run {secrets.token_hex(8)}"
-    signs_certificates = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    signs_certificates = x509.KeyUsage(**{use: use == "key_cert_sign" for use in _KEY_USES})
     certificate = (
         _builder(name, name, key, now, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -207,21 +201,18 @@ def _write_host(folder: Path, host: str, authority: _Authority, now: datetime, e
     _write(folder / TOKEN, authority.token.encode() + b"\n", 0o600)
 
 
+def _pem() -> Encoding:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return Encoding.PEM
+
+
 def _key_bytes(key: EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _keep_authority(directory: Path, authority: _Authority) -> None:
-    """Beside the hosts' folders, in one file: a `ca.pem` would make the whole directory look like one of those."""
-    from cryptography.hazmat.primitives import serialization
-
-    content = _key_bytes(authority.key) + authority.certificate.public_bytes(serialization.Encoding.PEM)
-    _write(directory / AUTHORITY_KEY, content, 0o600)
-    _write(directory / TOKEN, authority.token.encode() + b"\n", 0o600)
 
 
 def _read_authority(directory: Path) -> _Authority:

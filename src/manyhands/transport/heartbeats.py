@@ -116,7 +116,12 @@ class Heartbeats:
         )
         self._table = np.zeros(_ENTRIES + len(far) * _ENTRY_BYTES, np.uint8)
         for number, (peer, place) in enumerate(far.items()):
-            raw = _raw_address(place)
+            # As the kernel wants it: sockaddr_in or sockaddr_in6.
+            family, layout = (
+                (socket.AF_INET6, "=HH4x16s4x") if ":" in place.address else (socket.AF_INET, "=HH4s8x")
+            )
+            packed = socket.inet_pton(family, place.address)
+            raw = struct.pack(layout, family, socket.htons(place.port), packed)
             entry = struct.pack(f"<{_ADDRESS_BYTES}sQ", raw, len(raw)) + self._liveness.frame(
                 peer, HeartbeatKind.HEARTBEAT
             )
@@ -189,7 +194,9 @@ class Heartbeats:
     def _look(self, now_s: float) -> PeerLost | None:
         suspects = self._liveness.suspects(now_s)
         for rank in suspects:
-            if self._is_starved(self._far[rank]):
+            place = self._far[rank]
+            # A process of this host that is alive but gets no processor time.
+            if place.address == self._here and place.pids == _pids() != "" and not is_stopped(place.pid):
                 self._liveness.excuse(rank, now_s)
         addresses = {self._far[rank].address: host for rank, host in suspects.items()}
         addresses.pop(self._here, None)
@@ -204,10 +211,6 @@ class Heartbeats:
                 self._far[rank].words,
             )
         return self._liveness.look(now_s)
-
-    def _is_starved(self, place: BeatPlace) -> bool:
-        """Whether it is a process of this host that is alive but gets no processor time."""
-        return place.address == self._here and place.pids == _pids() != "" and not is_stopped(place.pid)
 
     def _say(self, kind: HeartbeatKind, blamed: int = -1) -> None:
         for _ in range(_TIMES):
@@ -299,7 +302,17 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
     wanted = {ipaddress.ip_address(address): address for address in addresses}
     ages: dict[str, float] = {}
     for name in os.listdir("/proc/self/fd"):
-        peer = _peer_of(int(name))
+        raw, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
+        peer: ipaddress.IPv4Address | ipaddress.IPv6Address | None = (
+            None  # it is no connected internet socket
+        )
+        if _libc.getpeername(int(name), raw, ctypes.byref(length)) == 0:
+            (family,) = struct.unpack_from("=H", raw)
+            if family == socket.AF_INET:
+                peer = ipaddress.IPv4Address(raw.raw[4:8])
+            elif family == socket.AF_INET6:
+                full = ipaddress.IPv6Address(raw.raw[8:24])
+                peer = full.ipv4_mapped or full
         info = ctypes.create_string_buffer(_TCP_INFO_BYTES)
         length = ctypes.c_uint32(_TCP_INFO_BYTES)
         if peer not in wanted or _libc.getsockopt(
@@ -310,37 +323,6 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
         address = wanted[peer]
         ages[address] = min(ages.get(address, float("inf")), age_ms / 1000)
     return ages
-
-
-def _peer_of(descriptor: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address at the other end; None if it is not a connected internet socket."""
-    raw = ctypes.create_string_buffer(_ADDRESS_BYTES)
-    length = ctypes.c_uint32(_ADDRESS_BYTES)
-    if _libc.getpeername(descriptor, raw, ctypes.byref(length)) != 0:
-        return None
-    (family,) = struct.unpack_from("=H", raw)
-    if family == socket.AF_INET:
-        return ipaddress.IPv4Address(raw.raw[4:8])
-    if family == socket.AF_INET6:
-        address = ipaddress.IPv6Address(raw.raw[8:24])
-        return address.ipv4_mapped or address
-    return None
-
-
-def _raw_address(place: BeatPlace) -> bytes:
-    """As the kernel wants it: sockaddr_in or sockaddr_in6."""
-    if ":" in place.address:
-        return struct.pack(
-            "=HHI16sI",
-            socket.AF_INET6,
-            socket.htons(place.port),
-            0,
-            socket.inet_pton(socket.AF_INET6, place.address),
-            0,
-        )
-    return struct.pack(
-        "=HH4s8x", socket.AF_INET, socket.htons(place.port), socket.inet_pton(socket.AF_INET, place.address)
-    )
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)

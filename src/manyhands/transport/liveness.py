@@ -78,13 +78,13 @@ class LivenessTimes:
 class LivenessMonitor(Generic[K]):
     """The deadline of each peer for its next heartbeat."""
 
-    def __init__(self, silence: LivenessTimes, now_s: float) -> None:
-        self._silence = silence
+    def __init__(self, times: LivenessTimes, now_s: float) -> None:
+        self._times = times
         self._looked_s = now_s
-        self.next_look_s = now_s + silence.heartbeat_s / 2
+        self.next_look_s = now_s + times.heartbeat_s / 2
         """When to call `look` again, at the latest."""
         self._until_s: dict[K, float] = {}
-        self._newcomers: set[K] = set()
+        self._pending: set[K] = set()
         self._spared: set[K] = set()
 
     def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
@@ -92,35 +92,35 @@ class LivenessMonitor(Generic[K]):
 
         With `waits` it gets more time: a peer that this end dialled may have many other connections pending.
         """
-        self._newcomers.add(peer)
-        self._until_s[peer] = now_s + self._silence.handshake_s * (_CALLED if waits else 1)
+        self._pending.add(peer)
+        self._until_s[peer] = now_s + self._times.handshake_s * (_CALLED if waits else 1)
 
     def heard(self, peer: K, now_s: float) -> None:
         """Note input from a peer, which is known from now on at least."""
-        self._until_s[peer] = now_s + self._silence.silence_s
-        self._newcomers.discard(peer)
+        self._until_s[peer] = now_s + self._times.silence_s
+        self._pending.discard(peer)
         self._spared.discard(peer)
 
     def left(self, peer: K) -> None:
         self._until_s.pop(peer, None)
-        self._newcomers.discard(peer)
+        self._pending.discard(peer)
         self._spared.discard(peer)
 
     def look(self, now_s: float) -> list[tuple[K, str]]:
         """The peers to give up now, and why; all input that has arrived must have been read before."""
         gap_s, self._looked_s = now_s - self._looked_s, now_s
-        self.next_look_s = now_s + self._silence.heartbeat_s / 2
+        self.next_look_s = now_s + self._times.heartbeat_s / 2
         lost: list[tuple[K, str]] = []
         for peer, until_s in self._until_s.items():
             if now_s < until_s:
                 continue
-            if gap_s >= self._silence.silence_s / 2 and peer not in self._spared:
+            if gap_s >= self._times.silence_s / 2 and peer not in self._spared:
                 self._spared.add(peer)
-                self._until_s[peer] = now_s + self._silence.heartbeat_s
-            elif peer in self._newcomers:
+                self._until_s[peer] = now_s + self._times.heartbeat_s
+            elif peer in self._pending:
                 lost.append((peer, "did not say who it is in time"))
             else:
-                silence_s = self._silence.silence_s
+                silence_s = self._times.silence_s
                 lost.append((peer, f"nothing heard for {silence_s:g} s, not even a heartbeat"))
         return lost
 
@@ -198,7 +198,16 @@ class PeerLiveness:
                     self.left(blamed)
                     return self._silent(blamed, now_s)
                 self.left(rank)
-                return PeerLost(rank=rank, sentence=self._gave_up(rank, blamed))
+                sentence = f"rank {rank} on {self._hosts[rank]}"
+                if blamed == self._rank:
+                    sentence += (
+                        f" hears nothing of rank {blamed} any more, though it is heard here: the network is "
+                    )
+                    sentence += "cut in the direction from here to there"
+                else:
+                    where = f" on {self._hosts[blamed]}" if blamed in self._hosts else ""
+                    sentence += f" has left: it hears nothing of rank {blamed}{where} any more"
+                return PeerLost(rank=rank, sentence=sentence)
         return None
 
     def left(self, rank: int) -> None:
@@ -251,16 +260,6 @@ class PeerLiveness:
         self._reported_unheard = True
         return missing
 
-    def _gave_up(self, rank: int, blamed: int) -> str:
-        where = f"rank {rank} on {self._hosts[rank]}"
-        if blamed == self._rank:
-            return (
-                f"{where} hears nothing of rank {self._rank} any more, though it is heard here: the network is cut in "
-                "the direction from here to there"
-            )
-        about = f"rank {blamed}" + (f" on {self._hosts[blamed]}" if blamed in self._hosts else "")
-        return f"{where} has left: it hears nothing of {about} any more"
-
     def _token(self, sender: int, receiver: int) -> bytes:
         return hmac.digest(self._secret, b"%d>%d" % (sender, receiver), "sha256")[:_TOKEN_BYTES]
 
@@ -312,11 +311,8 @@ class Holder(Protocol):
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-
-
-def forget_in_children(holder: Holder) -> None:
-    """Have `holder` let go in every child that is forked from now on."""
-    _holders.add(holder)
+forget_in_children = _holders.add
+"""Have a `Holder` let go in every child that is forked from now on."""
 
 
 def _let_go() -> None:

@@ -250,7 +250,7 @@ def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
     if hint is str or hint is bytes:
         return _sized_rules(hint)
     if origin is Annotated and arguments[0] is bytes:
-        return _fixed_rules(arguments[1])
+        return _sized_rules(bytes, arguments[1])
     if _is_record(hint):
         return _dataclass_rules(hint)
     if origin is tuple:
@@ -289,15 +289,19 @@ def _number_rules(hint: Any) -> tuple[_Write, _Read]:
     return write, read
 
 
-def _sized_rules(hint: Any) -> tuple[_Write, _Read]:
+def _sized_rules(hint: Any, fixed: int | None = None) -> tuple[_Write, _Read]:
+    """Text or bytes behind their length, or exactly `fixed` bytes."""
+
     def write(value: Any) -> bytes:
-        if type(value) is not hint:
-            raise TypeError(f"{_quote(value)} is no {hint.__name__}")
+        if type(value) is not hint or fixed not in (None, len(value)):
+            raise TypeError(
+                f"{_quote(value)} is no {hint.__name__}" + (f" of {fixed} bytes" if fixed else "")
+            )
         data: bytes = value.encode() if hint is str else value
-        return struct.pack("<I", len(data)) + data
+        return data if fixed else struct.pack("<I", len(data)) + data
 
     def read(given: _Input, where: str) -> Any:
-        data = bytes(given.take(given.count(where), where))
+        data = bytes(given.take(fixed or given.count(where), where))
         return _text(data, where) if hint is str else data
 
     return write, read
@@ -308,15 +312,6 @@ def _text(data: bytes, where: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise ProtocolError(where, f"{data[:_QUOTED]!r} is no UTF-8") from None
-
-
-def _fixed_rules(num_bytes: int) -> tuple[_Write, _Read]:
-    def write(value: Any) -> bytes:
-        if type(value) is not bytes or len(value) != num_bytes:
-            raise TypeError(f"{_quote(value)} is not {num_bytes} bytes")
-        return value
-
-    return write, lambda given, where: bytes(given.take(num_bytes, where))
 
 
 def _dataclass_rules(message: type) -> tuple[_Write, _Read]:

@@ -1,7 +1,7 @@
 """How the connections of a run between hosts are protected: by mutual TLS, or not at all if the user allows it.
 
     security = Security.from_directory("certificates/hostA")   # ca.pem, cert.pem, key.pem, token
-    end = security.wrap_server(accepted, "worker 1")           # and there: wrap_client(connected, "worker 0")
+    end = security.wrap(accepted, "worker 1", server_side=True)
     link = TcpLink(end, peer="worker 1")
 
 Both ends show a certificate that the authority of the run signed (`manyhands certificates`), over TLS 1.3 only. Names
@@ -30,6 +30,7 @@ __all__ = ["AUTHORITY", "CERTIFICATE", "HANDSHAKE_S", "KEY", "TOKEN", "Security"
 _SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"
 _END: Final = "-----END CERTIFICATE-----"
+_MOMENT: Final = "%Y-%m-%d %H:%M UTC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +38,19 @@ class Validity:
     """The dates of a certificate, both in UTC."""
 
     begin: datetime
-    """Before this it is not valid yet."""
-
     end: datetime
-    """After this it has expired."""
 
     def complaint(self, now: datetime) -> str | None:
         """What is wrong with it at `now`, and what to do; None while it is valid."""
         if now < self.begin:
             return (
-                f"is not valid before {_said(self.begin)}, and this host's clock says {_said(now)}, "
+                f"is not valid before {self.begin:{_MOMENT}}, and this host's clock says {now:{_MOMENT}}, "
                 f"{_long(self.begin - now)} earlier; set the clock of the host that is wrong"
             )
         if now > self.end:
             return (
-                f"expired on {_said(self.end)}, {_long(now - self.end)} ago by this host's clock; make new ones with "
-                "`manyhands certificates`, or set the clock"
+                f"expired on {self.end:{_MOMENT}}, {_long(now - self.end)} ago by this host's clock; make new ones "
+                "with `manyhands certificates`, or set the clock"
             )
         return None
 
@@ -63,19 +61,18 @@ def validity(pem: str) -> Validity:
     end = pem.find(_END, begin)
     if begin < 0 or end < 0:
         raise ValueError("it has no PEM certificate")
-    der = ssl.PEM_cert_to_DER_cert(pem[begin : end + len(_END)])
-    certificate, _ = _open(der, _SEQUENCE)
+    certificate, _ = _open(ssl.PEM_cert_to_DER_cert(pem[begin : end + len(_END)]), _SEQUENCE)
     fields, _ = _open(certificate, _SEQUENCE)
-    if fields[:1] == bytes([_VERSION]):
-        fields = _skip(fields)
-    for _ in ("serial number", "signature's algorithm", "issuer"):
-        fields = _skip(fields)
+    # The version is optional; the serial number, the signature's algorithm and the issuer follow.
+    for _ in range(4 if fields[:1] == bytes([_VERSION]) else 3):
+        _, fields = _open(fields)
     dates, _ = _open(fields, _SEQUENCE)
-    return Validity(_date(dates), _date(_skip(dates)))
+    return Validity(_date(dates), _date(_open(dates)[1]))
 
 
-def _open(data: bytes, kind: int) -> tuple[bytes, bytes]:
-    if len(data) < 2 or data[0] != kind:
+def _open(data: bytes, kind: int | None = None) -> tuple[bytes, bytes]:
+    """The content of the first element of DER `data`, of that `kind`, and what follows it."""
+    if len(data) < 2 or kind not in (None, data[0]):
         raise ValueError("it is no X.509 certificate")
     length, at = data[1], 2
     if length & 0x80:
@@ -86,10 +83,6 @@ def _open(data: bytes, kind: int) -> tuple[bytes, bytes]:
     return data[at : at + length], data[at + length :]
 
 
-def _skip(data: bytes) -> bytes:
-    return _open(data, data[0] if data else 0)[1]
-
-
 def _date(data: bytes) -> datetime:
     if data[:1] == bytes([_UTC_TIME]):  # two digits of the year: 50 and above are of the last century
         text = _open(data, _UTC_TIME)[0].decode("ascii")
@@ -97,10 +90,6 @@ def _date(data: bytes) -> datetime:
     else:
         text = _open(data, _TIME)[0].decode("ascii")
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
-
-
-def _said(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _long(span: timedelta) -> str:
@@ -139,15 +128,18 @@ class Security:
         """Whether connections may leave this host."""
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
         if directory is not None:
-            self.token = _read_token(directory / TOKEN)
+            token = _read(directory / TOKEN).strip()
+            if len(token) < _LEAST_TOKEN_CHARACTERS:
+                raise UserError(f"{directory / TOKEN}: has {len(token)} characters; {_where_from(TOKEN)}")
+            self.token = token.encode()
             self._contexts = _contexts(directory)
 
-    @classmethod
-    def loopback(cls) -> Security:
+    @staticmethod
+    def loopback() -> Security:
         return _LOOPBACK
 
-    @classmethod
-    def insecure(cls) -> Security:
+    @staticmethod
+    def insecure() -> Security:
         """Connections to anywhere in the clear: on a network where everybody may read and change what is trained."""
         return _INSECURE
 
@@ -181,14 +173,10 @@ class Security:
             return end
         return SecureSocket(end, self._contexts[server_side], server_side=server_side)
 
-    def wrap_server(self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S) -> End:
-        """The accepting end of a connection, ready to be used; TlsRefused, and it is closed, if `peer` may not come."""
-        return self._wrapped(end, peer, timeout_s, server_side=True)
-
-    def wrap_client(self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S) -> End:
-        return self._wrapped(end, peer, timeout_s, server_side=False)
-
-    def _wrapped(self, end: socket.socket, peer: str, timeout_s: float, *, server_side: bool) -> End:
+    def wrap(
+        self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S, *, server_side: bool
+    ) -> End:
+        """An end of a connection, ready to be used; TlsRefused, and it is closed, if `peer` may not come."""
         ready = self.begin(end, server_side=server_side)
         if isinstance(ready, SecureSocket):
             try:
@@ -285,13 +273,6 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _read_token(path: Path) -> bytes:
-    token = _read(path).strip()
-    if len(token) < _LEAST_TOKEN_CHARACTERS:
-        raise UserError(f"{path}: has {len(token)} characters; {_where_from(TOKEN)}")
-    return token.encode()
-
-
 def _contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """For connecting and accepting ends, tried out against each other."""
     for name in (AUTHORITY, CERTIFICATE):
@@ -344,10 +325,7 @@ def _context(directory: Path, *, server_side: bool) -> ssl.SSLContext:
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, directory: Path) -> None:
     """Let a host's certificate meet itself, in memory: what others would refuse is refused here, with its file."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
+    ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
     for turn in range(_MEMORY_TURNS):
         try:
             ends[turn % 2].do_handshake()

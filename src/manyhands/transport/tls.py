@@ -5,7 +5,7 @@ its records through memory, and a byte that was sent is the kernel's, as it is w
 
 OpenSSL wants two things of its caller. One connection is used by one thread at a time, so a lock stands around each
 call, none of which waits. And what could not be written whole must be given again with the same beginning, which
-callers do anyway: they go on after what was reported as sent, with the same bytes (see `_pieces`).
+callers do anyway: they continue after what was reported as sent, with the same bytes (see `_pieces`).
 """
 
 from __future__ import annotations
@@ -234,23 +234,19 @@ class SecureSocket:
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
-        if self._failed is not None:
-            self._drain()
+        try:
+            # Take what has arrived from the kernel: if it were left, closing would take our last word away as well.
+            for _ in range(_DRAINED_CALLS if self._failed is not None else 0):
+                if not socket.socket.recv(self._end, _RECORD_BYTES):
+                    break
+        except OSError:
+            pass  # nothing more, or nobody
         self._end.close()
 
     def _ready(self) -> ssl.SSLSocket:
         if self._tls is None or not self._shaken:
             raise RuntimeError("nothing may be sent or received before the TLS handshake is done")
         return self._tls
-
-    def _drain(self) -> None:
-        """Take what has arrived from the kernel: if it were left, closing would take our last word away as well."""
-        try:
-            for _ in range(_DRAINED_CALLS):
-                if not socket.socket.recv(self._end, _RECORD_BYTES):
-                    return
-        except OSError:
-            pass  # nothing more, or nobody
 
 
 End = socket.socket | SecureSocket

@@ -73,7 +73,6 @@ JOBS: Final = {
             "manyhands.transport.link.byte_ring",
             "manyhands.transport.heartbeats",
             "manyhands.places.local.status",
-            "manyhands.places.local.sentinel",
             "manyhands.native.counters",
         ),
         after="waiting",
@@ -83,7 +82,7 @@ JOBS: Final = {
     "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
     "hashing": CompileJob(("manyhands.native.hashing:warm",)),
     "c10d": CompileJob(
-        ("manyhands.transport.hub.areas", "manyhands.interop.c10d.compiled_calls"), after="group"
+        ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls"), after="group"
     ),
 }
 """The kernels that are of no workload."""

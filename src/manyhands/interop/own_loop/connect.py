@@ -43,9 +43,8 @@ from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.clocks import Bracket, Offset, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.links import address_towards, open_links
+from manyhands.places.external.links import address_towards, no_group, open_links, share_group, share_links
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives.collective import SharedCollective

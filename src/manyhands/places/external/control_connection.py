@@ -72,10 +72,8 @@ class Contact:
 
     name: str
     """The leader's name, for error messages."""
-
     address: str
     """In the format of `transport.hub.addresses`."""
-
     token: bytes
     """The secret token of the run."""
 
@@ -208,12 +206,7 @@ class ControlConnection(Closeable):
         self.queue.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
 
     def mark(
-        self,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        *,
-        place: tuple[int, int] | None = None,
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
     ) -> None:
         """Report what this process is doing; cheap, because only the newest mark is sent, a few times a second."""
         self.step = step

@@ -64,11 +64,9 @@ class ControlHello:
     name: str
     host: str
     """The identity of its host, from `places.local.host`."""
-
     pid: int
     unix_s: float
     """Its wall clock, for the warning about clocks that differ."""
-
     terms: tuple[Term, ...]
 
 
@@ -78,7 +76,6 @@ class ControlWelcome:
 
     leader: str
     """The leader's name."""
-
     clock: str
     """The id of the leader's clock; a process with the same id reads the same time and needs no offset."""
 

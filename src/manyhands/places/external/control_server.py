@@ -113,11 +113,9 @@ class ControlMember:
     hello: ControlHello
     connection: int
     """The hub's number for its connection."""
-
     queue: SendQueue
     seen: StatusRow
     """The status that it last reported, on this process's clock."""
-
     ended: bool = False
     connected: bool = True
     large: dict[str, bytearray] = field(default_factory=dict)
@@ -144,12 +142,7 @@ class ControlServer(Closeable):
     """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
-        self,
-        place: ProcessPlace,
-        terms: Sequence[Term],
-        token: bytes,
-        *,
-        settings: Settings | None = None,
+        self, place: ProcessPlace, terms: Sequence[Term], token: bytes, *, settings: Settings | None = None
     ) -> None:
         """Start without a listener: nobody can connect before `listen`. `terms` must match on every process."""
         self.name = place.name

@@ -1,4 +1,4 @@
-"""Links between workers of different hosts: one TCP connection for each pair, with TLS if the run uses it.
+"""What connects externally started workers: memory and links of one host, and TCP links between hosts, with TLS.
 
 The higher rank connects, to an address that the lower one has put into the store (`link/0` …) or, if workers come and
 go, that the membership has which all are sent (`meet_all`). Both prove the run's token by the handshake of
@@ -8,16 +8,19 @@ accepts the higher ones, so there is no cycle of waits.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
-from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.native.segment import Segment
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.specification import listening_at
-from manyhands.places.local.rendezvous import RendezvousStore
+from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore
 from manyhands.transport.frames import OF_TRANSPORT, encode_header
 from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
@@ -29,13 +32,25 @@ from manyhands.transport.hub.handshake import (
     HandshakeRefused,
     authenticate,
 )
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.mesh import mesh_kind
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.security import HANDSHAKE_S, Security
 from manyhands.transport.tls import End, TlsRefused
 
-__all__ = ["address_towards", "meet_all", "open_heartbeats", "open_links"]
+__all__ = [
+    "address_towards",
+    "attach_group",
+    "meet_all",
+    "no_group",
+    "open_heartbeats",
+    "open_links",
+    "share_group",
+    "share_group_files",
+    "share_links",
+]
 
 _FINGERPRINT: Final = "manyhands link 2"
 _PENDING_S: Final = 2.0
@@ -145,12 +160,12 @@ def meet_all(
     try:
         for peer in sorted(one for one in far if one < rank):
             end = _dial(rank, peer, where(peer), token, deadline, still)
-            secured = _secured(far[peer].wrap_client, end, name_of(peer), deadline)
+            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=False)
             links[peer] = TcpLink(secured, peer=name_of(peer))
         waited_for = {one for one in far if one > rank}
         while waited_for:
             peer, end = _accept(listener, rank, waited_for, token, deadline, still)
-            secured = _secured(far[peer].wrap_server, end, name_of(peer), deadline)
+            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=True)
             links[peer] = TcpLink(secured, peer=name_of(peer))
             waited_for.discard(peer)
     except BaseException:
@@ -160,11 +175,10 @@ def meet_all(
     return links
 
 
-def _secured(
-    wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
-) -> End:
+def _secured(security: Security, end: socket.socket, peer: str, deadline: float, *, server_side: bool) -> End:
     try:
-        return wrap(end, peer, min(HANDSHAKE_S, max(0.001, deadline - time.monotonic())))
+        timeout_s = min(HANDSHAKE_S, max(0.001, deadline - time.monotonic()))
+        return security.wrap(end, peer, timeout_s, server_side=server_side)
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
@@ -201,12 +215,7 @@ def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, sti
 
 
 def _accept(
-    listener: socket.socket,
-    rank: int,
-    waited_for: Iterable[int],
-    token: bytes,
-    deadline: float,
-    still: Still,
+    listener: socket.socket, rank: int, waited_for: Iterable[int], token: bytes, deadline: float, still: Still
 ) -> tuple[int, socket.socket]:
     """Accept the next of the awaited ranks; a peer that cannot prove the token is rejected."""
     while True:
@@ -274,3 +283,57 @@ def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return PeerTimeout(f"{who} did not {deed} in time; see whether a firewall is between", ranks[0])
+
+
+def no_group() -> SharedGroup:
+    """Raise UserError: workers on several hosts cannot share the memory of a group."""
+    raise UserError("workers of several hosts share no memory")
+
+
+def share_group(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> SharedGroup:
+    with share_group_files(rendezvous, purpose, timeout_s) as files:
+        return attach_group(files, rendezvous, timeout_s)
+
+
+def attach_group(files: SharedGroupFiles, rendezvous: Rendezvous, timeout_s: float) -> SharedGroup:
+    """Attach this worker to what `share_group_files` shared; the files stay the caller's."""
+    return SharedGroup(
+        control=os.dup(files.control),
+        arena=os.dup(files.arena),
+        rank=rendezvous.local_rank,
+        world=len(rendezvous.here),
+        timeout_s=timeout_s,
+        roles=rendezvous.here,
+    )
+
+
+def share_group_files(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> SharedGroupFiles:
+    """Collective: shared memory for the workers of this host, whose waits any process can end (`abort`)."""
+    world = len(rendezvous.here)
+    with ExitStack() as made:
+
+        def make() -> list[tuple[int, int]]:
+            return [made.enter_context(SharedGroupFiles.create(world)).descriptors] * world
+
+        control, arena = rendezvous.share(purpose, make, timeout_s)
+    return SharedGroupFiles(Segment.attach(control), arena, world)
+
+
+def share_links(rendezvous: Rendezvous, timeout_s: float, *, network: bool = False) -> Mapping[int, Link]:
+    """Collective: a link to every other worker of this host, by rank; over loopback if a `network` is requested."""
+    places = range(len(rendezvous.here))
+    kind = mesh_kind(network=network)
+    with ExitStack() as made:
+
+        def make() -> list[list[int]]:
+            mesh = made.enter_context(kind(len(rendezvous.here)))
+            return [
+                [one for _, link in sorted(mesh.descriptors(place).items()) for one in link]
+                for place in places
+            ]
+
+        descriptors = rendezvous.share("links", make, timeout_s)
+    peers = [rank for rank in rendezvous.here if rank != rendezvous.rank]
+    width = len(kind.parts)
+    ends = [descriptors[begin : begin + width] for begin in range(0, len(descriptors), width)]
+    return kind.attach(rendezvous.rank, dict(zip(peers, ends, strict=True)))

@@ -2,9 +2,9 @@
 
     leader                                            another process
       with lead_group(…) as group:                      with join_group(…) as member:
-          group.gather()                all have joined      member.line
+          group.gather()                all have joined      member.connection
           group.control_server                               …
-          group.give("run", …)          the result           member.line.take("run", …)
+          group.give("run", …)          the result           member.connection.take("run", …)
 
 When the leader's block ends, whatever the cause, the other processes are told why and end too.
 """
@@ -83,13 +83,21 @@ class ProcessGroup:
 
         UserError if a process does not belong to the run, PeerTimeout naming the ranks that are late.
         """
-        began = time.monotonic()
+        began, spec = time.monotonic(), self.place.cluster
         needed = self.place.world - self.place.later
+
+        def named(rank: int) -> str:
+            return (
+                f"rank {rank}"
+                if spec is None
+                else f"{spec.ranked[rank]} at {spec.address(spec.ranked[rank])}"
+            )
+
         while any(rank < needed for rank in self.control_server.register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(
-                    self.control_server.register.late("join", waited_s, self._named),
+                    self.control_server.register.late("join", waited_s, named),
                     self.control_server.register.missing[0],
                 )
             for event in self.control_server.poll(_TICK_S):
@@ -108,13 +116,6 @@ class ProcessGroup:
                         raise failure.error()
                     case _:
                         self.early.append(event)
-
-    def _named(self, rank: int) -> str:
-        spec = self.place.cluster
-        if spec is None:
-            return f"rank {rank}"
-        role = spec.ranked[rank]
-        return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
         for rank in range(1, self.place.world):
@@ -157,7 +158,7 @@ class GroupMember:
     """One process's membership in a run that another process leads; a context manager."""
 
     place: ProcessPlace
-    line: ControlConnection
+    connection: ControlConnection
     token: bytes
     address: str
     security: Security
@@ -167,12 +168,12 @@ class GroupMember:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.close()
+        self.connection.close()
 
 
 _HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
-_PATIENT: Final = Settings(silence=LivenessTimes(silence_s=20.0, handshake_s=10.0))
+_PATIENT: Final = Settings(liveness=LivenessTimes(silence_s=20.0, handshake_s=10.0))
 """Long liveness times: one long call of a process that trains may delay the thread of its heartbeats."""
 
 
@@ -199,7 +200,7 @@ def lead_group(
             stack.pop_all()
         host = place.leader.rpartition(":")[0]
         return ProcessGroup(place, control_server, token, host, security, timeout_s)
-    store = _store(place, name, timeout_s)
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
@@ -240,15 +241,17 @@ def join_group(
         deadline = time.monotonic() + min(_LAST_RUN_S, timeout_s)
         while True:
             try:
-                line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+                connection = open_control_connection(
+                    place, contact, terms, timeout_s=timeout_s, settings=settings
+                )
                 break
             except RunEnding:  # the leader may still be closing its run before this one, at the same address
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_TICK_S)
         address = address_towards(place.leader.rpartition(":")[0])
-        return GroupMember(place, line, token, address, security, timeout_s)
-    store = _store(place, name, timeout_s)
+        return GroupMember(place, connection, token, address, security, timeout_s)
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     _sit_down(store, place, follows_another=comes_again)
     offer = _read_leader(store, place, timeout_s)
     token = security.token or bytes.fromhex(str(offer.get("token", "")))
@@ -264,13 +267,9 @@ def join_group(
             "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
         )
     contact = Contact(name=offer["name"], address=offer["unix"] if near else offer["tcp"], token=token)
-    line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+    connection = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
     address = address_towards(offer["tcp"].split(":")[1]) if "tcp" in offer else ""
-    return GroupMember(place, line, token, address, security, timeout_s)
-
-
-def _store(place: ProcessPlace, name: str, timeout_s: float) -> Store:
-    return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+    return GroupMember(place, connection, token, address, security, timeout_s)
 
 
 def _mine(place: ProcessPlace) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One process's place in a run: its rank, and how it finds the other processes.
+"""Places where the processes of a run exist already (torchrun's, a cluster specification's), and one process's there.
 
 A launcher gives a process its rank and a store where it finds the others: `manyhands launch` passes the store as an
 inherited memory file; torchrun's is a server named in the environment. Code that starts processes in another way makes
@@ -12,17 +12,25 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Self
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.native.version import __version__
-from manyhands.places.external.specification import ClusterSpec
+from manyhands.places.external.specification import ClusterRole, ClusterSpec, check_hosts
 from manyhands.places.local.control import RoleContext
-from manyhands.places.place import LAUNCHER_VARIABLE, is_worker
+from manyhands.places.place import LAUNCHER_VARIABLE, TF_CONFIG, Place, PlacedRun, is_worker
 from manyhands.strategy import Strategy
 
-__all__ = ["Launched", "ProcessPlace", "joining_place", "under_torchrun"]
+__all__ = [
+    "Launched",
+    "ProcessPlace",
+    "SpecificationPlace",
+    "TorchrunPlace",
+    "joining_place",
+    "under_torchrun",
+]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,8 +50,7 @@ launched: Launched | None = None
 """Set while a launched script runs in this process."""
 
 
-def _no_store(timeout_s: float) -> Store:
-    del timeout_s
+def _no_store(_timeout_s: float) -> Store:
     raise UserError("this process was given no store to find the others in")
 
 
@@ -55,31 +62,22 @@ class ProcessPlace:
     world: int
     kind: str = "alone"
     """What started the processes: a name in `PLACES`, `launch` or `alone`."""
-
     role: str = "worker"
     """The role of this process: worker, ps, chief or evaluator."""
-
     index: int | None = None
     """Its index among the processes of its role; None: its rank."""
-
     host: str = field(default_factory=socket.gethostname)
     """The name of the host it is on."""
-
     open_store: Callable[[float], Store] = _no_store
     """Opens the store in which the processes find each other; called with a deadline in seconds."""
-
     leader: str | None = None
     """`HOST:PORT` of the leader, if it is fixed in advance; None: the store has the address."""
-
     cluster: ClusterSpec | None = None
     """The cluster, if a specification describes it."""
-
     later: int = 0
     """How many of the last ranks may be missing when the run begins, or forever."""
-
     leaves: bool = False
     """Whether it only finishes the pending work of its slot and takes no further part in the run."""
-
     launched: Launched | None = None
     master: str | None = None
     """The address of torchrun's store, used to choose the network interface that leads there."""
@@ -111,7 +109,7 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
             rank=context.rank,
             world=context.world,
             kind="launch",
-            open_store=lambda _: _inherited(context),
+            open_store=lambda _: FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world),
             launched=launched,
         )
     if version is not None:
@@ -123,10 +121,6 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return under_torchrun(environment)
     return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
-
-
-def _inherited(context: RoleContext) -> Store:
-    return FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
 
 
 def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
@@ -170,24 +164,90 @@ _stores: dict[tuple[str, int], Store] = {}
 
 def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:
     """The store of torchrun's agent, or one that rank 0 hosts at that address; waits only for the server."""
-    if (host, port) not in _stores:
-        _stores[host, port] = _connected_store(host, port, timeout_s, hosted=hosted)
-    return _stores[host, port]
-
-
-def _connected_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:
+    if (host, port) in _stores:
+        return _stores[host, port]
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(
-            host,
-            port,
-            is_master=hosted,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=hosted,
+        store = _stores[host, port] = TCPStore(
+            host, port, is_master=hosted, timeout=timeout, wait_for_workers=False, multi_tenant=hosted
         )
+        return store
     except (RuntimeError, ValueError) as error:
         what = "cannot be opened" if hosted else "cannot be reached"
         raise ManyhandsError(
             f"the store at MASTER_ADDR={host}, MASTER_PORT={port} {what} within {timeout_s:.0f} s: "
             f"{first_line(error)}; {'give another MASTER_PORT' if hosted else 'see whether rank 0 was started'}"
         ) from error
+
+
+class ExternalPlace(Place):
+    """This process is one of several, and joins a run instead of starting workers."""
+
+    def __init__(self, process: ProcessPlace) -> None:
+        self.process = process
+
+    @property
+    def world(self) -> int:
+        return self.process.world
+
+    @property
+    def leads(self) -> bool:
+        return self.process.leads
+
+    def fitted(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
+        """What the strategy is on the processes that there are; UserError where another number was asked for."""
+        spec, world = self.process.cluster, self.process.world
+        roles = {kind: len(listed) for kind, listed in spec.addresses.items()} if spec is not None else {}
+        placed, count = strategy.placed(world, roles)
+        if workers is not None and workers != count:
+            who = "the cluster lists" if spec is not None else f"{self.kind} started"
+            each = "each of which is a worker" if count == world else f"{count} of which are workers"
+            raise UserError(f"workers={workers}: {who} {world} processes, {each}; leave it out")
+        return placed, count
+
+    def run(self, run: PlacedRun) -> Any:
+        return run.take_part(self.process)
+
+
+class TorchrunPlace(ExternalPlace):
+    """Processes of torchrun, or of what sets the same variables."""
+
+    kind = "torchrun"
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> Self:
+        return cls(under_torchrun(environment))
+
+
+class SpecificationPlace(ExternalPlace):
+    """Roles of a cluster specification, each of which listens at an address that all know."""
+
+    kind = "specification"
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> Self | None:
+        """The place that TF_CONFIG describes; None if it describes no cluster."""
+        text = environment[TF_CONFIG].strip()
+        return cls.of(*ClusterSpec.from_tf_config(text)) if text and text != "{}" else None
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, role: ClusterRole) -> Self:
+        """The place of one role; UserError for an evaluator, which has none."""
+        return cls(
+            ProcessPlace(
+                rank=spec.rank(role),
+                world=len(spec.ranked),
+                kind=cls.kind,
+                role=role.type,
+                index=role.index,
+                leader=spec.address(spec.leader),
+                cluster=spec,
+            )
+        )
+
+    def run(self, run: PlacedRun) -> Any:
+        spec = self.process.cluster
+        assert spec is not None, "a role is one of a specification"
+        if spec.ranked[1:]:
+            check_hosts(spec, spec.ranked[self.process.rank])
+        return super().run(run)

@@ -16,13 +16,13 @@ _CLOCKS_AGREE_S: Final = 60.0
 
 def terms_of(values: Mapping[str, Any]) -> tuple[Term, ...]:
     """The terms of a run as text; a long value is shortened to its beginning and a digest."""
-    return tuple(Term(name=name, value=_short(str(value))) for name, value in values.items())
-
-
-def _short(text: str) -> str:
-    if len(text) <= _SHOWN:
-        return text
-    return f"{text[: _SHOWN - 20]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    terms = []
+    for name, value in values.items():
+        text = str(value)
+        if len(text) > _SHOWN:
+            text = f"{text[: _SHOWN - 20]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+        terms.append(Term(name=name, value=text))
+    return tuple(terms)
 
 
 def clock_notice(name: str, theirs_unix_s: float, ours_unix_s: float) -> str | None:
@@ -92,17 +92,14 @@ class Register:
                 reason=f"two processes are rank {hello.rank}: {_process(other)} and {_process(hello)}; give each a "
                 "rank, or each job a port, of its own",
             )
-        return self._compare(hello)
-
-    def _compare(self, hello: ControlHello) -> ControlRefused | None:
-        ours = {term.name: term.value for term in self._leader.terms}
+        ours = {term.name: term.value for term in mine.terms}
         theirs = {term.name: term.value for term in hello.terms}
         for name in {**ours, **theirs}:
             here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
             if here != there:
                 return ControlRefused(
                     field=name,
-                    reason=f"{hello.name} has {name}={there}, and the leader, {self._leader.name}, {name}={here}: all "
+                    reason=f"{hello.name} has {name}={there}, and the leader, {mine.name}, {name}={here}: all "
                     "processes of a run must be started alike",
                 )
         return None

@@ -30,7 +30,6 @@ EVALUATOR: Final = (
 """The error for an evaluator, which takes no part in the run."""
 
 ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
-_TASK_KEYS: Final = ("type", "index")
 _MOST_PORT: Final = 65535
 
 
@@ -62,8 +61,25 @@ class ClusterSpec:
                 f"cluster={_shown(self.addresses)} must be a table from types ({', '.join(ROLE_TYPES)}) to lists of "
                 "host:port"
             )
-        checked = {str(kind): _checked_list(str(kind), listed) for kind, listed in self.addresses.items()}
-        _check_apart(checked)
+        checked: dict[str, tuple[str, ...]] = {}
+        taken: dict[str, str] = {}
+        for kind, listed in self.addresses.items():
+            if kind not in ROLE_TYPES:
+                named = str(kind)
+                raise UserError(
+                    f"cluster.{printable(named, 40)} is no type of role; {nearest(named, ROLE_TYPES)}"
+                )
+            if isinstance(listed, str) or not isinstance(listed, Sequence):
+                raise UserError(f"cluster.{kind}={_shown(listed)} must be a list of host:port")
+            fields = [f"cluster.{kind}[{index}]" for index in range(len(listed))]
+            checked[kind] = tuple(map(_checked_address, fields, listed))
+            for field, address in zip(fields, checked[kind], strict=True):
+                if address in taken:
+                    raise UserError(
+                        f"{field}={address!r} is the address of {taken[address]} as well; every role needs a host and "
+                        "port of its own"
+                    )
+                taken[address] = field
         kinds = {kind: checked[kind] for kind in ROLE_TYPES if checked.get(kind)}
         if len(kinds.get("chief", ())) > 1:
             raise UserError(
@@ -100,7 +116,16 @@ class ClusterSpec:
                 )
         try:
             spec = cls(table["cluster"])
-            return spec, spec.role(*_task_of(table["task"]))
+            task = table["task"]
+            if not isinstance(task, dict):
+                raise UserError(f'task={_shown(task)} must be like {{"type": "worker", "index": 0}}')
+            for key in ("type", "index"):
+                if key not in task:
+                    raise UserError(f"task has no {key}; it must say type and index")
+            index = task["index"]
+            # Some operators write it as a string.
+            index = int(index) if isinstance(index, str) and index.isdecimal() else index
+            return spec, spec.role(task["type"], index)
         except UserError as error:
             raise UserError(f"{TF_CONFIG}: {error}") from None
 
@@ -188,26 +213,6 @@ def _read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _task_of(task: Any) -> tuple[str, int]:
-    if not isinstance(task, dict):
-        raise UserError(f'task={_shown(task)} must be like {{"type": "worker", "index": 0}}')
-    for key in _TASK_KEYS:
-        if key not in task:
-            raise UserError(f"task has no {key}; it must say type and index")
-    index = task["index"]
-    if isinstance(index, str) and index.isdecimal():
-        index = int(index)  # some operators write it as a string
-    return task["type"], index
-
-
-def _checked_list(kind: str, listed: Any) -> tuple[str, ...]:
-    if kind not in ROLE_TYPES:
-        raise UserError(f"cluster.{printable(kind, 40)} is no type of role; {nearest(kind, ROLE_TYPES)}")
-    if isinstance(listed, str) or not isinstance(listed, Sequence):
-        raise UserError(f"cluster.{kind}={_shown(listed)} must be a list of host:port")
-    return tuple(_checked_address(f"cluster.{kind}[{index}]", one) for index, one in enumerate(listed))
-
-
 def _checked_address(field: str, address: Any) -> str:
     if not isinstance(address, str) or not address:
         raise UserError(f"{field}={_shown(address)} must be an address like host:2222")
@@ -230,19 +235,6 @@ def _checked_address(field: str, address: Any) -> str:
             "cannot stand for any"
         )
     return f"{host.lower()}:{int(port)}"
-
-
-def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
-    taken: dict[str, str] = {}
-    for kind, listed in kinds.items():
-        for index, address in enumerate(listed):
-            field = f"cluster.{kind}[{index}]"
-            if address in taken:
-                raise UserError(
-                    f"{field}={address!r} is the address of {taken[address]} as well; every role needs a host and port "
-                    "of its own"
-                )
-            taken[address] = field
 
 
 def _shown(value: Any) -> str:
@@ -283,13 +275,9 @@ def listening_at(address: str, resolve: _Resolve = socket.gethostbyname) -> str:
     if is_loopback(host):
         return f"tcp:{address}"
     found = resolve(host)
-    return f"tcp:{found if _is_ours(found) else '0.0.0.0'}:{port}"
-
-
-def _is_ours(address: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
         try:
-            trial.bind((address, 0))
+            trial.bind((found, 0))
         except OSError:
-            return False
-    return True
+            found = "0.0.0.0"
+    return f"tcp:{found}:{port}"

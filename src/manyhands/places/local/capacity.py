@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
@@ -105,16 +105,22 @@ def most_workers(cost: MemoryCost, room: Room) -> int:
 def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
     """Overload if the workers do not fit, with the figures and the largest number that does."""
     need = cost.of(workers)
-    short = _short_of(need, room)
-    if not short:
+    lacking = []
+    for name in _short_of(need, room):
+        wanted, free = getattr(need, name), getattr(room, name)
+        what, there = _WORDS[name]
+        if name == "memory_bytes":
+            lacking.append(f"{format_bytes(wanted)} {what}, but {format_bytes(free)} {there}")
+        else:
+            lacking.append(f"{wanted:,} {what}, but {max(0, free):,} {there}")
+    if not lacking:
         return
-    needs = " and ".join(_need_text(name, need, room) for name in short)
     most = most_workers(cost, room)
     fits = f"at most {most} workers fit" if most > 1 else "one worker fits" if most else "not even one fits"
     each = format_bytes(cost.per_worker.memory_bytes)
     raise Overload(
-        f"workers={workers}: the run needs about {needs}; {fits} (a worker takes about {each} before its activations); "
-        "use fewer, or free some, or insist with Options(allow_overload=True) or --allow-overload",
+        f"workers={workers}: the run needs about {' and '.join(lacking)}; {fits} (a worker takes about {each} before "
+        "its activations); use fewer, or free some, or insist with Options(allow_overload=True) or --allow-overload",
         most,
     )
 
@@ -125,14 +131,6 @@ def _short_of(need: Amount, room: Room) -> list[str]:
         for one in fields(Room)
         if (free := getattr(room, one.name)) is not None and getattr(need, one.name) > free
     ]
-
-
-def _need_text(name: str, need: Amount, room: Room) -> str:
-    wanted, free = getattr(need, name), getattr(room, name)
-    what, there = _WORDS[name]
-    if name == "memory_bytes":
-        return f"{format_bytes(wanted)} {what}, but {format_bytes(free)} {there}"
-    return f"{wanted:,} {what}, but {max(0, free):,} {there}"
 
 
 _NO_LIMIT = 1 << 62  # version 1 writes a number near 2^63 where there is none
@@ -148,12 +146,26 @@ def read_room(root: Path = Path("/")) -> Room:
     """What is free now; `root` is where `proc` and `sys` are found."""
     proc = root / "proc"
     groups = group_folders(_text(proc / "self/cgroup"), _text(proc / "self/mountinfo"))
-    memory = [free_memory(root / str(folder).lstrip("/")) for folder in groups.get("memory", ())]
-    tasks = [free_tasks(root / str(folder).lstrip("/")) for folder in groups.get("pids", ())]
+    memory, tasks = (
+        [root / str(folder).lstrip("/") for folder in groups.get(name, ())] for name in ("memory", "pids")
+    )
+    available = [
+        int(line.split()[1]) * 1024
+        for line in _text(proc / "meminfo").splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    # What the kernel has room for: process numbers, and threads at all; the fourth word of loadavg is RUNNABLE/ALL.
+    most = _least([_number(proc / "sys/kernel/pid_max"), _number(proc / "sys/kernel/threads-max")])
+    load = _text(proc / "loadavg").split()
+    unused = max(0, most - int(load[3].partition("/")[2])) if most is not None and len(load) >= 4 else None
+    descriptors = None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and (proc / "self/fd").is_dir():
+        descriptors = max(0, limit - len(os.listdir(proc / "self/fd")))
     return Room(
-        memory_bytes=_least([_available(_text(proc / "meminfo")), *memory]),
-        tasks=_least([_unused_numbers(proc), _own_tasks(proc), *tasks]),
-        descriptors=_free_descriptors(proc),
+        memory_bytes=_least([*available, *map(free_memory, memory)]),
+        tasks=_least([unused, _own_tasks(proc), *map(free_tasks, tasks)]),
+        descriptors=descriptors,
     )
 
 
@@ -162,20 +174,33 @@ def group_folders(own: str, mounts: str) -> dict[str, list[PurePosixPath]]:
 
     `own` is /proc/self/cgroup, `mounts` is /proc/self/mountinfo. Version 2 has one tree for all controllers.
     """
-    trees = list(_trees(mounts))
     found: dict[str, list[PurePosixPath]] = {}
     for line in own.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        names = set(controllers.split(",")) if controllers else {""}
-        for tree_names, mounted_root, mount in trees:
-            if not names & tree_names:
+        names = set(controllers.split(","))  # {""} in version 2
+        for mounted in mounts.splitlines():
+            before, _, after = mounted.partition(" - ")
+            place, kind = before.split(), after.split()
+            if len(place) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
                 continue
-            folders = _upwards(PurePosixPath(path), mounted_root, mount)
+            if not names & ({""} if kind[0] == "cgroup2" else set(kind[2].split(","))):
+                continue
+            folders = _upwards(PurePosixPath(path), PurePosixPath(place[3]), PurePosixPath(place[4]))
             for limited in ("memory", "pids"):
                 if limited in names or names == {""}:
                     found.setdefault(limited, []).extend(folders)
     return found
+
+
+def _upwards(path: PurePosixPath, mounted_root: PurePosixPath, mount: PurePosixPath) -> list[PurePosixPath]:
+    """The folder of a group and those above it, as far as they are mounted here."""
+    try:
+        inner = path.relative_to(mounted_root)
+    except ValueError:  # the path is that of another namespace: only the top of the tree is ours to see
+        inner = PurePosixPath()
+    folder = mount / inner
+    return [folder, *(above for above in folder.parents if above == mount or mount in above.parents)]
 
 
 def free_memory(folder: Path) -> int | None:
@@ -198,41 +223,6 @@ def free_tasks(folder: Path) -> int | None:
     return None if limit is None or used is None else max(0, limit - used)
 
 
-def _trees(mounts: str) -> Iterator[tuple[set[str], PurePosixPath, PurePosixPath]]:
-    """The mounted trees: the controllers of each ("" for version 2), which part of it is mounted, and where."""
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        place, kind = before.split(), after.split()
-        if len(place) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
-            continue
-        names = {""} if kind[0] == "cgroup2" else set(kind[2].split(","))
-        yield names, PurePosixPath(place[3]), PurePosixPath(place[4])
-
-
-def _upwards(path: PurePosixPath, mounted_root: PurePosixPath, mount: PurePosixPath) -> list[PurePosixPath]:
-    """The folder of a group and those above it, as far as they are mounted here."""
-    try:
-        inner = path.relative_to(mounted_root)
-    except ValueError:  # the path is that of another namespace: only the top of the tree is ours to see
-        inner = PurePosixPath()
-    folder = mount / inner
-    return [folder, *(above for above in folder.parents if above == mount or mount in above.parents)]
-
-
-def _available(meminfo: str) -> int | None:
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _unused_numbers(proc: Path) -> int | None:
-    """How many tasks the kernel has room for: process numbers, and threads at all."""
-    most = _least([_number(proc / "sys/kernel/pid_max"), _number(proc / "sys/kernel/threads-max")])
-    words = _text(proc / "loadavg").split()  # the fourth is RUNNABLE/ALL
-    return None if most is None or len(words) < 4 else max(0, most - int(words[3].partition("/")[2]))
-
-
 def _own_tasks(proc: Path) -> int | None:
     """How many more tasks this user may have (`ulimit -u`), which limits everyone but root."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -245,16 +235,6 @@ def _own_tasks(proc: Path) -> int | None:
         if rows.get("Uid", "-1").split()[0] == str(user):
             used += int(rows.get("Threads", "1"))
     return max(0, limit - used)
-
-
-def _free_descriptors(proc: Path) -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        return max(0, limit - len(os.listdir(proc / "self/fd")))
-    except OSError:
-        return None
 
 
 def _number(file: Path) -> int | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["LoaderSpec", "RoleSpec"]
+__all__ = ["LoaderSpec", "RoleSpec", "die_with_parent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +24,14 @@ class RoleSpec:
     status_table: int
     row: int
     """Its row of the status table."""
-
     descriptors: Mapping[str, int]
     path: tuple[str, ...]
     python_path: str | None
     """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
-
     job: int = -1
     """The file of its job."""
-
     stacks: int = -1
     """Where it writes its stacks when it is asked to."""
-
     control: int = -1
     """The child's end of its control channel; known when the child is started."""
 
@@ -83,3 +82,14 @@ class LoaderSpec:
         """Read what `to_text` wrote; None where it is the text of a `RoleSpec`."""
         fields = json.loads(text).get("loader")
         return cls(**fields) if fields is not None else None
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send `number` when the thread that started this process ends; if it has, leave now."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if os.getppid() != parent_pid:
+        os.kill(0, signal.SIGKILL)

@@ -167,10 +167,8 @@ class Role:
     name: str
     target: Callable[[RoleContext], Mapping[str, Any] | None]
     """Called in the child; what it returns (plain numbers and text) is the payload of its `Finished`."""
-
     descriptors: Mapping[str, int] = field(default_factory=dict)
     """Open descriptors of this process that the child inherits, by the name it asks for."""
-
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of the launcher's environment."""
 

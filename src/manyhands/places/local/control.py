@@ -240,9 +240,7 @@ class Context(Protocol):
     rank: int
     world: int
 
-    def send(self, payload: Mapping[str, Any]) -> None:
-        """Tell the leader something, as JSON."""
-
+    def send(self, payload: Mapping[str, Any]) -> None: ...
     def mark(
         self,
         step: int,
@@ -250,18 +248,11 @@ class Context(Protocol):
         waiting_for: int = NOBODY,
         *,
         place: tuple[int, int] | None = None,
-    ) -> None:
-        """Show what this role is doing."""
-
-    def stop_requested(self) -> bool:
-        """Whether the leader asked to leave."""
-
+    ) -> None: ...
+    def stop_requested(self) -> bool: ...
     @property
-    def stopping(self) -> bool:
-        """Whether a request to leave is among what was read so far."""
-
-    def received(self) -> list[Mapping[str, Any]]:
-        """What the leader told this role since the last call."""
+    def stopping(self) -> bool: ...
+    def received(self) -> list[Mapping[str, Any]]: ...
 
 
 class RoleContext:
@@ -276,7 +267,7 @@ class RoleContext:
         self._channel = channel
         self._status_table = status_table
         self._row = spec.row
-        self._told: list[Mapping[str, Any]] = []
+        self._notes: list[Mapping[str, Any]] = []
         self._stop_requested = False
 
     def descriptor(self, name: str) -> int:
@@ -294,12 +285,7 @@ class RoleContext:
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
     def mark(
-        self,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        *,
-        place: tuple[int, int] | None = None,
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
     ) -> None:
         """Show in the status table what this role is doing; costs a few microseconds, so call it often.
 
@@ -321,8 +307,8 @@ class RoleContext:
     def received(self) -> list[Mapping[str, Any]]:
         """What the launcher told this role since the last call, in order; does not wait."""
         self._sort(self._channel.receive())
-        told, self._told = self._told, []
-        return told
+        notes, self._notes = self._notes, []
+        return notes
 
     def control_fileno(self) -> int:
         """A descriptor for a selector, readable when the launcher sent something (or is gone).
@@ -337,4 +323,4 @@ class RoleContext:
                 case Stop():
                     self._stop_requested = True
                 case Note(payload=payload):
-                    self._told.append(payload)
+                    self._notes.append(payload)

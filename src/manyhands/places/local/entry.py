@@ -10,9 +10,10 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 
+from manyhands.places.local.child_descriptors import die_with_parent
 from manyhands.places.local.forking import run_template, spare_finalizers
-from manyhands.places.local.parent import die_with_parent
 
 TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
 
@@ -48,19 +49,13 @@ def _leave(left_with: list[int], launcher_pid: int) -> None:
         assert stream is not None
         for thing in gc.get_objects():
             if issubclass(type(thing), stream):
-                _flush(thing)
+                with suppress(ValueError):  # detached from what it wrote to
+                    if not thing.closed and thing.writable():
+                        thing.flush()
         ctypes.CDLL(None).fflush(None)
         if os.getppid() != launcher_pid:
             os.killpg(0, signal.SIGKILL)
         os._exit(left_with[0])
-
-
-def _flush(stream: io.IOBase) -> None:
-    try:
-        if not stream.closed and stream.writable():
-            stream.flush()
-    except ValueError:  # detached from what it wrote to
-        pass
 
 
 if __name__ == "__main__":

@@ -55,11 +55,14 @@ def report(error: BaseException, step: int) -> Failed:
     # The first frame is the role's own call of the job: it says nothing.
     outer = error.__traceback__
     inner = outer.tb_next or outer if outer is not None else None
+    message = str(error)
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[: _MAX_MESSAGE // 2]} [...] {message[-_MAX_MESSAGE // 2 :]}"
     trace = "".join(traceback.format_exception(type(error), error, inner))
     return Failed(
         kind=kind,
         error=type(error).__name__,
-        message=_utf8(_shortened(str(error), _MAX_MESSAGE)),
+        message=_utf8(message),
         traceback=_utf8(trace[-_MAX_TRACEBACK:]),
         step=step,
         details={name: value for name, value in vars(error).items() if type(value) in (int, float, bool)},
@@ -79,12 +82,10 @@ class Failure:
     sentence: str
     name: str = ""
     """What reports call the role."""
-
     reported: Failed | None = None
     last_words: str = ""
     page: str = ""
     """Of a hang: who waits for whom."""
-
     details: str = ""
     """Of a hang: everyone's stacks and events."""
 
@@ -103,27 +104,25 @@ class Failure:
 
     def error(self) -> ManyhandsError:
         """The exception for the launcher's caller: of the reported type where that is one of `_KEPT`."""
-        error = self._made()
-        error.blamed = self.name
-        return error
-
-    def _made(self) -> ManyhandsError:
+        error: ManyhandsError
         reported = self.reported
         if self.page:
-            return Hang(f"{self.sentence}\n\n{self.page}", worker_rank=self.rank, details=self.details)
-        if reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), _KEPT):
+            error = Hang(f"{self.sentence}\n\n{self.page}", worker_rank=self.rank, details=self.details)
+        elif reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), _KEPT):
             kind = KINDS[reported.kind]
             # Not by its constructor, which differs from kind to kind: message and attributes are all there is.
-            kept = kind.__new__(kind, reported.message)
-            vars(kept).update(reported.details)
-            kept.add_note(f"{self.sentence}\n{reported.traceback}")
-            return kept
-        parts = [self.sentence]
-        if reported is not None:
-            parts.append(reported.traceback.rstrip())
-        elif self.last_words.strip():
-            parts.append(f"its last words on stderr:\n{self.last_words.strip()}")
-        return WorkerFailed("\n\n".join(parts), worker_rank=self.rank)
+            error = kind.__new__(kind, reported.message)
+            vars(error).update(reported.details)
+            error.add_note(f"{self.sentence}\n{reported.traceback}")
+        else:
+            parts = [self.sentence]
+            if reported is not None:
+                parts.append(reported.traceback.rstrip())
+            elif self.last_words.strip():
+                parts.append(f"its last words on stderr:\n{self.last_words.strip()}")
+            error = WorkerFailed("\n\n".join(parts), worker_rank=self.rank)
+        error.blamed = self.name
+        return error
 
 
 def describe_exit(status: int) -> str:
@@ -138,14 +137,8 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def describe_status(line: StatusRow, now_ns: int) -> str:
+def describe_status(row: StatusRow, now_ns: int) -> str:
     """`last seen computing step 17, 5.2 s ago`."""
-    if line.seen_ns == 0:
-        return "never seen on the board"
-    return f"last seen {line.doing()}, {max(0, now_ns - line.seen_ns) / 1e9:.1f} s ago"
-
-
-def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+    if row.seen_ns == 0:
+        return "never seen"
+    return f"last seen {row.doing()}, {max(0, now_ns - row.seen_ns) / 1e9:.1f} s ago"

@@ -37,8 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec
-from manyhands.places.local.parent import die_with_parent
+from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec, die_with_parent
 
 __all__ = [
     "LOADERS_VARIABLE",
@@ -83,16 +82,12 @@ class TemplateSpec:
     launcher_pid: int
     control: int
     """Its end of the socket on which forks are asked for."""
-
     launcher: int
     """A descriptor of the launcher's process, which reports its end."""
-
     modules: tuple[str, ...]
     """What it imports before it forks."""
-
     later: tuple[str, ...]
     """What it imports when nobody asks for anything."""
-
     path: tuple[str, ...]
 
     def to_text(self) -> str:
@@ -108,7 +103,6 @@ class ForkRequest:
 
     role: str
     """The text of a `RoleSpec`, or of a `LoaderSpec`."""
-
     environment: Mapping[str, str]
     folder: str
     umask: int
@@ -426,15 +420,12 @@ def use_large_pages() -> int:
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return sum(madvise(start, LARGE_BYTES, _MADV_COLLAPSE) == 0 for start in _ranges())
-
-
-def _ranges() -> list[int]:
-    """The addresses of all that could be a large page: aligned, and within one private mapping of no file."""
-    found: list[int] = []
+    found: list[
+        int
+    ] = []  # all that could be a large page: aligned, and within one private mapping of no file
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, allowed, _offset, _device, _inode, *name = line.split(maxsplit=5)
         if allowed == "rw-p" and (not name or name == ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             found += range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES)
-    return found
+    return sum(madvise(start, LARGE_BYTES, _MADV_COLLAPSE) == 0 for start in found)

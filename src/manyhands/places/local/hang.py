@@ -51,10 +51,8 @@ class SeenRole:
     being: Being = Being.RUNNING
     stack: tuple[Frame, ...] = ()
     """Of its main thread, the innermost call first; empty where it could not be had."""
-
     other_threads: tuple[str, ...] = ()
     """The stacks of the other threads, as text."""
-
     events: tuple[str, ...] = ()
     """The last ones, newest last."""
 
@@ -175,8 +173,13 @@ def _follow(number: int, waits: Mapping[int, int]) -> tuple[int, ...]:
 def headline(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float) -> str:
     first = roles[verdict.culprits[0]]
     where = call_of(first.stack)
-    call = _in_which_call(roles, verdict.culprits[0])
-    waiting = f"{_others(verdict.behind)} for it{call}" if verdict.behind else "nobody waits for it"
+    waiters = [
+        f": {role.name} {call_of(role.stack)}"
+        for role in roles.values()
+        if role.being is Being.RUNNING and role.row.waiting_for == verdict.culprits[0]
+    ]
+    others = "1 other waits" if verdict.behind == 1 else f"{verdict.behind} others wait"
+    waiting = f"{others} for it{(waiters or [''])[0]}" if verdict.behind else "nobody waits for it"
     match verdict.end:
         case End.CYCLE:
             circle = " waits for ".join(roles[n].name for n in (*verdict.culprits, verdict.culprits[0]))
@@ -225,7 +228,9 @@ def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
         return f"has left after step {role.row.step}"
     if role.being is Being.STARTING:
         return "starting"
-    state = "not at work yet" if role.row.state is State.STARTING else _state(role.row)
+    state = f"{role.row.state.name.lower()} step {role.row.step}"
+    if role.row.state in (State.STARTING, State.SERVING):
+        state = "not at work yet" if role.row.state is State.STARTING else "serving"
     if role.being is Being.STOPPED:
         return f"{state:<20} is stopped (SIGSTOP, or a debugger)"
     waited = role.row.waiting_for
@@ -236,12 +241,6 @@ def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
         name = roles[waited].name if waited in roles else f"role {waited}"
         wait = f"waits for {name} since {(now_ns - since) / 1e9:.1f} s"
     return f"{state:<20} {wait:<32} {call_of(role.stack)}"
-
-
-def _state(row: StatusRow) -> str:
-    if row.state is State.SERVING:
-        return "serving"
-    return f"{row.state.name.lower()} step {row.step}"
 
 
 def _close_up(role: SeenRole, num_frames: int, num_events: int) -> list[str]:
@@ -278,15 +277,3 @@ def _stack_lines(stack: Sequence[Frame]) -> list[str]:
         if frame is not None:
             lines.append(f"{frame.place} in {frame.function}:  {frame.text}".rstrip())
     return lines
-
-
-def _in_which_call(roles: Mapping[int, SeenRole], culprit: int) -> str:
-    """Where one that waits for the culprit is."""
-    for role in roles.values():
-        if role.being is Being.RUNNING and role.row.waiting_for == culprit:
-            return f": {role.name} {call_of(role.stack)}"
-    return ""
-
-
-def _others(count: int) -> str:
-    return "1 other waits" if count == 1 else f"{count} others wait"

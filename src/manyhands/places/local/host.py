@@ -11,9 +11,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["host_identity", "threads_per_role"]
+__all__ = ["check_watchdog_s", "host_identity", "threads_per_role"]
+
+
+_LEAST_WATCHDOG_S = 2.0  # a wait shows itself after one second, and the stacks take another
+
+
+def check_watchdog_s(watchdog_s: float) -> float:
+    """The deadline of the watchdog, or UserError: checked long before anything is watched."""
+    if watchdog_s != 0 and not watchdog_s >= _LEAST_WATCHDOG_S:
+        raise UserError(
+            f"watchdog_s={watchdog_s:g} must be at least {_LEAST_WATCHDOG_S:g} seconds, or 0 to look away"
+        )
+    return watchdog_s
 
 
 def threads_per_role(num_roles: int) -> int:

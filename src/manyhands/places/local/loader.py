@@ -45,23 +45,23 @@ class LoadFailed:
     """Of the loader process."""
 
 
-def run_loader(line: socket.socket) -> int:
-    """Be a loader until its worker, at the other end of `line`, needs it no more; the exit status.
+def run_loader(end: socket.socket) -> int:
+    """Be a loader until its worker, at the other end of the socket, needs it no more; the exit status.
 
     Leaves the process by itself: whose fork it is does not matter.
     """
     status = 1
     try:
-        with line:
-            status = _live(line)
+        with end:
+            status = _live(end)
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
 
 
-def _live(line: socket.socket) -> int:
-    data, descriptors, _, _ = socket.recv_fds(line, _MESSAGE_BYTES, 2)
+def _live(end: socket.socket) -> int:
+    data, descriptors, _, _ = socket.recv_fds(end, _MESSAGE_BYTES, 2)
     if not data:
         return 0
     job, stacks = descriptors
@@ -72,55 +72,49 @@ def _live(line: socket.socket) -> int:
     try:
         reader: KeyReader = load(job)()
     except Exception as error:
-        _hand_over(line, -1, _failure(error))
+        _hand_over(end, -1, _failure(error))
         return 1
     os.close(job)
-    _serve(line, reader)
-    return 0
-
-
-def _serve(line: socket.socket, reader: KeyReader) -> None:
-    asked: deque[dict[str, Any]] = deque()
-    while True:
-        if not _hear(line, asked):
-            return
-        if asked:
-            wanted = asked.popleft()
+    requests: deque[dict[str, Any]] = deque()
+    while _hear(end, requests):
+        if requests:
+            wanted = requests.popleft()
             try:
                 found = reader.read(tuple(wanted["key"]), wanted["kept_from"])
             except Exception as error:
                 found = _failure(error)
-            _hand_over(line, wanted["ticket"], found)
+            _hand_over(end, wanted["ticket"], found)
+    return 0
 
 
-def _hear(line: socket.socket, asked: deque[dict[str, Any]]) -> bool:
+def _hear(end: socket.socket, requests: deque[dict[str, Any]]) -> bool:
     """Take all that was asked up to now, and wait only where there is nothing to do; False once the worker is gone."""
     while True:
         try:
-            data = line.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT if asked else 0)
+            data = end.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT if requests else 0)
         except BlockingIOError:
             return True
         except ConnectionResetError:
             return False
         if not data:
             return False
-        message = json.loads(data)
-        if "forget" in message:
-            kept = [one for one in asked if one["ticket"] not in message["forget"]]
-            asked.clear()
-            asked.extend(kept)
+        request = json.loads(data)
+        if "forget" in request:
+            kept = [one for one in requests if one["ticket"] not in request["forget"]]
+            requests.clear()
+            requests.extend(kept)
         else:
-            asked.append(message)
+            requests.append(request)
 
 
-def _hand_over(line: socket.socket, ticket: int, found: Any) -> None:
+def _hand_over(end: socket.socket, ticket: int, found: Any) -> None:
     try:
         descriptor = pack(found)
     except UserError as error:
         why = f"a loader process cannot hand over what it read ({error.__cause__ or error}); let collate give tensors"
         descriptor = pack(_failure(UserError(f"{why}, arrays and plain objects, or set loading's workers=0")))
     try:
-        socket.send_fds(line, [json.dumps({"ticket": ticket}).encode()], [descriptor])
+        socket.send_fds(end, [json.dumps({"ticket": ticket}).encode()], [descriptor])
     except (BrokenPipeError, ConnectionResetError):  # the worker is gone, which the next `recv` says
         pass
     finally:

@@ -90,7 +90,11 @@ class Loaders(Closeable, Generic[_Key]):
         self._forget(set(wanted))
         for one in wanted:
             if one not in self._asked:
-                self._ask(one, kept_from)
+                self._last_ticket += 1
+                loader = min(self._loaders, key=lambda loader: len(loader.reading))
+                loader.reading[self._last_ticket] = one
+                self._asked[one] = self._last_ticket
+                loader.send(ticket=self._last_ticket, key=one, kept_from=kept_from)
         if key not in self._arrived:
             self._await(key)
         del self._asked[key]
@@ -105,10 +109,17 @@ class Loaders(Closeable, Generic[_Key]):
         self._forget(set())
         loaders, self._loaders = self._loaders, []
         for loader in loaders:
-            loader.line.close()
+            loader.end.close()
         deadline = time.monotonic() + _LEAVE_S
         for loader in loaders:
-            loader.end(max(0.0, deadline - time.monotonic()))
+            try:
+                loader.process.wait(max(0.0, deadline - time.monotonic()))
+            except StillRunning:
+                os.killpg(
+                    loader.process.pid, signal.SIGKILL
+                )  # it leads a session: what it has started goes, too
+                loader.process.wait()
+            loader.process.close()
         if self._preparing is not None:
             self._preparing.shutdown()
         self._files.close()
@@ -126,49 +137,31 @@ class Loaders(Closeable, Generic[_Key]):
             stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
             self._files.callback(os.close, stacks)
         self._stacks = stacks
+        names = [f"loader {number} of {self._owner}" for number in range(self._count)]
         try:
-            self._loaders = self._born() or self._forked()
+            if len(born_loaders) >= self._count:  # this process was born with enough of them
+                for name in names:
+                    pid, end = born_loaders.pop(0)
+                    self._loaders.append(_Loader(name, AdoptedProcess(pid, os.pidfd_open(pid)), end))
+            else:
+                self._fork(names)
             for loader in self._loaders:
-                message = json.dumps({"path": sys.path}).encode()
-                socket.send_fds(loader.line, [message], [job, stacks])
-                self._poll.register(loader.line, select.POLLIN)
+                socket.send_fds(loader.end, [json.dumps({"path": sys.path}).encode()], [job, stacks])
+                self._poll.register(loader.end, select.POLLIN)
                 self._poll.register(loader.process.pidfd, select.POLLIN)
         finally:
             os.close(job)
 
-    def _born(self) -> list[_Loader[_Key]]:
-        """Those that this process was born with, if they are enough."""
-        if len(born_loaders) < self._count:
-            return []
-        taken = born_loaders[: self._count]
-        del born_loaders[: self._count]
-        return [
-            _Loader(self._name(number), AdoptedProcess(pid, os.pidfd_open(pid)), line)
-            for number, (pid, line) in enumerate(taken)
-        ]
-
-    def _forked(self) -> list[_Loader[_Key]]:
-        template, loaders = obtain(inherited_environment()), []
+    def _fork(self, names: Sequence[str]) -> None:
+        template = obtain(inherited_environment())
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with template.batch():
-            for number in range(self._count):
-                name = self._name(number)
+            for name in names:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
                     spec = LoaderSpec(name=name, parent_pid=os.getpid())
                     process = template.ask(name, spec.to_text(), [1, 2, theirs.fileno()], environment)
-                loaders.append(_Loader[_Key](name, process, ours))
-        return loaders
-
-    def _name(self, number: int) -> str:
-        return f"loader {number} of {self._owner}"
-
-    def _ask(self, key: _Key, kept_from: int) -> None:
-        self._last_ticket += 1
-        loader = min(self._loaders, key=lambda one: len(one.reading))
-        loader.reading[self._last_ticket] = key
-        self._asked[key] = self._last_ticket
-        loader.tell(ticket=self._last_ticket, key=key, kept_from=kept_from)
+                self._loaders.append(_Loader[_Key](name, process, ours))
 
     def _forget(self, wanted: set[_Key]) -> None:
         """Drop what was asked for and is not `wanted`; what is being read already is read, and dropped then."""
@@ -177,10 +170,10 @@ class Loaders(Closeable, Generic[_Key]):
             del self._asked[key]
             self._arrived.pop(key, None)
         for loader in self._loaders:
-            message = [ticket for ticket in loader.reading if ticket in unwanted]
-            if message:
-                loader.tell(forget=message)
-                for ticket in message:
+            tickets = [ticket for ticket in loader.reading if ticket in unwanted]
+            if tickets:
+                loader.send(forget=tickets)
+                for ticket in tickets:
                     del loader.reading[ticket]
 
     def _await(self, key: _Key) -> None:
@@ -189,9 +182,14 @@ class Loaders(Closeable, Generic[_Key]):
         while key not in self._arrived:
             waited_s = time.monotonic() - begin
             if waited_s > self._loading.timeout_s:
+                before = os.fstat(self._stacks).st_size
+                os.kill(loader.process.pid, STACK_SIGNAL)
+                time.sleep(_ANSWER_S)
+                written = os.pread(self._stacks, os.fstat(self._stacks).st_size - before, before)
+                call = call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
                 raise ManyhandsError(
-                    f"{loader} gave nothing for {waited_s:.0f} s: it is {self._where(loader)}; where reading a batch "
-                    "takes longer, set loading's timeout_s"
+                    f"{loader} gave nothing for {waited_s:.0f} s: it is {call}; where reading a batch takes longer, "
+                    "set loading's timeout_s"
                 )
             with answered_by(loader.process.pid) if waited_s > _LOOK_S else nullcontext():
                 self._take(round(min(_LOOK_S, self._loading.timeout_s) * 1000))
@@ -200,15 +198,17 @@ class Loaders(Closeable, Generic[_Key]):
         """What has come, after so long a wait at most; ManyhandsError if a process has ended."""
         ready = {descriptor for descriptor, _ in self._poll.poll(wait_ms)}
         for loader in self._loaders:
-            if ready & {loader.line.fileno(), loader.process.pidfd}:
+            if ready & {loader.end.fileno(), loader.process.pidfd}:
                 while self._receive(loader):
                     pass
                 if loader.process.pidfd in ready:
-                    raise ManyhandsError(loader.ended())
+                    reading = next(iter(loader.reading.values()), None)
+                    what = f" while it had {reading} to read" if reading is not None else ""
+                    raise ManyhandsError(f"{loader} {describe_exit(loader.process.wait())}{what}")
 
     def _receive(self, loader: _Loader[_Key]) -> bool:
         try:
-            data, descriptors, _, _ = socket.recv_fds(loader.line, 4096, 1)
+            data, descriptors, _, _ = socket.recv_fds(loader.end, 4096, 1)
         except (BlockingIOError, ConnectionResetError):
             return False
         if not data:
@@ -226,53 +226,31 @@ class Loaders(Closeable, Generic[_Key]):
             os.close(descriptors[0])
             return True
         file = _File(descriptors[0])
-        if self._preparing is None or self._prepare is None:
+        if self._preparing is None:
             self._arrived[key] = file.load
         else:
-            self._arrived[key] = self._preparing.submit(_prepared, file, self._prepare).result
+            self._arrived[key] = self._preparing.submit(file.load, self._prepare).result
         return True
-
-    def _where(self, loader: _Loader[_Key]) -> str:
-        """In which line of the user's code."""
-        message = os.fstat(self._stacks).st_size
-        os.kill(loader.process.pid, STACK_SIGNAL)
-        time.sleep(_ANSWER_S)
-        written = os.pread(self._stacks, os.fstat(self._stacks).st_size - message, message)
-        return call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
 
 
 class _Loader(Generic[_Key]):
     """One process, the worker's end of its socket, and its pending requests."""
 
-    def __init__(self, name: str, process: AdoptedProcess, line: socket.socket) -> None:
-        self.name, self.process, self.line = name, process, line
-        line.setblocking(False)
+    def __init__(self, name: str, process: AdoptedProcess, end: socket.socket) -> None:
+        self.name, self.process, self.end = name, process, end
+        end.setblocking(False)
         self.reading: dict[int, _Key] = {}
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.process.pid})"
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **request: Any) -> None:
         try:
-            self.line.send(json.dumps(message).encode())
+            self.end.send(json.dumps(request).encode())
         except (BrokenPipeError, ConnectionResetError):  # it has ended, which its process descriptor tells
             pass
         except BlockingIOError as error:
             raise ManyhandsError(f"{self} reads no more requests; set a smaller ahead= in loading") from error
-
-    def ended(self) -> str:
-        """What to say of it, once it has."""
-        reading = next(iter(self.reading.values()), None)
-        what = f" while it had {reading} to read" if reading is not None else ""
-        return f"{self} {describe_exit(self.process.wait())}{what}"
-
-    def end(self, patience_s: float) -> None:
-        try:
-            self.process.wait(patience_s)
-        except StillRunning:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session: what it has started goes, too
-            self.process.wait()
-        self.process.close()
 
 
 class _File:
@@ -281,13 +259,9 @@ class _File:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def load(self) -> Any:
-        return load(self._descriptor)
+    def load(self, prepare: Callable[[Any], Any] | None = None) -> Any:
+        found = load(self._descriptor)
+        return found if prepare is None or isinstance(found, LoadFailed) else prepare(found)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-
-
-def _prepared(file: _File, prepare: Callable[[Any], Any]) -> Any:
-    found = file.load()
-    return found if isinstance(found, LoadFailed) else prepare(found)

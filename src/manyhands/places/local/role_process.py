@@ -16,9 +16,8 @@ from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.control import Channel, Finished, RoleContext, RoleStarted
 from manyhands.places.local.failure import report
 from manyhands.places.local.packed_job import load
-from manyhands.places.local.sentinel import start_sentinel
 from manyhands.places.local.stacks import answer_with_stacks
-from manyhands.places.local.status import SIGN_OFFSET, StatusTable
+from manyhands.places.local.status import SIGN_OFFSET, StatusTable, start_sentinel
 
 _REPORT_TIMEOUT_S = 60.0
 
@@ -32,12 +31,15 @@ def run_role(spec: RoleSpec) -> int:
     start_sentinel(status_table, spec.row, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
     answer_with_stacks(spec.stacks)
     wait_sign.hang_at(status_table.control_address(spec.row) + SIGN_OFFSET)
-    _restore_environment(spec)
+    sys.path[:] = spec.path  # modules are found where the launcher finds them
+    if spec.python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = spec.python_path
+    for stream in (sys.stdout, sys.stderr):  # they go through a pipe
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = Channel(socket.socket(fileno=spec.control), "the launcher")
-    return _run(spec, channel, RoleContext(spec, channel, status_table))
-
-
-def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
+    context = RoleContext(spec, channel, status_table)
     try:
         target = load(spec.job)[spec.rank]
         os.close(spec.job)
@@ -50,14 +52,3 @@ def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
         channel.send(report(error, context.step), _REPORT_TIMEOUT_S)
         return 1
     return 0
-
-
-def _restore_environment(spec: RoleSpec) -> None:
-    """Search modules where the launcher does, and write output line by line (it goes through a pipe)."""
-    sys.path[:] = spec.path
-    if spec.python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = spec.python_path
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

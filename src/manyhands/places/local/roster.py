@@ -22,8 +22,7 @@ from typing import Any
 from manyhands.errors import UserError
 from manyhands.places.local.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.places.local.failure import Failure, describe_exit, describe_status
-from manyhands.places.local.sentinel import HEARTBEAT_S
-from manyhands.places.local.status import StatusRow
+from manyhands.places.local.status import HEARTBEAT_S, StatusRow
 
 __all__ = [
     "TICK_S",
@@ -114,13 +113,10 @@ class Ended:
     name: str
     status: int | None
     """As in `subprocess`: negative for a signal; None if the kernel keeps the process though it was killed."""
-
     last_words: str
     """The end of what it wrote to stderr."""
-
     payload: Mapping[str, Any] | None
     """What the job returned; None if it failed."""
-
     failure: Failure | None
     """What went wrong, in a sentence, with what the job reported; None if it returned."""
 
@@ -171,18 +167,15 @@ class Member:
     pid: int
     since_ns: int
     """When it entered its phase."""
-
     phase: ProcessPhase = ProcessPhase.STARTING
     row: StatusRow = field(default_factory=StatusRow)
     finished: Finished | None = None
     failure: Failure | None = None
     kill_at_ns: int | None = None
     """When it is killed unless it has left; None while it was not asked to leave."""
-
     killed_ns: int = 0
     silent_s: float = 0.0
     """How long the launcher has watched without a heartbeat from it."""
-
     reported_silent: bool = False
 
     def __str__(self) -> str:

@@ -136,17 +136,17 @@ def split_threads(dump: str) -> list[str]:
 def main_stack(dump: str) -> tuple[Frame, ...]:
     """The calls of the main thread, the innermost first; the sources are read from their files."""
     threads = split_threads(dump)
-    found = (_FRAME.match(line) for line in (threads[-1].splitlines() if threads else ()))
-    return tuple(
-        Frame(
-            file=match["file"],
-            line=int(match["line"]) if match["line"].isdigit() else 0,
-            function=match["function"],
-            text=_source(match["file"], int(match["line"]) if match["line"].isdigit() else 0),
-        )
-        for match in found
-        if match is not None
-    )
+    frames = []
+    for match in map(_FRAME.match, threads[-1].splitlines() if threads else ()):
+        if match is not None:
+            file, line = match["file"], int(match["line"]) if match["line"].isdigit() else 0
+            try:
+                source = Path(file).read_text(errors="replace").splitlines()
+            except OSError:
+                source = []
+            text = source[line - 1].strip() if 0 < line <= len(source) else ""
+            frames.append(Frame(file=file, line=line, function=match["function"], text=text))
+    return tuple(frames)
 
 
 def call_of(stack: Sequence[Frame]) -> str:
@@ -168,11 +168,3 @@ def call_of(stack: Sequence[Frame]) -> str:
         first = calls[0]
         return f"in {first.function}() ({PurePath(first.file).relative_to(_OURS)}:{first.line})"
     return f"in {stack[0].function}() ({stack[0].place})" if stack else "in a place that it did not tell"
-
-
-def _source(file: str, line: int) -> str:
-    try:
-        lines = Path(file).read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[line - 1].strip() if 0 < line <= len(lines) else ""

@@ -5,7 +5,7 @@
     sign             | waiting since_ns | waiting for + 1 |
     place            | stage of a pipeline (32 bits) | micro-batch + 1 (32 bits), 0 for none |
 
-Only the role writes its row; the launcher reads all rows. The heartbeat (written by `sentinel`) proves that the
+Only the role writes its row; the launcher reads all rows. The heartbeat (written by the sentinel) proves that the
 process lives, the mark proves that it works, the sign (`native.wait_sign`) says for which role a long wait is. A
 mark is one word, so a reader never sees the step of one mark with the state of another.
 
@@ -18,20 +18,37 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import select
+import signal
+import threading
 from dataclasses import dataclass
 from enum import IntEnum, unique
+from typing import Any
 
-from manyhands.native.atomics import clock_ns, load_i64, store_i64
+import numpy as np
+from numba import types
+
+from manyhands.native.atomics import clock_ns, load_i64, load_u32, store_i64
 from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
+from manyhands.places.local.child_descriptors import die_with_parent
 
-__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "SIGN_OFFSET", "State", "StatusRow", "StatusTable"]
+__all__ = [
+    "HEARTBEAT_OFFSET",
+    "HEARTBEAT_S",
+    "NOBODY",
+    "SIGN_OFFSET",
+    "State",
+    "StatusRow",
+    "StatusTable",
+    "start_sentinel",
+]
 
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32
 
-_LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
+_ROW_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 _PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET, _PLACE_OFFSET = 0, 16, 24, 48
 _MAX_STEP, _MAX_RANK = 2**39 - 1, 2**16 - 2
 
@@ -63,7 +80,6 @@ class StatusRow:
     waiting_for: int = NOBODY
     waiting_since_ns: int = 0
     """When a long wait began; 0 where only the mark speaks of a wait."""
-
     place: tuple[int, int] | None = None
     """Stage and micro-batch of a pipeline, from 0, where it is at one."""
 
@@ -98,34 +114,34 @@ class StatusTable(Closeable):
         self.descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._num_lines = len(self._map) // _LINE_BYTES
+        self._num_rows = len(self._map) // _ROW_BYTES
 
     @classmethod
-    def create(cls, num_lines: int) -> StatusTable:
-        descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
+    def create(cls, num_rows: int) -> StatusTable:
+        descriptor = os.memfd_create("manyhands:status", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
+            os.posix_fallocate(descriptor, 0, num_rows * _ROW_BYTES)
             return cls(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
 
-    def control_address(self, line: int) -> int:
-        """Where `line` starts in this process, for compiled code."""
+    def control_address(self, row: int) -> int:
+        """Where `row` starts in this process, for compiled code."""
         if self._map is None:
-            raise ValueError("the board is closed")
-        if not 0 <= line < self._num_lines:
-            raise IndexError(f"there is no line {line}; the board has {self._num_lines}")
-        return self._address + line * _LINE_BYTES
+            raise ValueError("the status table is closed")
+        if not 0 <= row < self._num_rows:
+            raise IndexError(f"there is no row {row}; the table has {self._num_rows}")
+        return self._address + row * _ROW_BYTES
 
-    def sign_on(self, line: int) -> None:
+    def sign_on(self, row: int) -> None:
         """Write this process's id into its row, with a first mark."""
-        _write_pid(self.control_address(line), os.getpid())
-        self.mark(line, 0, State.STARTING)
+        _write_pid(self.control_address(row), os.getpid())
+        self.mark(row, 0, State.STARTING)
 
     def mark(
         self,
-        line: int,
+        row: int,
         step: int,
         state: State,
         waiting_for: int = NOBODY,
@@ -133,15 +149,13 @@ class StatusTable(Closeable):
     ) -> None:
         """Write what the owner of the row is doing; takes a few microseconds."""
         at = 0 if place is None else place[0] << 32 | place[1] + 1
-        _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
+        _write_mark(self.control_address(row), pack_mark(step, state, waiting_for), at)
 
-    def wipe(self, line: int) -> None:
-        ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
+    def wipe(self, row: int) -> None:
+        ctypes.memset(self.control_address(row), 0, _ROW_BYTES)
 
-    def read(self, line: int) -> StatusRow:
-        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
-            self.control_address(line)
-        )
+    def read(self, row: int) -> StatusRow:
+        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_row(self.control_address(row))
         step, state, waiting_for = unpack_mark(mark)
         return StatusRow(
             pid=pid,
@@ -176,25 +190,77 @@ def unpack_mark(mark: int) -> tuple[int, State, int]:
 
 
 @njit("void(int64, int64)", nogil=True, cache=True)
-def _write_pid(line, pid):  # type: ignore[no-untyped-def]
-    store_i64(line + _PID_OFFSET, pid)
+def _write_pid(row, pid):  # type: ignore[no-untyped-def]
+    store_i64(row + _PID_OFFSET, pid)
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
-def _write_mark(line, mark, place):  # type: ignore[no-untyped-def]
-    store_i64(line + _PLACE_OFFSET, place)
-    store_i64(line + _MARK_OFFSET, mark)
-    store_i64(line + _MARKED_OFFSET, clock_ns())
+def _write_mark(row, mark, place):  # type: ignore[no-untyped-def]
+    store_i64(row + _PLACE_OFFSET, place)
+    store_i64(row + _MARK_OFFSET, mark)
+    store_i64(row + _MARKED_OFFSET, clock_ns())
 
 
 @njit("UniTuple(int64, 7)(int64)", nogil=True, cache=True)
-def _read_line(line):  # type: ignore[no-untyped-def]
+def _read_row(row):  # type: ignore[no-untyped-def]
     return (
-        load_i64(line + _PID_OFFSET),
-        load_i64(line + HEARTBEAT_OFFSET),
-        load_i64(line + _MARKED_OFFSET),
-        load_i64(line + _MARK_OFFSET),
-        load_i64(line + SIGN_OFFSET),
-        load_i64(line + SIGN_OFFSET + 8),
-        load_i64(line + _PLACE_OFFSET),
+        load_i64(row + _PID_OFFSET),
+        load_i64(row + HEARTBEAT_OFFSET),
+        load_i64(row + _MARKED_OFFSET),
+        load_i64(row + _MARK_OFFSET),
+        load_i64(row + SIGN_OFFSET),
+        load_i64(row + SIGN_OFFSET + 8),
+        load_i64(row + _PLACE_OFFSET),
     )
+
+
+# A role's thread sends heartbeats and ends it when the launcher dies, in compiled code that never takes the GIL: user
+# code can hold it in a C function for minutes. Every `HEARTBEAT_S` the loop writes the time into the role's row, and in
+# between it sleeps in `poll` on the *lifeline*, a pipe whose only writing end is the launcher's. When the launcher is
+# gone, however it ended, the pipe reports it at once and the loop kills the role's whole process group, grandchildren
+# included. The loop runs until the process ends, so a role is monitored while it leaves, too.
+#
+# A stopped process (SIGSTOP) runs no loop. For that the kernel is asked to send SIGCONT when the launcher dies
+# (PR_SET_PDEATHSIG): it wakes a stopped role, whose loop then ends it, and means nothing to a running one. SIGKILL
+# would be wrong there: it would end the role before its loop could reach the grandchildren. Only before the loop
+# runs, when there are no grandchildren yet, the signal is SIGKILL.
+
+HEARTBEAT_S = 0.2
+
+_HEARTBEAT_MS = round(HEARTBEAT_S * 1000)
+_SIGKILL = int(signal.SIGKILL)
+_POLL_ENTRY = np.dtype([("descriptor", np.int32), ("events", np.int16), ("returned", np.int16)])
+
+_poll: Any = types.ExternalFunction("poll", types.int32(types.int64, types.uint64, types.int32))
+_getppid: Any = types.ExternalFunction("getppid", types.int32())
+_kill: Any = types.ExternalFunction("kill", types.int32(types.int32, types.int32))
+
+
+def start_sentinel(status_table: StatusTable, rank: int, *, lifeline: int, parent_pid: int) -> None:
+    """Write heartbeats to the row of `rank`, and monitor `lifeline` and `parent_pid`, until this process ends.
+
+    The process must lead its own process group: all of that group is killed when the launcher dies.
+    """
+    if os.getpgrp() != os.getpid():
+        raise RuntimeError("a role must lead its own process group")
+    watched = np.array([(lifeline, select.POLLIN, 0)], _POLL_ENTRY)
+    for used_by_the_loop in (status_table, watched, _guard):
+        # The interpreter frees everything before the process ends, and the loop outlives the interpreter.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(used_by_the_loop))
+    arguments = (status_table.control_address(rank) + HEARTBEAT_OFFSET, watched.ctypes.data, parent_pid)
+    threading.Thread(target=_guard, args=arguments, name="sentinel", daemon=True).start()
+    die_with_parent(parent_pid, signal.SIGCONT)
+
+
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
+def _guard(heartbeat, watched, parent):  # type: ignore[no-untyped-def]
+    """Write heartbeats; kill the process group when the launcher is gone.
+
+    `watched` is the address of a pollfd structure for the lifeline; what poll returns is the upper half of its
+    second word. The parent's id is compared too, in case a fork of the launcher holds the lifeline.
+    """
+    while True:
+        store_i64(heartbeat, clock_ns())
+        _poll(watched, types.uint64(1), types.int32(_HEARTBEAT_MS))
+        if load_u32(watched + 4) >> 16 != 0 or _getppid() != parent:
+            _kill(types.int32(0), types.int32(_SIGKILL))

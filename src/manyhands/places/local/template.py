@@ -24,11 +24,7 @@ from typing import Any, Final
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.local import entry
 from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.forking import (
-    MOST_PASSED,
-    ForkRequest,
-    TemplateSpec,
-)
+from manyhands.places.local.forking import MOST_PASSED, ForkRequest, TemplateSpec
 from manyhands.strategies.registry import STRATEGIES
 
 __all__ = ["AdoptedProcess", "StillRunning", "Template", "expect", "inherited_environment", "obtain", "warm"]

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from manyhands.places.local.children import Children
 from manyhands.places.local.hang import Being, Found, SeenRole, Stall, details, headline, is_busy, judge, page
-from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.host import check_watchdog_s
 from manyhands.places.local.roster import Member, ProcessPhase
 from manyhands.places.local.stacks import main_stack, split_threads
-from manyhands.places.local.status import NOBODY, StatusRow
+from manyhands.places.local.status import NOBODY
 
 __all__ = ["Watchdog", "Watched"]
 
@@ -35,10 +35,8 @@ class Watched:
 
     deadline_s: float
     """In seconds; 0 disables the watchdog."""
-
     count_events: Callable[[], Sequence[int]] = tuple
     """How many events each role has recorded: one more is progress."""
-
     last_events: Callable[[int, int], Sequence[str]] = lambda _role, _count: ()
     """The last events of a role in words: its number, and how many at most."""
 
@@ -69,7 +67,11 @@ class Watchdog:
         """The hang, if the deadline has passed; `roles` are those of `children`, by number."""
         if not self._watched.deadline_s or not any(role.at_work for role in roles.values()):
             return None
-        shown = tuple((number, role.phase, _mark(role.row)) for number, role in roles.items())
+        # What is progress if it changes: neither a heartbeat nor a wait is.
+        shown = tuple(
+            (number, role.phase, role.row.marked_ns, role.row.step, role.row.state)
+            for number, role in roles.items()
+        )
         self._stall.look((shown, tuple(self._watched.count_events())), now_ns)
         if not self._stall.is_suspicious:
             self._inquiry = None
@@ -119,7 +121,18 @@ class Watchdog:
             for number, role in roles.items()
             if role.row.waiting_for == NOBODY
         )
-        seen = {number: self._see(number, role, dumps[number]) for number, role in roles.items()}
+        seen = {
+            number: SeenRole(
+                name=role.name,
+                pid=role.pid,
+                row=role.row,
+                being=_being(role),
+                stack=main_stack(dumps[number]),
+                other_threads=tuple(split_threads(dumps[number])[:-1]),
+                events=tuple(self._watched.last_events(number, _NUM_EVENTS)),
+            )
+            for number, role in roles.items()
+        }
         verdict = None if moved else judge(seen)
         if verdict is None:
             self._stall.found_at_work()
@@ -131,22 +144,6 @@ class Watchdog:
             page=page(seen, verdict, idle_s, now_ns),
             details=details(seen),
         )
-
-    def _see(self, number: int, role: Member, dump: str) -> SeenRole:
-        return SeenRole(
-            name=role.name,
-            pid=role.pid,
-            row=role.row,
-            being=_being(role),
-            stack=main_stack(dump),
-            other_threads=tuple(split_threads(dump)[:-1]),
-            events=tuple(self._watched.last_events(number, _NUM_EVENTS)),
-        )
-
-
-def _mark(line: StatusRow) -> tuple[int, ...]:
-    """What is progress if it changes: neither a heartbeat nor a wait is."""
-    return line.marked_ns, line.step, line.state
 
 
 def _ask(roles: Mapping[int, Member], children: Children) -> None:

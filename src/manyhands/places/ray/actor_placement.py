@@ -11,16 +11,16 @@ from manyhands.errors import UserError
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 
 __all__ = [
-    "Again",
+    "Autoscaler",
     "Bounds",
+    "Bundles",
     "GivenUp",
     "Less",
     "More",
-    "Seats",
-    "SizeFollower",
-    "Staff",
+    "Restart",
+    "RestartPolicy",
+    "bundles",
     "room_for",
-    "seats",
 ]
 
 _MOST_IN_A_ROW = 5
@@ -29,7 +29,7 @@ _FIRST_DELAY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seats:
+class Bundles:
     """A placement group: so many equal bundles, put together or apart."""
 
     role: str
@@ -43,19 +43,19 @@ class Seats:
     """Whether each bundle is a group of its own: Ray finds places for the bundles of one group for all or none."""
 
 
-def seats(
+def bundles(
     roles: Mapping[str, range],
     ways: Mapping[str, str],
     cpus: int,
     gpus: Mapping[str, int],
     single: Collection[str] = (),
-) -> list[Seats]:
+) -> list[Bundles]:
     """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle.
 
     Of the kinds in `single`, members may come and go one by one.
     """
     return [
-        Seats(
+        Bundles(
             role=role,
             count=len(indices),
             first=indices.start,
@@ -103,7 +103,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class Restart:
     """Start the role once more, at this time."""
 
     role: str
@@ -118,7 +118,7 @@ class GivenUp:
     sentence: str
 
 
-class Staff:
+class RestartPolicy:
     """Which roles are started again: what survives a death has each role again, but not for ever.
 
     The first successor comes almost at once, so that its predecessor's end is noticed before; those that follow in a
@@ -129,7 +129,7 @@ class Staff:
         self.survives = survives
         self._ends: dict[tuple[str, int], list[float]] = {}
 
-    def ended(self, role: str, index: int, sentence: str, now_s: float) -> Again | GivenUp | None:
+    def ended(self, role: str, index: int, sentence: str, now_s: float) -> Restart | GivenUp | None:
         """What to do about a role that has ended; None where its part was done (no `sentence`)."""
         if not sentence:
             return None
@@ -141,11 +141,11 @@ class Staff:
             return GivenUp(
                 f"{sentence} ({len(ends) + 1} times within {_IN_A_ROW_S:.0f} s, so it is not started again)"
             )
-        return Again(role=role, index=index, at_s=now_s + _FIRST_DELAY_S * 2 ** len(ends))
+        return Restart(role=role, index=index, at_s=now_s + _FIRST_DELAY_S * 2 ** len(ends))
 
 
 _EVERY_S = 2.0
-_HOMELESS_S = 20.0
+_UNPLACED_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Space(Protocol):
         """For how many more there is room."""
 
 
-class SizeFollower:
+class Autoscaler:
     """Decides from the free capacity, and asks the run through its `commands`; one change at a time.
 
     Slots are never reused, so the number of workers that can be added in all is fixed.
@@ -196,17 +196,17 @@ class SizeFollower:
             return []
         self._next_s = now_s + _EVERY_S
         waiting = space.waiting("worker", now_s)
-        homeless = sorted(
+        unplaced = sorted(
             slot
             for slot, since_s in waiting.items()
-            if slot in self._slots and now_s - since_s >= _HOMELESS_S
+            if slot in self._slots and now_s - since_s >= _UNPLACED_S
         )
-        room = -len(homeless) if homeless else 0 if waiting else space.room("worker")
+        room = -len(unplaced) if unplaced else 0 if waiting else space.room("worker")
         change = self._bounds.change(len(self._slots), room)
         if change > 0:
             self._ask(Command(AddWorker()))
-        elif change < 0 and homeless:
-            self._ask(Command(RemoveWorker(slot=homeless[-1])))
+        elif change < 0 and unplaced:
+            self._ask(Command(RemoveWorker(slot=unplaced[-1])))
         return []
 
     def _ask(self, command: Command) -> None:

@@ -33,19 +33,18 @@ from typing import Any, ClassVar, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
 from manyhands.places.place import Place, PlacedRun
-from manyhands.places.ray.actor import RUN, ActorSeat, take_part
 from manyhands.places.ray.actor_placement import (
-    Again,
+    Autoscaler,
     Bounds,
     GivenUp,
     Less,
     More,
-    SizeFollower,
-    Staff,
-    seats,
+    Restart,
+    RestartPolicy,
+    bundles,
 )
 from manyhands.places.ray.actor_store import ActorStore
-from manyhands.places.ray.role_actors import RayRoles, RoleEnded
+from manyhands.places.ray.role_actors import RUN, ActorPlace, RayRoles, RoleEnded, take_part
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
@@ -107,7 +106,7 @@ class RayCluster(Place):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Casting:
+class RankAssignment:
     """Who takes which part: ranks by role, the leader's own first."""
 
     leader: tuple[str, int]
@@ -118,7 +117,7 @@ class Casting:
     """How many more workers may come."""
 
     @classmethod
-    def of(cls, strategy: Strategy, workers: int, later: int = 0) -> Casting:
+    def of(cls, strategy: Strategy, workers: int, later: int = 0) -> RankAssignment:
         """Where there are servers this process leads only; else it is worker 0."""
         processes = strategy.processes(workers)
         if "helper" in processes:
@@ -133,16 +132,14 @@ class Casting:
     def world(self) -> int:
         return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
-    def lead(self, master: str) -> ActorSeat:
-        role, index = self.leader
-        return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
-
-    def seat(self, role: str, index: int, master: str, *, leaves: bool = False) -> ActorSeat:
-        """An actor's: ranks follow the roles, in their order."""
-        kinds = list(self.actors)
-        before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
-        rank = 1 + before + index - self.actors[role].start
-        return ActorSeat(
+    def seat(self, role: str, index: int, master: str, *, leaves: bool = False) -> ActorPlace:
+        """The leader's, of rank 0, or an actor's: their ranks follow the roles, in their order."""
+        rank = 0
+        if (role, index) != self.leader:
+            kinds = list(self.actors)
+            before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
+            rank = 1 + before + index - self.actors[role].start
+        return ActorPlace(
             rank=rank,
             world=self.world,
             role=role,
@@ -157,20 +154,24 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
     bounds = _bounds(run)
     if bounds is not None:
         run = run.following(run.commands or queue.SimpleQueue())
-    casting = Casting.of(run.strategy, run.workers, MORE_WORKERS if bounds is not None else 0)
-    with connected(cluster.address, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
-        store = ray.remote(ActorStore).options(num_cpus=0, scheduling_strategy=_beside_me(ray)).remote()
-        given = ActorGift(
+    assignment = RankAssignment.of(run.strategy, run.workers, MORE_WORKERS if bounds is not None else 0)
+    with connected(cluster.address, cpus=(assignment.world - assignment.later) * cluster.cpus) as ray:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # Beside this process: with any other node, others might lose what is there.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store = ray.remote(ActorStore).options(num_cpus=0, scheduling_strategy=here).remote()
+        given = ActorArguments(
             master=ray.util.get_node_ip_address(), store=store, run=_handed_over(ray, run.for_others())
         )
         gpus = {"worker": 1} if run.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
         single = {"worker"} if bounds is not None else set()
-        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
-            staff = Staff(survives=run.strategy.facts.can_change_workers)
-            following = SizeFollower(bounds, run.workers, run.commands)
-            with ActorKeeper(roles, casting, given, staff, following) as keeper:
-                place = casting.lead(given.master).place(store, keeper.trouble)
+        with RayRoles(ray, bundles(assignment.actors, ways, cluster.cpus, gpus, single)) as roles:
+            policy = RestartPolicy(survives=run.strategy.facts.can_change_workers)
+            following = Autoscaler(bounds, run.workers, run.commands)
+            with ActorKeeper(roles, assignment, given, policy, following) as keeper:
+                place = assignment.seat(*assignment.leader, given.master).place(store, keeper.trouble)
                 try:
                     return run.take_part(place, RUN)
                 except PeerTimeout as error:
@@ -206,18 +207,11 @@ def _lead_there(run: PlacedRun, cluster: RayCluster) -> tuple[Any, bytes]:
         return (type(error).__name__, str(error)), b""
 
 
-def _beside_me(ray: Any) -> Any:
-    """Where this process is: with any other node, others might lose what is there."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
 def _bounds(run: PlacedRun) -> Bounds | None:
     if run.strategy.facts.continues_with_fewer:  # by itself, down to min_workers
         if run.max_workers is not None:
             raise UserError(
-                f"max_workers={run.max_workers}: strategy {run.strategy} goes on with fewer and gets back whom "
+                f"max_workers={run.max_workers}: strategy {run.strategy} continues with fewer and gets back whom "
                 "it lost, but no more than it began with; leave it out, or use ps"
             )
         return None
@@ -243,7 +237,7 @@ def _handed_over(ray: Any, run: PlacedRun) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorGift:
+class ActorArguments:
     """What every actor is given besides its seat."""
 
     master: str
@@ -260,11 +254,16 @@ class ActorKeeper:
     """
 
     def __init__(
-        self, roles: RayRoles, casting: Casting, given: ActorGift, staff: Staff, following: SizeFollower
+        self,
+        roles: RayRoles,
+        assignment: RankAssignment,
+        given: ActorArguments,
+        policy: RestartPolicy,
+        following: Autoscaler,
     ) -> None:
-        self._roles, self._casting, self._given = roles, casting, given
-        self._staff, self._following = staff, following
-        self._due: list[Again] = []
+        self._roles, self._assignment, self._given = roles, assignment, given
+        self._policy, self._following = policy, following
+        self._due: list[Restart] = []
         self._leaving: set[int] = set()  # slots without which the run continues
         self._given_up: list[str] = []
         self._over = threading.Event()
@@ -275,7 +274,7 @@ class ActorKeeper:
         return self._given_up[0] if self._given_up else None
 
     def __enter__(self) -> Self:
-        for role, indices in self._casting.actors.items():
+        for role, indices in self._assignment.actors.items():
             for index in indices:
                 self._start(role, index)
         self._thread.start()
@@ -290,55 +289,49 @@ class ActorKeeper:
     def _start(self, role: str, index: int) -> None:
         given = self._given
         leaves = role == "worker" and index in self._leaving
-        seat = self._casting.seat(role, index, given.master, leaves=leaves)
+        seat = self._assignment.seat(role, index, given.master, leaves=leaves)
         # Ray fetches what it is given directly before the work begins; in a list, when it is asked for.
         self._roles.start(role, index, take_part, [given.run], seat, given.store, extra=leaves)
 
     def _run(self) -> None:
         """Nobody else would hear of what is raised in this thread: no role is started again after it."""
         try:
-            self._go()
+            while not self._over.is_set():
+                for end in self._roles.ended(_LOOK_S):
+                    self._hear(end)
+                now_s = time.monotonic()
+                for again in [one for one in self._due if one.at_s <= now_s]:
+                    self._due.remove(again)
+                    # Before the actor can ask: its predecessor's entry would make it a second process of one rank.
+                    rank = self._assignment.seat(again.role, again.index, self._given.master).rank
+                    self._given.store.vacate.remote(rank)
+                    self._start(again.role, again.index)
+                for change in self._following.look(self._roles, now_s):
+                    self._follow(change)
+                self._over.wait(_LOOK_S)
         except Exception as error:
             self._give_up(f"what starts the roles on Ray again has failed: {error!r}", logged=True)
 
-    def _go(self) -> None:
-        while not self._over.is_set():
-            for end in self._roles.ended(_LOOK_S):
-                self._hear(end)
-            now_s = time.monotonic()
-            for again in [one for one in self._due if one.at_s <= now_s]:
-                self._due.remove(again)
-                self._vacate(again)
-                self._start(again.role, again.index)
-            for change in self._following.look(self._roles, now_s):
-                self._follow(change)
-            self._over.wait(_LOOK_S)
-
     def _follow(self, change: More | Less) -> None:
-        match change:
-            case More(slot=slot):
-                _log.warning("Ray has room for one more: worker %d is started", slot)
-                self._start("worker", slot)
-            case Less(slot=slot):
-                _log.warning("Ray has no place for worker %d any more: the run goes on without it", slot)
-                self._roles.kill("worker", slot)
-                self._roles.vacate("worker", slot)
-                self._leaving.add(slot)
-                self._due = [one for one in self._due if (one.role, one.index) != ("worker", slot)]
-                self._due.append(Again(role="worker", index=slot, at_s=time.monotonic()))
-
-    def _vacate(self, again: Again) -> None:
-        """Its predecessor's notice would make it a second process of one rank."""
-        rank = self._casting.seat(again.role, again.index, self._given.master).rank
-        self._given.store.vacate.remote(rank)  # before the actor can ask: it has yet to be started
+        slot = change.slot
+        if isinstance(change, More):
+            _log.warning("Ray has room for one more: worker %d is started", slot)
+            self._start("worker", slot)
+            return
+        _log.warning("Ray has no place for worker %d any more: the run continues without it", slot)
+        self._roles.kill("worker", slot)
+        self._roles.vacate("worker", slot)
+        self._leaving.add(slot)
+        self._due = [one for one in self._due if (one.role, one.index) != ("worker", slot)]
+        self._due.append(Restart(role="worker", index=slot, at_s=time.monotonic()))
 
     def _hear(self, end: RoleEnded) -> None:
-        match self._staff.ended(end.role, end.index, end.sentence, time.monotonic()):
-            case Again() as again:
+        match self._policy.ended(end.role, end.index, end.sentence, time.monotonic()):
+            case Restart() as again:
                 _log.warning("%s; it is started again", end.sentence)
                 self._due.append(again)
             case GivenUp(sentence=sentence):
-                self._give_up(sentence, logged=self._staff.survives)
+                self._give_up(sentence, logged=self._policy.survives)
 
     def _give_up(self, sentence: str, *, logged: bool) -> None:
         """Log the reason, because the run may continue: once it has begun, `trouble` is not read any more."""
@@ -380,23 +373,16 @@ def connected(cluster: str, cpus: int) -> Iterator[Any]:
     except Exception as error:  # where its processes do not come up, Ray raises just that
         with suppress(Exception):
             ray.shutdown()  # those that did
-        raise UserError(_why_not(cluster, error, arguments["address"])) from error
+        why = f"no Ray cluster can be reached there ({first_line(error)}); start one with `ray start --head`, or give "
+        why += "cluster=ray for one of this run's own"
+        if arguments["address"] == "local":
+            why = f"Ray could not start on this host ({first_line(error)}); its logs in /tmp/ray/session_latest/logs "
+            why += "say why; leave cluster out to run without Ray"
+        raise UserError(f"cluster={cluster}: {why}") from error
     try:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _why_not(cluster: str, error: Exception, address: str) -> str:
-    if address == "local":
-        return (
-            f"cluster={cluster}: Ray could not start on this host ({first_line(error)}); its logs in "
-            "/tmp/ray/session_latest/logs say why; leave cluster out to run without Ray"
-        )
-    return (
-        f"cluster={cluster}: no Ray cluster can be reached there ({first_line(error)}); start one with "
-        "`ray start --head`, or give cluster=ray for one of this run's own"
-    )
 
 
 @contextmanager

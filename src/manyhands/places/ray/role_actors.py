@@ -1,33 +1,110 @@
-"""The actors that run the roles of one run: started in their bundles, reported when they end, none left behind."""
+"""The actors that run the roles of one run: what each does, where it is started, and that none is left behind.
+
+Light to import: an actor compiles kernels first.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from manyhands.errors import UserError
-from manyhands.places.ray.actor_placement import Seats, room_for
+from manyhands.errors import UserError, first_line
+from manyhands.places.ray.actor_placement import Bundles, room_for
 
-__all__ = ["RayRoles", "RoleEnded"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from manyhands.places.external.process_place import ProcessPlace
+    from manyhands.places.external.torch_store import RunStore
+    from manyhands.places.place import PlacedRun
+
+__all__ = ["RUN", "ActorPlace", "RayRoles", "RoleEnded", "take_part"]
+
+RUN = "run"
+"""The name of every run on Ray: each run has a store of its own."""
 
 _PLACING_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorPlace:
+    """The place of an actor in the run."""
+
+    rank: int
+    world: int
+    role: str
+    index: int
+    master: str
+    """The address of the leader's node."""
+    later: int
+    """How many of the last ranks come later, if at all."""
+    leaves: bool = False
+    """Whether it only finishes the pending work of its slot."""
+
+    def place(self, store: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
+        """The place itself, made where its process is."""
+        import ray
+
+        from manyhands.places.external.process_place import ProcessPlace
+        from manyhands.places.ray.actor_store import asking, open_actor_store
+
+        kept: list[RunStore] = []  # torch's own reference does not keep what is written in Python
+
+        def open_store(timeout_s: float) -> Store:
+            kept.append(open_actor_store(asking(store, timeout_s), timeout_s, trouble))
+            return kept[-1]
+
+        node = ray.get_runtime_context().get_node_id()[:8]
+        return ProcessPlace(
+            rank=self.rank,
+            world=self.world,
+            kind="ray",
+            role=self.role,
+            index=self.index,
+            host=f"{socket.gethostname()} (Ray node {node})",
+            later=self.later,
+            leaves=self.leaves,
+            open_store=open_store,
+            master=self.master,
+        )
+
+
+def take_part(run: Sequence[Any], seat: ActorPlace, store: Any) -> None:
+    """Take one part of a run, to its end; `run` holds Ray's reference to it, and nothing else."""
+    from manyhands.native.warming import prepare
+
+    prepare("fit")  # while it compiles, a process would not be heard
+    import ray
+
+    try:
+        placed: PlacedRun = ray.get(run[0])
+    except ray.exceptions.RaySystemError as error:
+        if isinstance(error.client_exc, ModuleNotFoundError):  # this node lacks what the task needs
+            raise error.client_exc from None
+        raise
+    placed.take_part(seat.place(store), RUN)
 
 
 class RoleActor:
     """The actor, which runs one role in a process on some node."""
 
-    def carry(self, work: Callable[..., Any], *arguments: Any) -> str:
+    def run(self, work: Callable[..., Any], *arguments: Any) -> str:
         """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
         try:
             work(*arguments)
-        except ModuleNotFoundError as error:
-            return _missing(error)
         except Exception as error:
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return _described(error)
         return ""
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"a node cannot import {error.name}; install it there, or name it in the runtime_env of your ray.init"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +120,7 @@ class RoleEnded:
 
 
 @dataclass(slots=True)
-class _Carried:
+class _Running:
     actor: Any
     ending: Any
     bundle: str
@@ -53,28 +130,28 @@ class _Carried:
 class RayRoles:
     """The actors of a run, by role and index; a context manager. All calls come from one thread."""
 
-    def __init__(self, ray: Any, seats: Sequence[Seats], placing_s: float = _PLACING_S) -> None:
+    def __init__(self, ray: Any, bundles: Sequence[Bundles], placing_s: float = _PLACING_S) -> None:
         self._ray = ray
-        self._seats = {one.role: one for one in seats}
+        self._bundles = {one.role: one for one in bundles}
         self._placing_s = placing_s
         self._groups: dict[str, Any] = {}
         self._single: dict[tuple[str, int], Any] = {}  # groups of one bundle
-        self._carried: dict[tuple[str, int], _Carried] = {}
-        self._homeless: dict[tuple[str, int], float] = {}  # since when
+        self._running: dict[tuple[str, int], _Running] = {}
+        self._unplaced: dict[tuple[str, int], float] = {}  # since when
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         with ExitStack() as stack:
-            stack.callback(self._vacate_all)
-            for one in self._seats.values():
+            stack.callback(lambda: [self.vacate(*whose) for whose in list(self._single)])
+            for one in self._bundles.values():
                 if not one.single:
                     group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
                     stack.callback(remove_placement_group, group)
                     self._groups[one.role] = group
             deadline = time.monotonic() + self._placing_s
-            for one in self._seats.values():
+            for one in self._bundles.values():
                 for index in range(one.first, one.first + one.count):
                     group, _ = self._bundle(one.role, index)
                     if not group.wait(max(0.1, deadline - time.monotonic())):
@@ -83,13 +160,9 @@ class RayRoles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for role, index in list(self._carried):
+        for role, index in list(self._running):
             self.kill(role, index)
         self._stack.close()
-
-    def _vacate_all(self) -> None:
-        for role, index in list(self._single):
-            self.vacate(role, index)
 
     def start(
         self, role: str, index: int, work: Callable[..., Any], *arguments: Any, extra: bool = False
@@ -100,30 +173,30 @@ class RayRoles:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        seats, bundle = self._seats[role], ""
+        bundles, bundle = self._bundles[role], ""
         options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0}
         if not extra:
             group, number = self._bundle(role, index)
             bundle = f"bundle_group_{number}_{group.id.hex()}"
             options |= {
-                "num_cpus": seats.bundle.get("CPU", 0),
-                "num_gpus": seats.bundle.get("GPU", 0),
+                "num_cpus": bundles.bundle.get("CPU", 0),
+                "num_gpus": bundles.bundle.get("GPU", 0),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
                 ),
             }
         actor = self._ray.remote(RoleActor).options(**options).remote()
-        self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments), bundle)
+        self._running[role, index] = _Running(actor, actor.run.remote(work, *arguments), bundle)
 
     def _bundle(self, role: str, index: int) -> tuple[Any, int]:
         """The group and the number of a role's bundle: one of many, or one of its own."""
         from ray.util.placement_group import placement_group
 
-        seats = self._seats[role]
-        if role in self._groups and seats.first <= index < seats.first + seats.count:
-            return self._groups[role], index - seats.first
+        bundles = self._bundles[role]
+        if role in self._groups and bundles.first <= index < bundles.first + bundles.count:
+            return self._groups[role], index - bundles.first
         if (role, index) not in self._single:
-            self._single[role, index] = placement_group([dict(seats.bundle)], strategy=seats.strategy)
+            self._single[role, index] = placement_group([dict(bundles.bundle)], strategy=bundles.strategy)
         return self._single[role, index], 0
 
     def vacate(self, role: str, index: int) -> None:
@@ -136,15 +209,15 @@ class RayRoles:
 
     def kill(self, role: str, index: int) -> None:
         """Kill an actor now; its end is not reported."""
-        carried = self._carried.pop((role, index), None)
-        if carried is not None:
-            self._ray.kill(carried.actor, no_restart=True)
+        running = self._running.pop((role, index), None)
+        if running is not None:
+            self._ray.kill(running.actor, no_restart=True)
 
     def ended(self, timeout_s: float = 0.0) -> list[RoleEnded]:
         """The actors that ended since the last call, waiting up to `timeout_s` for the first."""
-        if not self._carried:
+        if not self._running:
             return []
-        by_ending = {carried.ending: whose for whose, carried in self._carried.items()}
+        by_ending = {running.ending: whose for whose, running in self._running.items()}
         endings = list(by_ending)
         done, _ = self._ray.wait(endings, num_returns=1, timeout=timeout_s)
         if done:
@@ -154,34 +227,35 @@ class RayRoles:
     def waiting(self, role: str, now_s: float) -> dict[int, float]:
         """Since when which of a role's actors have been without a bundle on any node, as far as was asked."""
         placed = self._ray.cluster_resources()
-        for whose, carried in self._carried.items():
-            if carried.bundle and carried.bundle not in placed:
-                self._homeless.setdefault(whose, now_s)
+        for whose, running in self._running.items():
+            if running.bundle and running.bundle not in placed:
+                self._unplaced.setdefault(whose, now_s)
             else:
-                self._homeless.pop(whose, None)
-        there = self._homeless.keys() & self._carried.keys()
-        return {index: self._homeless[kind, index] for kind, index in there if kind == role}
+                self._unplaced.pop(whose, None)
+        there = self._unplaced.keys() & self._running.keys()
+        return {index: self._unplaced[kind, index] for kind, index in there if kind == role}
 
     def room(self, role: str) -> int:
-        return room_for(self._ray.available_resources(), self._seats[role].bundle)
+        return room_for(self._ray.available_resources(), self._bundles[role].bundle)
 
     def _end(self, role: str, index: int) -> RoleEnded:
-        carried = self._carried.pop((role, index))
+        running = self._running.pop((role, index))
+        died = False
         try:
-            wrong = self._ray.get(carried.ending)
+            wrong = self._ray.get(running.ending)
         except self._ray.exceptions.RayTaskError as error:
-            return RoleEnded(role=role, index=index, sentence=_of_task(role, index, error))
+            wrong = _described(getattr(error, "cause", error))
         except self._ray.exceptions.RayError as error:
-            self._ray.kill(carried.actor, no_restart=True)  # where its node is out of reach, it may live
-            sentence = f"{role} {index} on Ray: {_first_line(error)}"
-            return RoleEnded(role=role, index=index, died=True, sentence=sentence)
-        return RoleEnded(role=role, index=index, sentence=f"{role} {index} on Ray: {wrong}" if wrong else "")
+            self._ray.kill(running.actor, no_restart=True)  # where its node is out of reach, it may live
+            died, wrong = True, first_line(error)
+        sentence = f"{role} {index} on Ray: {wrong}" if wrong else ""
+        return RoleEnded(role=role, index=index, died=died, sentence=sentence)
 
     def _no_room(self, role: str) -> str:
-        seats = self._seats[role]
-        wanted = " and ".join(f"{one.count} {one.role}" for one in self._seats.values())
-        needed = _resources({name: each * seats.count for name, each in seats.bundle.items()})
-        free = _resources({name: self._ray.available_resources().get(name, 0) for name in seats.bundle})
+        bundles = self._bundles[role]
+        wanted = " and ".join(f"{one.count} {one.role}" for one in self._bundles.values())
+        needed = _resources({name: each * bundles.count for name, each in bundles.bundle.items()})
+        free = _resources({name: self._ray.available_resources().get(name, 0) for name in bundles.bundle})
         return (
             f"cluster: Ray found no place for {wanted} within {self._placing_s:.0f} s: {role} alone needs {needed}, "
             f"and {free} is free; ask for fewer, or wait until Ray has room"
@@ -190,20 +264,3 @@ class RayRoles:
 
 def _resources(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())
-
-
-def _of_task(role: str, index: int, error: Any) -> str:
-    cause = getattr(error, "cause", error)
-    if isinstance(cause, ModuleNotFoundError):
-        return f"{role} {index} on Ray: {_missing(cause)}"
-    return f"{role} {index} on Ray: {type(cause).__name__}: {_first_line(cause)}"
-
-
-def _missing(error: ModuleNotFoundError) -> str:
-    return (
-        f"a node cannot import {error.name}; install it there, or name it in the runtime_env of your ray.init"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -176,7 +176,7 @@ class PsTraining(Training):
 
     def take_part(self, member: GroupMember) -> None:
         """Serve or work, as the leader assigns."""
-        line, options = member.line, self._request.options
+        line, options = member.connection, self._request.options
         job = Job(
             plan=self._request.plan,
             strategy=replace(self._strategy, link="tcp"),

@@ -118,19 +118,17 @@ def same_user(end: socket.socket) -> bool:
 
 def _place(place: str, address: str, security: Security) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or not _is_host(host):
+    # An IPv4 address or a valid host name (RFC 1123): the last label of a name is not a number.
+    is_name = _NAME.fullmatch(host) is not None and not host.rpartition(".")[2].isdigit()
+    if not is_name:
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise _no_address(address) from None
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise _no_address(address)
     security.check_address(host)
     return (_LOOPBACK if host == "localhost" else host), int(port)
-
-
-def _is_host(host: str) -> bool:
-    """Whether it is an IPv4 address or a valid host name (RFC 1123): the last label of a name is not a number."""
-    try:
-        ipaddress.IPv4Address(host)
-        return True
-    except ValueError:
-        return _NAME.fullmatch(host) is not None and not host.rpartition(".")[2].isdigit()
 
 
 def _no_address(address: str) -> UserError:

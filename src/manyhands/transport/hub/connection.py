@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from manyhands.errors import UserError, format_bytes
@@ -30,7 +30,7 @@ from manyhands.transport.frames import (
     WholeFrame,
     encode_header,
 )
-from manyhands.transport.hub.areas import ArenaReader, Arenas
+from manyhands.transport.hub.arenas import ArenaReader, Arenas
 from manyhands.transport.hub.handshake import BEFORE_HANDSHAKE, CONTROL, Handshake
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
@@ -122,44 +122,32 @@ class Outbox:
     def _pump(self) -> None:
         while self._queue and not self._closed:
             first = self._queue[0]
-            sent = self._pass(first) if isinstance(first, _Passed) else self._write(self._gathered())
+            if isinstance(first, _Passed):
+                sent = self._write([first], first.descriptor)
+                if sent > 0:
+                    os.close(first.descriptor)
+                    self._queue[0] = bytes(first)
+            else:
+                next_parts = islice(self._queue, _PARTS_PER_CALL)
+                sent = self._write([*takewhile(lambda part: not isinstance(part, _Passed), next_parts)])
             if sent <= 0:
                 return
             self._drop(sent)
 
-    def _gathered(self) -> list[Part]:
-        parts: list[Part] = []
-        for part in islice(self._queue, _PARTS_PER_CALL):
-            if isinstance(part, _Passed):
-                break
-            parts.append(part)
-        return parts
-
-    def _write(self, parts: Sequence[Part]) -> int:
-        """How many bytes the kernel accepted; -1 if the peer is gone."""
+    def _write(self, parts: Sequence[Part], descriptor: int = -1) -> int:
+        """How many bytes the kernel accepted; -1 if the peer is gone. A `descriptor` is passed along."""
         try:
-            sent = self._end.sendmsg(parts)
+            if descriptor < 0:
+                sent = self._end.sendmsg(parts)
+            else:
+                assert isinstance(self._end, socket.socket), "descriptors travel over Unix sockets"
+                passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+                sent = self._end.sendmsg(parts, passed)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:  # the receiving side reports the reason, after it has read what arrived before
             self._close()
             return -1
-        self.writes += 1
-        return sent
-
-    def _pass(self, first: _Passed) -> int:
-        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [first.descriptor]))]
-        try:
-            assert isinstance(self._end, socket.socket), "descriptors travel over Unix sockets"
-            sent = self._end.sendmsg([first], passed)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            self._close()
-            return -1
-        os.close(first.descriptor)
-        first.descriptor = -1
-        self._queue[0] = bytes(first)
         self.writes += 1
         return sent
 

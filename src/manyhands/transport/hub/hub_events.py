@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from manyhands.errors import UserError
 from manyhands.native.segment import Segment
 from manyhands.transport.frames import NO_PAYLOAD, Limits
-from manyhands.transport.hub.areas import ArenaReader
+from manyhands.transport.hub.arenas import ArenaReader
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security
 
@@ -29,7 +29,7 @@ class Settings:
     """
 
     limits: Limits = field(default_factory=Limits)
-    silence: LivenessTimes = field(default_factory=LivenessTimes)
+    liveness: LivenessTimes = field(default_factory=LivenessTimes)
     queue_bytes: int = 64 << 20
     arena_bytes: int = 1 << 20
     spin_s: float = 0.0

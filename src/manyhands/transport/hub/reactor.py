@@ -20,7 +20,7 @@ from manyhands.errors import OutOfSharedMemory, printable
 from manyhands.transport.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
 from manyhands.transport.hub import addresses
 from manyhands.transport.hub.admission import Dialer, HubListener
-from manyhands.transport.hub.areas import Arenas
+from manyhands.transport.hub.arenas import Arenas
 from manyhands.transport.hub.connection import Connection
 from manyhands.transport.hub.handshake import (
     CONTROL,
@@ -78,7 +78,7 @@ class Reactor:
         self._credentials = credentials
         self._codec = codec
         self._destination = destination
-        self._liveness: LivenessMonitor[int] = LivenessMonitor(settings.silence, clock())
+        self._liveness: LivenessMonitor[int] = LivenessMonitor(settings.liveness, clock())
         self._registered: set[int] = set()
         self._heartbeat_thread: threading.Thread | None = None
         self._stop_heartbeats = threading.Event()
@@ -193,7 +193,7 @@ class Reactor:
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
     def _new(self, end: socket.socket, expected: int | None) -> Connection:
-        addresses.tune(end, _PATIENCE * self.settings.silence.silence_s)
+        addresses.tune(end, _PATIENCE * self.settings.liveness.silence_s)
         epoll, descriptor = self.epoll, end.fileno()
         connection = Connection(
             self.settings.security.begin(end, server_side=expected is None),
@@ -327,7 +327,7 @@ class Reactor:
     def _send_heartbeats(self) -> None:
         """The thread: keep idle connections alive and drain their queues while the application computes."""
         seen: dict[Connection, int] = {}
-        while not self._stop_heartbeats.wait(self.settings.silence.heartbeat_s / 2):
+        while not self._stop_heartbeats.wait(self.settings.liveness.heartbeat_s / 2):
             writes: dict[Connection, int] = {}
             for connection in tuple(self.members.values()):
                 if connection.outbox.pending_bytes:

@@ -280,7 +280,6 @@ class Link(Closeable, ABC):
 
     wire: ClassVar[Wire] = Wire.NONE
     """What carries the bytes."""
-
     peer: str
     counters: LinkCounters
 
@@ -300,7 +299,7 @@ class Link(Closeable, ABC):
 
         With `into`, the payload is written to its beginning and the message's payload is that part of it; the
         dtype must be the same and the room enough, else ProtocolError is raised and the message stays for the
-        next receive. After a TimedOut the link may have begun to fill `into`, and may go on: pass the same
+        next receive. After a TimedOut the link may have begun to fill `into`, and may continue: pass the same
         tensor again (another one is filled by a copy at the end). Raises ProtocolError when the peer sends
         what the protocol does not allow; the link is then of no further use.
         """

@@ -31,21 +31,18 @@ class Mesh(Closeable, ABC):
         if world < 1:
             raise UserError(f"world={world}: a mesh has at least one rank")
         self.world = world
+        self._ends: dict[tuple[int, int], Sequence[int]] = {}  # by rank and peer
         try:
             for high in range(world):
                 for low in range(high):
-                    self._make(low, high)
+                    self._ends[low, high], self._ends[high, low] = self._make()
         except BaseException:
             self.close()
             raise
 
     @abstractmethod
-    def _make(self, low: int, high: int) -> None:
-        """Reserve the link of a pair."""
-
-    @abstractmethod
-    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
-        """The descriptors of end 0, the lower rank's, or 1."""
+    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Make a link: the descriptors of its ends, the lower rank's first."""
 
     @abstractmethod
     def close(self) -> None:
@@ -58,11 +55,7 @@ class Mesh(Closeable, ABC):
 
     def descriptors(self, rank: int) -> dict[int, tuple[int, ...]]:
         """What `rank` inherits, by peer; the descriptors stay this object's."""
-        return {
-            peer: tuple(self._end(min(rank, peer), max(rank, peer), 0 if rank < peer else 1))
-            for peer in range(self.world)
-            if peer != rank
-        }
+        return {peer: tuple(self._ends[rank, peer]) for peer in range(self.world) if peer != rank}
 
 
 class SharedMesh(Mesh):
@@ -71,22 +64,19 @@ class SharedMesh(Mesh):
     parts = LinkDescriptors._fields
 
     def __init__(self, world: int) -> None:
-        self._files: dict[tuple[int, int], SharedLinkFiles] = {}
+        self._files: list[SharedLinkFiles] = []
         super().__init__(world)
 
-    def _make(self, low: int, high: int) -> None:
-        self._files[low, high] = SharedLinkFiles.create()
-
-    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
-        return self._files[low, high].descriptors(end)
+    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
+        self._files.append(SharedLinkFiles.create())
+        return self._files[-1].descriptors(0), self._files[-1].descriptors(1)
 
     def close(self) -> None:
-        for files in self._files.values():
+        for files in self._files:
             files.close()
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, SharedLink]:
-        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
         return {
             peer: SharedLink.attach(
                 LinkDescriptors(*files),
@@ -103,22 +93,14 @@ class TcpMesh(Mesh):
 
     parts = ("connection",)
 
-    def __init__(self, world: int) -> None:
-        self._ends: dict[tuple[int, int], tuple[int, int]] = {}
-        super().__init__(world)
-
-    def _make(self, low: int, high: int) -> None:
+    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
         first, second = connected()
-        self._ends[low, high] = first.detach(), second.detach()
-
-    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
-        return (self._ends[low, high][end],)
+        return (first.detach(),), (second.detach(),)
 
     def close(self) -> None:
-        for ends in self._ends.values():
-            for descriptor in ends:
-                os.close(descriptor)
-        self._ends = {}
+        ends, self._ends = self._ends, {}
+        for (descriptor,) in ends.values():
+            os.close(descriptor)
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:

@@ -317,20 +317,17 @@ class QueuedLink(Link):
     def flush(self, timeout_s: float) -> FlushOutcome:
         return self._outgoing.flush(timeout_s)
 
-    def close(self) -> None:
-        self._leave(silently=False)
-
     def abandon(self) -> None:
         """Close without a goodbye, as a crash would: the peer sees PeerDied."""
-        self._leave(silently=True)
+        self.close(silently=True)
 
     def let_go_in_child(self) -> None:
         """Close a parent's end in its forked child (a data loader's, say): it would hide its death."""
         if not self._closed:
             self._closed = True
-            self._let_go()
+            self._let_go(in_child=True)
 
-    def _leave(self, *, silently: bool) -> None:
+    def close(self, *, silently: bool = False) -> None:
         with self._leaving:
             if self._closed:
                 return
@@ -338,21 +335,17 @@ class QueuedLink(Link):
             complete = self._outgoing.close()
             if not silently:
                 self._say_goodbye(complete)
-            self._wake()
+            self.interrupt()
             with self._receiving:
-                self._release()
+                self._let_go()
 
     @abstractmethod
     def _say_goodbye(self, complete: bool) -> None:
         """Tell the peer that this was all, or, where not all of it is `complete`, that the rest is lost."""
 
-    def _wake(self) -> None:
+    def interrupt(self) -> None:
         """Have a receive in another thread return, if it does not by itself."""
 
-    def _release(self) -> None:
-        """Let go of the medium; nobody receives any more."""
-        self._let_go()
-
     @abstractmethod
-    def _let_go(self) -> None:
-        """Close, in a child, what would hide the death of its parent."""
+    def _let_go(self, *, in_child: bool = False) -> None:
+        """Let go of the medium; in a child, of what would hide the death of its parent."""

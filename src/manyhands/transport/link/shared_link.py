@@ -134,28 +134,15 @@ class SharedLink(QueuedLink):
         )
 
     @classmethod
-    def attach(
-        cls,
-        descriptors: LinkDescriptors,
-        *,
-        end: int,
-        peer: str,
-        roles: int = 2,
-        queue_bytes: int = DEFAULT_QUEUE_BYTES,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
-    ) -> Self:
-        """Take one end, in the process that inherited its descriptors; the link owns and closes them."""
+    def attach(cls, descriptors: LinkDescriptors, *, end: int, peer: str, **bounds: int) -> Self:
+        """Take one end, in the process that inherited its descriptors; the link owns and closes them.
+
+        `bounds` are `roles`, `queue_bytes` and `max_payload_bytes`.
+        """
         if end not in (0, 1):
             raise UserError(f"end={end}: a link has the ends 0 and 1")
-        return cls(
-            Segment.attach(descriptors.segment),
-            socket.socket(fileno=descriptors.lifeline),
-            end=end,
-            peer=peer,
-            roles=roles,
-            queue_bytes=queue_bytes,
-            max_payload_bytes=max_payload_bytes,
-        )
+        segment, lifeline = Segment.attach(descriptors.segment), socket.socket(fileno=descriptors.lifeline)
+        return cls(segment, lifeline, end=end, peer=peer, **bounds)
 
     @classmethod
     def pair(
@@ -163,8 +150,7 @@ class SharedLink(QueuedLink):
         names: tuple[str, str] = ("end 0", "end 1"),
         *,
         capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
-        queue_bytes: int = DEFAULT_QUEUE_BYTES,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        **bounds: int,
     ) -> tuple[Self, Self]:
         """Both ends in one process, for threads; `names[i]` holds the i-th."""
         with SharedLinkFiles.create(capacity_bytes) as files:
@@ -173,8 +159,7 @@ class SharedLink(QueuedLink):
                     LinkDescriptors(*map(os.dup, files.descriptors(end))),
                     end=end,
                     peer=names[1 - end],
-                    queue_bytes=queue_bytes,
-                    max_payload_bytes=max_payload_bytes,
+                    **bounds,
                 )
                 for end in (0, 1)
             )
@@ -184,11 +169,9 @@ class SharedLink(QueuedLink):
         for address, line in self._own_lines:
             byte_ring.end(address, line, byte_ring.CLOSED if complete else byte_ring.CUT)
 
-    def _release(self) -> None:
-        self._segment.close()
-        self._lifeline.close()
-
-    def _let_go(self) -> None:
+    def _let_go(self, *, in_child: bool = False) -> None:
+        if not in_child:
+            self._segment.close()
         self._lifeline.close()
 
     def _peer_end(self) -> Closed | PeerDied | None:

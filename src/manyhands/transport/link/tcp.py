@@ -89,10 +89,6 @@ class TcpLink(QueuedLink):
             self._gone = outcome  # it said goodbye
         return outcome
 
-    def interrupt(self) -> None:
-        """From any thread: end every wait here as if the peer were gone; the link is then of no further use."""
-        self._wake()
-
     def _say_goodbye(self, complete: bool) -> None:
         """Let the peer know that this was all, and see that it gets there: what is unread here must not cut it off."""
         if not complete:
@@ -106,19 +102,19 @@ class TcpLink(QueuedLink):
         hung_up.register(self._descriptor, 0)
         while time.monotonic_ns() < until_ns:
             fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, unsent)
-            if unsent[0] == 0 or hung_up.poll(
-                0
-            ):  # there is nobody any more who could take what is still unsent
+            if unsent[0] == 0 or hung_up.poll(0):  # nobody is there any more to take what is still unsent
                 return
             time.sleep(0.001)
 
-    def _wake(self) -> None:
+    def interrupt(self) -> None:
+        """From any thread: end every wait here as if the peer were gone; the link is then of no further use."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer went first
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, in_child: bool = False) -> None:
+        del in_child
         self._end.close()
 
     def _write(
@@ -159,11 +155,8 @@ class TcpLink(QueuedLink):
                 if not _wait(self._descriptor, select.POLLIN, until_ns):
                     return done
                 continue
-            except OSError as error:
-                self._gone = self._broken(error.strerror or str(error))
-                return done
-            except TlsRefused as refused:
-                self._gone = self._broken(str(refused))
+            except (OSError, TlsRefused) as error:
+                self._gone = self._broken(getattr(error, "strerror", None) or str(error))
                 return done
             if came == 0:
                 self._gone = self._broken("")

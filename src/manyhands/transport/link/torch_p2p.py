@@ -359,7 +359,14 @@ class TorchLink(Link):
         if header.frame is FrameKind.GOODBYE:
             return False
         self._sequence += 1
-        payload = self._await_target(header) if header.payload_bytes else room_for(header, None, self.peer)
+        payload = None
+        if header.payload_bytes:
+            with self._changed:  # a receive says where to put it; after `close`, anywhere
+                self._header = header
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._target is not None or self._closing)
+                payload = self._target
+        payload = payload if payload is not None else room_for(header, None, self.peer)
         if payload is not None and header.payload_bytes:
             self._read(payload.view(torch.uint8))
         with self._changed:
@@ -369,14 +376,6 @@ class TorchLink(Link):
                 self._ready = header, payload
             self._changed.notify_all()
         return True
-
-    def _await_target(self, header: Header) -> torch.Tensor | None:
-        """Announce a payload, and wait until a receive says where to put it; after `close`, anywhere."""
-        with self._changed:
-            self._header = header
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._target is not None or self._closing)
-            return self._target if self._target is not None else room_for(header, None, self.peer)
 
     def _read(self, tensor: torch.Tensor) -> None:
         self._group.recv([tensor], self._peer_rank, self._tag).wait(_NEVER)

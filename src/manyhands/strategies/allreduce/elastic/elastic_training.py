@@ -369,7 +369,7 @@ class ElasticTraining(Training):
         return self._result(outcome, observed)
 
     def take_part(self, member: GroupMember) -> None:
-        line = member.line
+        line = member.connection
         try:
             line.end(take_slot(member, self._job(None, wiring_of(member))))
         except Exception as error:

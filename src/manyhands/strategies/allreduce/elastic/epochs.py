@@ -37,8 +37,7 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.places.external.links import meet_all
-from manyhands.places.external.sharing import no_group
+from manyhands.places.external.links import meet_all, no_group
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
 from manyhands.strategies.allreduce.elastic.elastic_membership import EpochView, MemberReady

@@ -205,7 +205,7 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
 
     `job` has the settings of this process, without those that only the leader knows.
     """
-    line = party.line
+    line = party.connection
     while line.stop_requested() or not (early := line.received()):  # as long as the leader lives
         if line.stop_requested():
             over = line.over

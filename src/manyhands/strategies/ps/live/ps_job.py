@@ -122,7 +122,7 @@ class Job:
         )
         # The launcher decides liveness, since it sees the processes; links only detect cut connections.
         settings = Settings(
-            silence=LivenessTimes(silence_s=self.timeout_s),
+            liveness=LivenessTimes(silence_s=self.timeout_s),
             spin_s=spin_for(self.workers + self.strategy.num_server_processes),
             queue_bytes=1 << 34,
             connect_s=self.timeout_s,

@@ -16,23 +16,29 @@ from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
-from manyhands.places.external.external_place import TorchrunPlace
 from manyhands.places.external.process_group import join_group
-from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.process_place import ProcessPlace, TorchrunPlace
 from manyhands.places.place import standing
 from manyhands.places.ray.actor_placement import (
-    Again,
+    Autoscaler,
     Bounds,
     GivenUp,
     Less,
     More,
-    SizeFollower,
-    Staff,
+    Restart,
+    RestartPolicy,
+    bundles,
     room_for,
-    seats,
 )
 from manyhands.places.ray.actor_store import ActorStore, open_actor_store
-from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster, connected, ray_module
+from manyhands.places.ray.ray_place import (
+    ActorArguments,
+    ActorKeeper,
+    RankAssignment,
+    RayCluster,
+    connected,
+    ray_module,
+)
 from manyhands.places.ray.role_actors import RoleEnded
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.external_roles import ps_ranks
@@ -68,7 +74,7 @@ def test_a_text_that_makes_no_sense_is_refused(text: str, sentence: str) -> None
 
 
 def test_every_kind_of_role_has_bundles_of_its_own() -> None:
-    workers, servers = seats(
+    workers, servers = bundles(
         {"worker": range(1, 4), "ps": range(2)},
         {"worker": "pack", "ps": "spread"},
         cpus=2,
@@ -76,11 +82,11 @@ def test_every_kind_of_role_has_bundles_of_its_own() -> None:
     )
     assert (workers.strategy, workers.first, workers.count) == ("PACK", 1, 3)
     assert not workers.single
-    (alone,) = seats({"worker": range(3)}, {"worker": "pack"}, 1, {}, single={"worker"})
+    (alone,) = bundles({"worker": range(3)}, {"worker": "pack"}, 1, {}, single={"worker"})
     assert alone.single
     assert workers.bundle == {"CPU": 2, "GPU": 1}
     assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
-    assert seats({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []
+    assert bundles({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []
     assert room_for({"CPU": 7.0, "GPU": 1.0}, workers.bundle) == 1
     assert room_for({"CPU": 7.0}, workers.bundle) == 0
     assert room_for({"CPU": 7.0}, servers.bundle) == 3
@@ -159,21 +165,23 @@ def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -
 
 
 def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
-    staff = Staff(survives=True)
+    policy = RestartPolicy(survives=True)
     delays, now_s = [], 100.0
     for _ in range(5):
-        again = staff.ended("ps", 1, "ps 1: died", now_s)
-        assert isinstance(again, Again)
+        again = policy.ended("ps", 1, "ps 1: died", now_s)
+        assert isinstance(again, Restart)
         assert (again.role, again.index) == ("ps", 1)
         delays.append(again.at_s - now_s)
         now_s = again.at_s + 1
     assert delays == [0.5, 1, 2, 4, 8]
-    given_up = staff.ended("ps", 1, "ps 1: died", now_s)
+    given_up = policy.ended("ps", 1, "ps 1: died", now_s)
     assert given_up == GivenUp("ps 1: died (6 times within 60 s, so it is not started again)")
-    assert staff.ended("ps", 0, "ps 0: died", now_s) == Again(role="ps", index=0, at_s=now_s + 0.5)
-    assert staff.ended("ps", 1, "ps 1: died", now_s + 100) == Again(role="ps", index=1, at_s=now_s + 100.5)
-    assert staff.ended("ps", 0, "", now_s) is None, "its part was done"
-    assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")
+    assert policy.ended("ps", 0, "ps 0: died", now_s) == Restart(role="ps", index=0, at_s=now_s + 0.5)
+    assert policy.ended("ps", 1, "ps 1: died", now_s + 100) == Restart(role="ps", index=1, at_s=now_s + 100.5)
+    assert policy.ended("ps", 0, "", now_s) is None, "its part was done"
+    assert RestartPolicy(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp(
+        "worker 1: died"
+    )
 
 
 def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
@@ -183,10 +191,10 @@ def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
         def ended(self, timeout_s: float) -> list[RoleEnded]:
             raise ConnectionError("Ray is gone")
 
-    casting = Casting(leader=("worker", 0), actors={})
-    given = ActorGift(master="here", store=None, run=None)
-    follower = SizeFollower(None, 1, None)
-    with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
+    assignment = RankAssignment(leader=("worker", 0), actors={})
+    given = ActorArguments(master="here", store=None, run=None)
+    follower = Autoscaler(None, 1, None)
+    with ActorKeeper(Gone(), assignment, given, RestartPolicy(survives=True), follower) as keeper:  # type: ignore[arg-type]
         deadline = time.monotonic() + 10.0
         while keeper.trouble() is None:
             assert time.monotonic() < deadline
@@ -198,18 +206,18 @@ def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
 
 class Space:
     def __init__(self) -> None:
-        self.free, self.homeless = 0, dict[int, float]()
+        self.free, self.unplaced = 0, dict[int, float]()
 
     def room(self, role: str) -> int:
         return self.free
 
     def waiting(self, role: str, now_s: float) -> dict[int, float]:
-        return self.homeless
+        return self.unplaced
 
 
 def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     space, commands = Space(), queue.SimpleQueue[Command]()
-    follower = SizeFollower(Bounds(1, 4), 2, commands)
+    follower = Autoscaler(Bounds(1, 4), 2, commands)
     assert follower.look(space, 10.0) == []
     assert commands.empty()
     space.free = 3
@@ -221,7 +229,7 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     assert commands.empty()
     asked.done.set_result(2)
     assert follower.look(space, 20.1) == [More(2)]
-    space.homeless = {2: 20.1}
+    space.unplaced = {2: 20.1}
     assert follower.look(space, 22.2) == [], "it is being started"
     assert follower.look(space, 45.0) == []
     asked = commands.get_nowait()
@@ -231,7 +239,7 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     assert follower.look(space, 50.1) == [Less(2)]
     assert follower.look(space, 52.2) == [], "whoever comes for it leaves by itself"
     assert commands.empty()
-    space.homeless = {0: 0.0, 1: 0.0}
+    space.unplaced = {0: 0.0, 1: 0.0}
     assert follower.look(space, 60.0) == []
     commands.get_nowait().done.set_result(1)
     assert follower.look(space, 60.1) == [Less(1)]
@@ -242,12 +250,12 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
 def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
     space, commands = Space(), queue.SimpleQueue[Command]()
     space.free = 9
-    follower = SizeFollower(Bounds(1, 9), 2, commands)
+    follower = Autoscaler(Bounds(1, 9), 2, commands)
     follower.look(space, 0.0)
     commands.get_nowait().done.set_exception(UserError("no more than 18 slots"))
     assert [follower.look(space, now_s) for now_s in (1.0, 10.0, 20.0)] == [[], [], []]
     assert commands.empty()
-    assert SizeFollower(None, 2, commands).look(space, 0.0) == []
+    assert Autoscaler(None, 2, commands).look(space, 0.0) == []
 
 
 def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +290,10 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
 
 
 def test_who_leads_and_who_is_which_rank() -> None:
-    ring = Casting.of(Strategy.parse("allreduce"), 3)
+    ring = RankAssignment.of(Strategy.parse("allreduce"), 3)
     assert (ring.leader, ring.world) == (("worker", 0), 3)
     assert [ring.seat("worker", index, "a").rank for index in (1, 2)] == [1, 2]
-    served = Casting.of(Strategy.parse("ps servers=2"), 3, later=16)
+    served = RankAssignment.of(Strategy.parse("ps servers=2"), 3, later=16)
     assert (served.leader, served.world) == (("chief", 0), 1 + 2 + 3 + 16)
     ranks = [
         served.seat("ps", 1, "a").rank,

@@ -195,7 +195,7 @@ def test_ranks_that_open_a_group_differently_are_reported() -> None:
         assert "rank 0 shares memory of 0 where rank 1 expects memory of 1" in all_ranks(2, act)[1]
 
 
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_peers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone of this host who knows the address but not the secret, before the one who is expected."""
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "_PENDING_S", 0.2)

@@ -230,7 +230,7 @@ def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_th
     assert f"worker 1 on host1 (process {os.getpid()}) raised ZeroDivisionError at step 4: of nothing" in str(
         error
     )
-    assert "test_lines.py" in str(error)
+    assert "test_control_connections.py" in str(error)
     assert error.worker_rank == 1
     party.control_server.break_off(1, ended.failure.sentence)
     party.until(lambda: over)
@@ -266,7 +266,7 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
         line.take("weights", 5.0)
     failure = party.one(Ended).failure
     assert "raised ZeroDivisionError at step 0: of nothing" in failure.sentence
-    assert "test_lines.py" in str(failure.error())
+    assert "test_control_connections.py" in str(failure.error())
     party.until(lambda: ended_waits)
     assert ended_waits == [over.sentence]
 
@@ -347,7 +347,7 @@ def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> N
         open_control_connection(place, contact, TERMS, timeout_s=0.3, settings=FAST)
 
 
-def test_a_stranger_tells_the_leader_nothing(make: Callable[..., Party]) -> None:
+def test_an_unknown_peer_tells_the_leader_nothing(make: Callable[..., Party]) -> None:
     party = make(2, "tcp")
     with dial(party.address) as foreign_row:
         foreign_row.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)

@@ -72,7 +72,7 @@ def test_on_one_host_a_company_gathers_without_listening_on_the_network() -> Non
 
     def joins(place: ProcessPlace) -> bytes:
         with join_group(place, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
-            return bytes(member.line.take("run", 10.0))
+            return bytes(member.connection.take("run", 10.0))
 
     led, *joined = together(leads, lambda: joins(second), lambda: joins(third))
     assert led == ("", (1, 2)) or led == ("", (2, 1))
@@ -89,7 +89,7 @@ def test_what_ends_the_leader_is_what_the_others_are_reported() -> None:
 
     def joins() -> str:
         with join_group(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
-            over = member.line.wait_over(10.0)
+            over = member.connection.wait_over(10.0)
             assert over is not None
             return over.sentence
 
@@ -115,12 +115,12 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
                 failure = hearing.wait_for_failure(10.0)
             assert failure is not None
             assert ended_waits == [failure.rank] == [0]
-            assert "test_finding.py" in str(failure.error())
+            assert "test_process_group.py" in str(failure.error())
             raise failure.error()
 
     def joins() -> str:
         with join_group(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
-            over = member.line.wait_over(10.0)
+            over = member.connection.wait_over(10.0)
             assert over is not None
             return over.sentence
 
@@ -212,7 +212,7 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
             return 1
 
         following, _ = together(lambda: join_group(second, TERMS, "a", **call), hears)
-        stack.callback(following.line.close)
+        stack.callback(following.connection.close)
         assert leading.control_server.members == (1,)
         # On loopback nobody can knock who is another user: nothing listens at the port itself.
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):

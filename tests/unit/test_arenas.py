@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.native.segment import PAGE, Segment
-from manyhands.transport.hub.areas import Arenas
+from manyhands.transport.hub.arenas import Arenas
 from manyhands.transport.messages import ProtocolError
 
 CAPACITY = 2 * PAGE

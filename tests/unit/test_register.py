@@ -13,9 +13,8 @@ from manyhands.errors import PeerTimeout, UserError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import RECORD
 from manyhands.places.external.control_messages import ControlHello, StoreCall
-from manyhands.places.external.external_place import SpecificationPlace, TorchrunPlace
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.process_place import ProcessPlace, SpecificationPlace, TorchrunPlace
 from manyhands.places.external.register import Register, clock_notice, terms_of
 from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
 from manyhands.places.place import find_place, standing
