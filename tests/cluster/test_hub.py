@@ -587,7 +587,7 @@ def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
 def test_a_member_that_computes_is_kept_alive_by_its_heartbeats(party: Party, how: str) -> None:
     _, two = party.pair(how, first={"settings": FAST}, second={"settings": FAST})
     del party.hubs[2]  # it computes: nobody polls it
-    until_s = time.monotonic() + 2 * FAST.silence.silence_s
+    until_s = time.monotonic() + 2 * FAST.liveness.silence_s
     party.until(lambda: time.monotonic() > until_s)
     assert party.events[1] == []
     two.send(1, Number(value=1), [bytes(8 << 20)])  # what does not fit at once also leaves by itself

@@ -130,8 +130,8 @@ def test_a_frozen_process_is_noticed_at_the_limit_and_told_when_it_wakes(how: st
         waited_s = time.monotonic() - stopped_s
         assert isinstance(lost, Lost)
         assert "not even a heartbeat" in lost.reason
-        limit_s = SETTINGS.silence.silence_s
-        assert limit_s - SETTINGS.silence.heartbeat_s < waited_s < PATIENCE_S
+        limit_s = SETTINGS.liveness.silence_s
+        assert limit_s - SETTINGS.liveness.heartbeat_s < waited_s < PATIENCE_S
         process.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_S) == 0  # it saw that it was given up
 

@@ -178,7 +178,7 @@ class Collectives:
         call = self._call(CallKind.ALL_GATHER, [tensor], items, extent_bytes=source.nbytes)
         reads = _reads(self._others, 0, rooms)
         self._stage.exchange(call, [_chunk(source)], reads, timeout_s, even=even)
-        self._fill(rooms, outputs, source)
+        _fill(rooms, outputs, self._rank, source)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
         self._check_whole("output", output, tensor)
@@ -199,7 +199,7 @@ class Collectives:
         reads = _reads(self._others, 0, rooms) if here else []
         self._stage.exchange(call, [] if here else [_chunk(source)], reads, timeout_s)
         if here:
-            self._fill(rooms, outputs, source)
+            _fill(rooms, outputs, self._rank, source)
 
     def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
         here = self._rank == root
@@ -251,7 +251,7 @@ class Collectives:
         call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
         reads, chunks = _reads(self._others, self._rank, rooms), _chunks(pieces, self._rank)
         self._stage.exchange(call, chunks, reads, timeout_s, per_rank=True, even=False)
-        self._fill(rooms, outputs, pieces[self._rank])
+        _fill(rooms, outputs, self._rank, pieces[self._rank])
 
     def all_to_all_split(
         self,
@@ -303,12 +303,6 @@ class Collectives:
         self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
 
-    def _fill(self, rooms: _Tensors, outputs: _Tensors, own: torch.Tensor) -> None:
-        """What came from others is there; put this rank's own beside it, and all into the caller's tensors."""
-        rooms[self._rank].copy_(own)
-        for room, output in zip(rooms, outputs, strict=True):
-            _give_back(room, output)
-
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
             wanted = f"there must be one for each of {self._world} ranks"
@@ -339,6 +333,13 @@ class Collectives:
             wanted = f"one for each of {self._world} ranks, {rows} in sum"
             raise UserError(f"{name} split sizes {list(splits)}: need {wanted}")
         return tensor.split_with_sizes(list(splits))
+
+
+def _fill(rooms: _Tensors, outputs: _Tensors, rank: int, own: torch.Tensor) -> None:
+    """What came from others is there; put this rank's own beside it, and all into the caller's tensors."""
+    rooms[rank].copy_(own)
+    for room, output in zip(rooms, outputs, strict=True):
+        _give_back(room, output)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

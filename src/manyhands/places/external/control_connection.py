@@ -308,7 +308,7 @@ class ControlConnection(Closeable):
             self._post(ControlPing(sent_ns=time.monotonic_ns()))
             asked, deadline = len(self._brackets), time.monotonic() + 1.0
             while len(self._brackets) == asked and time.monotonic() < deadline and self.over is None:
-                self._poll(0.1)
+                self._take(self._hub.poll(0.1))
         self._thread = threading.Thread(target=self._run, name="manyhands control", daemon=True)
         self._thread.start()
 
@@ -328,7 +328,8 @@ class ControlConnection(Closeable):
         try:
             pinged_s = time.monotonic()
             while not self._closed and self.over is None:
-                self._poll(_TICK_S)
+                self.queue.empty(self._post)
+                self._take(self._hub.poll(_TICK_S))
                 self._send_signs()
                 if not self._same_clock and time.monotonic() - pinged_s >= _PING_S:
                     pinged_s = time.monotonic()
@@ -339,7 +340,7 @@ class ControlConnection(Closeable):
                 if self.queue.empty(self._post):
                     self._hub.flush(max(0.0, deadline - time.monotonic()))
                     return
-                self._poll(_TICK_S)
+                self._take(self._hub.poll(_TICK_S))
             if self.over is not None and self._hub.members():  # the leader is alive and may want the reason
                 self._send_signs()
                 self.queue.empty(self._post)
@@ -349,11 +350,6 @@ class ControlConnection(Closeable):
             self._end_waits(Broken(self.rank, sentence))
             self._post(report(error, self.step))
             self._hub.flush(1.0)
-
-    def _poll(self, timeout_s: float) -> None:
-        self.queue.empty(self._post)
-        self._take(self._hub.poll(timeout_s))
-        self.queue.empty(self._post)
 
     def _take(self, events: Sequence[HubEvent]) -> None:
         for event in events:

@@ -114,7 +114,6 @@ class FederatedExchange(Exchange):
         self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
         times = collective.take_times if collective is not None else Times
         self.meter = Meter(take_times=times, traffic=lambda: self._sent)
-        self.kept = ExchangeState(gather=self._memory, load=self._load)
         self.rounds = self
         self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
@@ -145,6 +144,12 @@ class FederatedExchange(Exchange):
         self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
+
+        def load(memory: Mapping[str, Any]) -> None:
+            self._loaded_state = memory
+            self._algorithm.load_state(memory.get("algorithm", {}))
+
+        self.kept = ExchangeState(gather=self._memory, load=load)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -324,10 +329,6 @@ class FederatedExchange(Exchange):
         kept["privacy"] = self._private.state() if self._private is not None else {}
         kept["rounds"] = self._rounds.memory() if self._rounds is not None else {}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
-
-    def _load(self, memory: Mapping[str, Any]) -> None:
-        self._loaded_state = memory
-        self._algorithm.load_state(memory.get("algorithm", {}))
 
     def cannot_continue(self, computer: Computer, step: int) -> str:
         if not self._strategy.epsilon:
