@@ -289,7 +289,7 @@ def test_a_peer_that_is_lost_while_a_forward_waits_is_named(how: str) -> None:
                         left[0] -= 1
                         if not left[0]:
                             if how == "dies":
-                                links[1][0]._wake()
+                                links[1][0].interrupt()
                             over.wait(20)
                             raise ArithmeticError("on purpose")
                         plain(part)

@@ -179,7 +179,7 @@ def test_evaluation_is_that_of_one_process() -> None:
     def act(exchange: Exchange) -> dict[str, float]:
         trainer = Trainer(plan, exchange, Silent())
         trainer.run()
-        return trainer._reporter._evaluated
+        return trainer.reporter._evaluated
 
     found = with_shards(3, act)
     alone = act(SingleExchange())

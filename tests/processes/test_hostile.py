@@ -85,7 +85,7 @@ def test_strangers_cannot_end_a_run_nor_keep_its_members_apart(tmp_path: Path) -
     result = CliRunner().invoke(app, ["audit", str(out)])
     assert result.exit_code == 0, result.output
     assert recovered_s > 0
-    report = [note for note in run.summary["notes"] if "turned" in note]
+    report = [note for note in run.summary["notes"] if "rejected" in note]
     assert 0 < len(report) < 40, report
     everything = (out / "members.jsonl").read_text() + json.dumps(run.summary, ensure_ascii=False)
     for what in ("\\u001b", "\x1b", "\\ud800", "\\u202e", "\u202e", "<script>"):

@@ -91,7 +91,7 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     assert (reported.exit_code, reported.output.split()) == (0, ["report", str(tmp_path / "own.html")])
 
 
-@pytest.mark.parametrize("asked", [["watch"], ["report"]])
+@pytest.mark.parametrize("asked", [["show"], ["show", "--as", "file"]])
 def test_what_is_no_run_is_one_sentence(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

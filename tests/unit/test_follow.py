@@ -239,4 +239,4 @@ def test_a_line_without_end_is_damage_and_what_follows_is_read(
         run.metrics_path.write_bytes(b"x" * 1000 + b"\n" + b'{"step": 7, "loss": 0.5}\n')
         view = RunFollower(tmp_path / "run").poll()
     assert view.step == 7
-    assert any("no JSON objects" in note for note in view.notes)
+    assert any("not JSON objects" in note for note in view.notes)

@@ -370,7 +370,7 @@ def test_ctrl_c_while_the_first_worker_loads_takes_the_workers_down(monkeypatch:
     def run(self: Replicas) -> None:
         while self._wanted.is_set():
             time.sleep(0.001)
-        self._ended.set()
+        self.ended.set()
 
     def interrupted(_timeout_s: float) -> bool:
         raise KeyboardInterrupt
@@ -381,7 +381,7 @@ def test_ctrl_c_while_the_first_worker_loads_takes_the_workers_down(monkeypatch:
     monkeypatch.setattr(started._answers, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         started.start()
-    over = started.over
+    over = started.ended.is_set()
     started.stop()
     assert over
 

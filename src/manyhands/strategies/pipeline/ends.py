@@ -48,7 +48,9 @@ class StandIn(nn.Module):
         self._what, self._output, self._leaves = what, output, leaves
         self._called = False
         for name in _NOT_HERE:
-            object.__setattr__(self, name, partial(self._refuse, name))
+            object.__setattr__(
+                self, name, partial(_refuse, what, name)
+            )  # not of self: a cycle would keep the output
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Stand in for the model's forward; UserError unless there is exactly one positional input."""
@@ -68,13 +70,13 @@ class StandIn(nn.Module):
         return self._output
 
     def __getitem__(self, place: Any) -> NoReturn:
-        self._refuse(f"[{place!r}]")
+        _refuse(self._what, f"[{place!r}]")
 
     def __iter__(self) -> NoReturn:
-        self._refuse("its layers")
+        _refuse(self._what, "its layers")
 
     def __len__(self) -> NoReturn:
-        self._refuse("len()")
+        _refuse(self._what, "len()")
 
     def __bool__(self) -> bool:
         return True
@@ -82,7 +84,7 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(name)
+        _refuse(self._what, name)
 
     def require_call(self) -> None:
         if not self._called:
@@ -90,11 +92,12 @@ class StandIn(nn.Module):
                 f"{self._what} did not call the model this time; call it once for every batch: model(input)"
             )
 
-    def _refuse(self, name: str, *_: Any, **__: Any) -> NoReturn:
-        raise UserError(
-            f"{self._what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can "
-            "only be called: model(input)"
-        )
+
+def _refuse(what: str, name: str, *_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        f"{what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can only be "
+        "called: model(input)"
+    )
 
 
 def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = "task.loss") -> Any:
