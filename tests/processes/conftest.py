@@ -33,7 +33,7 @@ LONGEST_FIRST = (
     "test_serve_browser",
     "test_quota",
     "test_elastic",
-    "test_page_strangers",
+    "test_page_hostile",
     "test_watchdog",
     "test_devices_https",
     "test_first_run",

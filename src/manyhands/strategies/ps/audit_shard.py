@@ -364,8 +364,8 @@ def _floors(
     events = sorted((version, slot, clock) for slot, pairs in settled_at.items() for version, clock in pairs)
     at = 0
     # The clocks that slots owe, lowest first; one that its slot has passed since is removed when it is met.
-    owed = [(clock, slot) for slot, clock in reached.items() if clock < ends.get(slot, _ALL)]
-    heapify(owed)
+    pending = [(clock, slot) for slot, clock in reached.items() if clock < ends.get(slot, _ALL)]
+    heapify(pending)
     floors: dict[int, tuple[int, int]] = {}
     for version in versions:
         while at < len(events) and events[at][0] <= version:
@@ -378,10 +378,10 @@ def _floors(
                 now += 1
             reached[slot] = now
             if now < ends.get(slot, _ALL):
-                heappush(owed, (now, slot))
-        while owed and reached[owed[0][1]] != owed[0][0]:
-            heappop(owed)
-        floors[version] = owed[0] if owed else (_ALL, -1)
+                heappush(pending, (now, slot))
+        while pending and reached[pending[0][1]] != pending[0][0]:
+            heappop(pending)
+        floors[version] = pending[0] if pending else (_ALL, -1)
     return floors
 
 

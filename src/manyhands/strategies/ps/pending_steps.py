@@ -173,10 +173,10 @@ class Steps:
         """Count everything of a slot below clock `until` as arrived."""
         arrived, missing = self._arrived, self._missing
         if self._config.stepwise:
-            for clock in self._table.owed(record, until):
+            for clock in self._table.outstanding(record, until):
                 arrived[clock] = arrived.get(clock, 0) + 1
         if missing:
-            clocks = self._table.owed(record, until)
+            clocks = self._table.outstanding(record, until)
             self._missing = {name for name in missing if name[0] != slot or name[1] not in clocks}
         self._table.move(record, max(until, record.next_clock))
         change.moved.append(slot)

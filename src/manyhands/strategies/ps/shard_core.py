@@ -276,7 +276,7 @@ class ShardCore:
         # when a restored shard learned from workers how far they were, before the lead, restored too, did.
         for slot in sorted(self.table.records.keys() - known) if self.config.stepwise else ():
             record = self.table.records[slot]
-            missed = self.table.owed(record, self.steps.step)
+            missed = self.table.outstanding(record, self.steps.step)
             if missed:
                 record.late = missed.stop - 1
                 self.table.move(record, missed.stop)

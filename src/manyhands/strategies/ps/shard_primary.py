@@ -155,7 +155,7 @@ class ShardPrimary:
         core, known = self._core, self._known
         if core.awaiting:
             return
-        self._lose_owed()
+        self._lose_outstanding()
         if self._owes_report:  # not before: the launcher ends a run that has nothing else to do
             self._owes_report = False
             installed = Installed(shard=self._config.shard, epoch=known.epoch, member=self._member)
@@ -172,7 +172,7 @@ class ShardPrimary:
                     self._append(SlotsChanged(slots=latest))
         self._conclude()
 
-    def _lose_owed(self) -> None:
+    def _lose_outstanding(self) -> None:
         """Give up the updates of slots whose worker has left for good."""
         for last in self._known.view.gone:
             known, until = self._next_to_take(last.slot), self._core.work.owed_until(last)
@@ -398,7 +398,7 @@ class ShardPrimary:
                     self._actions.append(SendMessage(primary, message))
         gone = known.view.gone
         if gone and change.moved and not core.awaiting:
-            self._lose_owed()
+            self._lose_outstanding()
         for slot in change.moved:
             if self._hellos and (hello := self._hellos.get(slot)) is not None:
                 self._greet(hello)

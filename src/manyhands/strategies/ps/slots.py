@@ -136,7 +136,7 @@ class SlotTable:
         while owing and self.floor not in owing:
             self.floor += 1
 
-    def owed(self, record: SlotRecord, until: int) -> range:
+    def outstanding(self, record: SlotRecord, until: int) -> range:
         """The clocks below `until` that the slot has not settled."""
         return range(record.next_clock, min(until, record.end))
 

@@ -100,8 +100,8 @@ class PsTraining(Training):
 
     def _optimizers_are_kept(self, directory: RunDirectory, point: ResumePoint) -> bool:
         workers = self._request.workers
-        owed = ResidualMemory(directory.path, self._strategy, workers)
-        return all(owed.has(point.batches, part) for part in range(workers))
+        residuals = ResidualMemory(directory.path, self._strategy, workers)
+        return all(residuals.has(point.batches, part) for part in range(workers))
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:

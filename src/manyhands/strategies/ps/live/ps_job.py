@@ -111,7 +111,7 @@ class Job:
             return None
         return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
 
-    def home(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
+    def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
         """The shared copy of the parameters, if workers read in place; `final` gives the memory that holds them."""
         return SharedParameters(final(), layout) if self.reads_in_place else None
 

@@ -130,7 +130,7 @@ class _Server:
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
         use_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
-        shared = job.home(resources.shared, self._layout)
+        shared = job.shared_parameters(resources.shared, self._layout)
         coding = RangeCoding(self._layout, job.strategy.codec)
         inline = job.strategy.link == "tcp"
         self._gradients = Gradients(self._layout, inline=inline, shared=shared, coding=coding)

@@ -43,7 +43,7 @@ class WorkerState:
         self.job = job
         self.computer, built, self.layout = job.build(slot)
         built.model.load_state_dict(dict(job.buffers), strict=False)
-        self.home = job.home(resources.shared, self.layout)
+        self.shared_parameters = job.shared_parameters(resources.shared, self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Any] = []
@@ -52,14 +52,14 @@ class WorkerState:
         self.coding = RangeCoding(
             self.layout, job.strategy.codec, feedback=job.strategy.feedback, seed=job.plan.seed
         )
-        self._owed = ResidualMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
+        self._residuals = ResidualMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
         self._load_states = job.resume_version is not None
         self.encoded: list[torch.Tensor] = []
         """By shard: the last gradient as encoded for sending, if that differs from the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
         self.own_steps = (
-            OwnSteps(built, self._owed, job.plan, load_states=self._load_states)
+            OwnSteps(built, self._residuals, job.plan, load_states=self._load_states)
             if job.strategy.averages
             else None
         )
@@ -80,17 +80,17 @@ class WorkerState:
         if self._load_states:  # the first gradient of a run that goes on
             self._load_states = False
             try:
-                self.coding.remember(self._owed.load(batch, part))
+                self.coding.remember(self._residuals.load(batch, part))
             except CorruptCheckpoint as error:
-                said = f"worker {part} goes on with nothing owed by its codec: {error}"
+                said = f"worker {part} continues without the residuals of its codec: {error}"
         self.coding.begin(batch, part)
         self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
         done = batch + 1
         if is_kept(self.job.plan, done):
             try:
-                self._owed.save(done, part, self.coding.memory())
+                self._residuals.save(done, part, self.coding.memory())
             except WriteFailed as error:
-                said = f"what worker {part} owes after {done} batches was not kept: {error}"
+                said = f"the residuals of worker {part} after {done} batches were not kept: {error}"
         return said
 
     def await_place(self, member: int) -> tuple[int, int] | None:
@@ -118,7 +118,9 @@ class WorkerState:
         self.model.tie(self.area)
 
     def _new_area(self) -> WorkerArea:
-        return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
+        return WorkerArea.create(
+            self.layout, self.shared_parameters.values if self.shared_parameters is not None else None
+        )
 
     def leave_buffers(self) -> None:
         """Hand over the model's buffers to the launcher; the last worker to finish wins.
@@ -162,8 +164,8 @@ class WorkerState:
         self.recorder.close()
         self.model.close()
         self.area.close()
-        if self.home is not None:
-            self.home.close()
+        if self.shared_parameters is not None:
+            self.shared_parameters.close()
 
 
 def _is_finite(done: Computed) -> bool:
@@ -299,9 +301,11 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 class OwnSteps:
     """One worker's local steps: `begin`, then `step`; with `load_states` the first uses the saved state."""
 
-    def __init__(self, built: Built, owed: ResidualMemory, plan: TrainingPlan, *, load_states: bool) -> None:
+    def __init__(
+        self, built: Built, residuals: ResidualMemory, plan: TrainingPlan, *, load_states: bool
+    ) -> None:
         self._built = built
-        self._owed = owed
+        self._residuals = residuals
         self._plan = plan
         self._load_states = load_states
         self._begun = False
@@ -319,7 +323,7 @@ class OwnSteps:
         if not self._load_states:
             return f"{anew}: who takes a place over has no state of it" if work.clock else None
         try:
-            kept = self._owed.optimizer(work.batch, work.part)
+            kept = self._residuals.optimizer(work.batch, work.part)
         except CorruptCheckpoint as error:
             return f"{anew}: {error}"
         if kept is None:
@@ -342,7 +346,7 @@ class OwnSteps:
         done = batch + 1
         if is_kept(self._plan, done):
             try:
-                self._owed.save_optimizer(done, part, optimizer.state_dict())
+                self._residuals.save_optimizer(done, part, optimizer.state_dict())
             except (WriteFailed, NonFiniteSnapshot) as error:
                 return f"the optimizer of worker {part} was not kept after {done} batches: {error}"
         return None

@@ -21,9 +21,9 @@ def ps(text: str = "ps servers=2 link=tcp codec=topk:0.1") -> Ps:
 
 
 def test_the_same_run_finds_what_each_part_owed_at_its_step(tmp_path: Path) -> None:
-    owed = ResidualMemory(tmp_path, ps(), workers=2, keep=2)
+    residuals = ResidualMemory(tmp_path, ps(), workers=2, keep=2)
     for step in (2, 4, 6, 8):
-        owed.save(step, 0, {name: step * kept for name, kept in MEMORY.items()})
+        residuals.save(step, 0, {name: step * kept for name, kept in MEMORY.items()})
     again = ResidualMemory(tmp_path, ps(), workers=2)
     for step in (4, 6, 8):
         found = again.load(step, 0)
@@ -47,33 +47,36 @@ def test_another_codec_layout_or_number_of_workers_owes_nothing(
 
 def test_nothing_is_kept_without_a_directory_or_order(tmp_path: Path) -> None:
     asynchronous = replace(ps(), consistency=ps("ps consistency=async").consistency)
-    for owed in (ResidualMemory(None, ps(), workers=2), ResidualMemory(tmp_path, asynchronous, workers=2)):
-        owed.save(4, 0, MEMORY)
-        assert owed.load(4, 0) == {}
+    for residuals in (
+        ResidualMemory(None, ps(), workers=2),
+        ResidualMemory(tmp_path, asynchronous, workers=2),
+    ):
+        residuals.save(4, 0, MEMORY)
+        assert residuals.load(4, 0) == {}
     ResidualMemory(tmp_path, ps(), workers=2).save(4, 0, {})  # a codec that owes nothing
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_life_that_did_not_go_on_leaves_nothing(tmp_path: Path) -> None:
-    owed = ResidualMemory(tmp_path, ps(), workers=2, keep=3)
+    residuals = ResidualMemory(tmp_path, ps(), workers=2, keep=3)
     for step in (2, 4, 6):
-        owed.save(step, 1, MEMORY)
+        residuals.save(step, 1, MEMORY)
     ResidualMemory.remove_after(tmp_path, 4)
-    assert [bool(owed.load(step, 1)) for step in (2, 4, 6)] == [True, True, False]
+    assert [bool(residuals.load(step, 1)) for step in (2, 4, 6)] == [True, True, False]
     ResidualMemory.remove_after(tmp_path, -1)
-    assert not owed.load(2, 1)
+    assert not residuals.load(2, 1)
     ResidualMemory.remove_after(tmp_path / "none", -1)
 
 
 def test_what_is_damaged_is_said_to_be(tmp_path: Path) -> None:
-    owed = ResidualMemory(tmp_path, ps(), workers=2)
-    owed.save(4, 0, MEMORY)
+    residuals = ResidualMemory(tmp_path, ps(), workers=2)
+    residuals.save(4, 0, MEMORY)
     [file] = tmp_path.glob("owed/0/step-*/model.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match="step 4"):
-        owed.load(4, 0)
+        residuals.load(4, 0)
 
 
 def test_a_workers_optimizer_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -82,12 +85,12 @@ def test_a_workers_optimizer_comes_back_as_it_was(tmp_path: Path) -> None:
     parameter.grad = torch.tensor([1.0, -2.0, 3.0])
     optimizer.step()
     strategy = ps("ps push=parameters")
-    owed = ResidualMemory(tmp_path, strategy, workers=2)
-    assert owed.optimizer(4, 1) is None
-    owed.save_optimizer(4, 1, optimizer.state_dict())
-    assert owed.has(4, 1)
-    assert not owed.has(4, 0)
-    assert not owed.has(2, 1)
+    residuals = ResidualMemory(tmp_path, strategy, workers=2)
+    assert residuals.optimizer(4, 1) is None
+    residuals.save_optimizer(4, 1, optimizer.state_dict())
+    assert residuals.has(4, 1)
+    assert not residuals.has(4, 0)
+    assert not residuals.has(2, 1)
     found = ResidualMemory(tmp_path, strategy, workers=2).optimizer(4, 1)
     assert found is not None
     fresh = torch.optim.AdamW([parameter], lr=0.1)
