@@ -54,6 +54,12 @@ FAILED_ONCE = [
     ("stormy", 16, "bounded:1", 1),
     ("stormy", 103, "softsync:1", 1),
     ("stormy", 103, "sync:1", 1),
+    (
+        "stormy",
+        985283336607,
+        "sync:1",
+        0,
+    ),  # a push completes two steps, of which one waited since before a restore
     ("stormy", 106, "aware:bounded:2", 1),
     ("stormy", 106, "softsync:2", 1),
     ("stormy", 111, "aware:softsync:3", 1),

@@ -139,8 +139,8 @@ class ShardAuditor:
 
         The rows that an entry leads to have the same number: one step at most, unless the entry is the lead's
         choice for another shard, or a change of slots makes groups smaller, or (by clock, after a restore) steps
-        that were complete waited for one that the loss of an update completes. Where each update is a step by
-        itself, an entry is a single row.
+        that were complete waited for one that the loss of an update, or another push, completes. Where each update
+        is a step by itself, an entry is a single row.
         """
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
         if chosen and self._shard != LEAD:
@@ -159,11 +159,23 @@ class ShardAuditor:
             entry = (row.term, row.sequence)
             if entry != (before.term, before.sequence) or entry in changed:
                 continue
+            if self._waited_since_before_a_restore(row):
+                continue
             clock = before.updates[0].clock if isinstance(before, StepRow) and before.updates else -1
             if not any(one.first <= clock < one.until for one in lost.get(entry, ())):
                 self.say(
                     f"{_where(row)}: its sequence number {row.sequence} is that of {_where(before)} already"
                 )
+
+    def _waited_since_before_a_restore(self, row: Row) -> bool:
+        """Whether all updates of a step were computed from what was read before the shard went back.
+
+        They may arrive before the step that the shard went back to, and make a quorum while they wait for it: the push
+        that completes that step then completes theirs, in the same entry.
+        """
+        if not (self._is_restored and self._policy.stepwise and isinstance(row, StepRow) and row.updates):
+            return False
+        return all(update.read_term < row.term for update in row.updates)
 
     def say(self, sentence: str) -> None:
         self.violations.append(Violation(shard=self._shard, sentence=f"shard {self._shard}: {sentence}"))
