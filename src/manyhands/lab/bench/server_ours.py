@@ -146,7 +146,7 @@ class WorkerEnd:
         self._server = server
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
-        self._home = job.home(server.parameters, layout)
+        self._home = job.shared_parameters(server.parameters, layout)
         self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
         self._part = self._area.part(0)
         self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
