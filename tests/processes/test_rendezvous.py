@@ -254,7 +254,7 @@ def test_an_end_in_peace_is_told_from_a_death() -> None:
         with changed:
             assert changed.wait_for(lambda: (0, 2) in report, TIMEOUT_S)
         assert report[0, 2] is False
-    assert not any(thread.name == "manyhands lifelines" for thread in threading.enumerate())
+    assert not any(thread.name == "manyhands rendezvous" for thread in threading.enumerate())
 
 
 PROGRAM = """

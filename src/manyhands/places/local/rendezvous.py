@@ -41,6 +41,7 @@ __all__ = ["Rendezvous", "RendezvousStore", "hosts_of", "meet"]
 
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
 _FAREWELL: Final = b"farewell"
+_STOP_S: Final = 30.0  # for a callback that is under way when the rendezvous is closed
 _DESCRIPTORS_PER_FRAME: Final = 200  # the kernel takes 253
 _TEXT_BYTES: Final = 4096
 _FIRST_PAUSE_S: Final = 0.001  # between two looks into the store, doubled up to the longest
@@ -189,7 +190,7 @@ class Rendezvous(Closeable):
         if self._sockets:
             self._stop_watcher = os.eventfd(0, os.EFD_CLOEXEC)
             self._watcher = threading.Thread(
-                target=self._watch, args=(on_end,), name="manyhands lifelines", daemon=True
+                target=self._watch, args=(on_end,), name="manyhands rendezvous", daemon=True
             )
             self._watcher.start()
 
@@ -214,14 +215,19 @@ class Rendezvous(Closeable):
                 on_end(rank, said == _FAREWELL)
 
     def close(self) -> None:
-        sockets, self._sockets = self._sockets, {}
         self._stopped = True
         if self._watcher is not None:
             os.eventfd_write(self._stop_watcher, 1)
             if self._watcher is not threading.current_thread():
-                self._watcher.join()  # before the sockets are closed: it must not read from others of their number
+                # Before the sockets go: the watcher must not miss one, nor read from another of its number.
+                self._watcher.join(_STOP_S)
+                if self._watcher.is_alive():
+                    raise PeerTimeout(
+                        f"group {self.name!r}: what ends with a rank did not end in {_STOP_S:g} s", self.rank
+                    )
             os.close(self._stop_watcher)
             self._watcher = None
+        sockets, self._sockets = self._sockets, {}
         for end in sockets.values():
             try:
                 end.send(_FAREWELL, socket.MSG_DONTWAIT)
@@ -233,6 +239,8 @@ class Rendezvous(Closeable):
         """In a forked child, which has no such thread: the sockets it holds would hide its parent's death."""
         for end in self._sockets.values():
             end.close()
+        if self._watcher is not None:
+            os.close(self._stop_watcher)
         self._sockets, self._watcher = {}, None
 
 

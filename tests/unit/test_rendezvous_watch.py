@@ -16,7 +16,7 @@ def _rendezvous(*ends: socket.socket) -> Rendezvous:
 
 
 def _watching() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "manyhands lifelines"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "manyhands rendezvous"]
 
 
 def _until_nobody_watches() -> None:
