@@ -14,6 +14,7 @@ from manyhands.cli.command_options import print_next
 from manyhands.cli.lazy_commands import forks_workers, usual_workers
 from manyhands.cli.main import COMMANDS, GROUPS, app, main
 from manyhands.cli.train_command import train_app
+from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.workloads.registry import WORKLOADS
 
@@ -126,6 +127,7 @@ def test_commands_are_listed_by_what_one_wants_to_do(
         ("report R --out F", "show R --out F --as file"),
         ("timeline R", "show R --as trace"),
         ("timeline R --format svg", "show R --as svg"),
+        ("timeline R --format=svg", "show R --as=svg"),
         ("timeline R --out a.svg", "show R --out a.svg"),
         ("tensorboard R", "show R --as tensorboard"),
     ],
@@ -142,6 +144,15 @@ def test_an_old_name_says_the_new_one_and_does_the_same(
     assert said[old][0] == said[now][0] == 2, "there is no run R"
     assert f"is now `{now}`" in said[old][1][0]
     assert said[old][1][1:] == said[now][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [("--steps 1:2", "--steps"), ("--as file --steps 1:2", "--steps"), ("--as page --out a", "--out")],
+)
+def test_what_a_form_cannot_use_is_rejected_by_name(words: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=named):
+        CliRunner().invoke(app, ["show", str(tmp_path), *words.split()], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

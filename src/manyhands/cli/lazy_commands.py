@@ -6,6 +6,7 @@ What the words of a command show before it is parsed, so that a mistake is not p
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -106,9 +107,9 @@ def _renamed(words: list[str]) -> list[str] | None:
     form = _NOW_SHOW.get(words[0])
     if form is None:
         return None
-    rest = ["--as" if word == "--format" else word for word in words[1:]]
+    rest = [re.sub("^--format(?==|$)", "--as", word) for word in words[1:]]
     said = (
-        "--as" in rest
+        any(word.partition("=")[0] == "--as" for word in rest)
         or "--help" in rest
         or (form == "trace" and any(word.endswith(".svg") for word in rest))
     )
