@@ -110,7 +110,7 @@ def test_what_is_used_outside_of_its_layer_stays_to_the_end() -> None:
     assert flow.leave(0) == []
     assert flow.enter(1) == [Fetch(1), Await(1)]
     assert flow.leave(1) == []
-    assert flow.is_here(0)
+    assert flow.touch(0) == []
     assert flow.end() == [Release(0), Release(1)]
 
 

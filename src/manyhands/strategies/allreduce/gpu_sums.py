@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -183,34 +185,26 @@ def sums_sentence(choice: dict[str, Any]) -> str:
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
     """Return the first thing that rules NCCL out, with what to do about it; None if nothing does."""
+    out = "or leave link=nccl out"
     for worker, seat in enumerate(seats):
         if not seat.gpu:
-            return f"worker {worker} computes on the CPU", "use device=cuda, or leave link=nccl out"
+            return f"worker {worker} computes on the CPU", f"use device=cuda, {out}"
         if not seat.nccl:
-            return (
-                f"the torch of worker {worker} has no NCCL",
-                "install a CUDA build of torch, or leave link=nccl out",
-            )
+            return f"the torch of worker {worker} has no NCCL", f"install a CUDA build of torch, {out}"
         if seat.nccl != seats[0].nccl:
-            return (
-                f"worker 0 has NCCL {seats[0].nccl}, and worker {worker} has NCCL {seat.nccl}",
-                "install one torch on all hosts, or leave link=nccl out",
-            )
+            why = f"worker 0 has NCCL {seats[0].nccl}, and worker {worker} has NCCL {seat.nccl}"
+            return why, f"install one torch on all hosts, {out}"
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
         named = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
         first = owners.setdefault((named, seat.gpu), worker)
         if first != worker:
-            return (
-                f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each",
-                "start as many workers as there are GPUs, or leave link=nccl out",
-            )
+            why = f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each"
+            return why, f"start as many workers as there are GPUs, {out}"
     hosts = len({seat.host for seat in seats})
     if hosts > 1 and not in_the_clear:
-        return (
-            f"workers are on {hosts} hosts, and NCCL does not encrypt what it sends between them",
-            "say --insecure where you trust the network, or leave link=nccl out",
-        )
+        why = f"workers are on {hosts} hosts, and NCCL does not encrypt what it sends between them"
+        return why, f"say --insecure where you trust the network, {out}"
     return None
 
 
@@ -245,18 +239,14 @@ class TorchCollective(Collective):
         timeout_s: float,
         alarm: Alarm | None = None,
     ) -> None:
-        self.rank = words.rank
-        self.world = words.world
-        self.sums_rows = words.sums_rows
+        self.rank, self.world, self.sums_rows = words.rank, words.world, words.sums_rows
         self._group: SumGroup | None = group
-        self._device, self._words, self._timeout_s = device, words, timeout_s
-        self._alarm = alarm
+        self._device, self._words, self._timeout_s, self._alarm = device, words, timeout_s, alarm
         self._buckets: list[torch.Tensor] = []
         self._word_of: dict[int, int] = {}
         self._under_way: list[Any] = []
         self._unsure: list[Any] = []
-        self._messages = 0
-        self._bytes = 0
+        self._sent = Traffic()
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()
         if alarm is not None:
@@ -290,8 +280,8 @@ class TorchCollective(Collective):
         if not bucket.numel():
             return
         self._under_way.append(self._ask(lambda group: group.allreduce(bucket)))
-        self._messages += 2 * (self.world - 1)
-        self._bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
+        others = self.world - 1
+        self._sent += Traffic(messages_sent=2 * others, bytes_sent=2 * others * bucket.nbytes // self.world)
 
     def finish(self) -> None:
         """Wait for the exact values of all, and order what is queued from here on after the sums."""
@@ -334,7 +324,7 @@ class TorchCollective(Collective):
 
     def traffic(self) -> Traffic:
         """Return the buckets' traffic as in a ring, which NCCL may do otherwise, and that of exact values."""
-        return self._words.traffic() + Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+        return self._words.traffic() + self._sent
 
     def close(self) -> None:
         self._end()
@@ -408,20 +398,17 @@ def done_in_time(
 
     It runs in a thread that is abandoned if it does not return.
     """
-    outcome: list[_T] = []
-    trouble: list[BaseException] = []
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(act())
+            outcome.set_result(act())
         except BaseException as error:
-            trouble.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"manyhands: {what}", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name=f"manyhands: {what}", daemon=True).start()
     deadline = time.monotonic() + timeout_s
-    while thread.is_alive():
-        thread.join(0.05)
+    while not wait_for([outcome], timeout=0.05).done:
         lost = alarm.lost() if alarm is not None else None
         if lost is not None:
             raise WorkerFailed(f"{what}: {lost[1]}", lost[0])
@@ -429,6 +416,4 @@ def done_in_time(
             raise PeerTimeout(
                 f"{what}: not all came within {timeout_s:g} s; NCCL_DEBUG=INFO tells more", peer
             )
-    if trouble:
-        raise trouble[0]
-    return outcome[0]
+    return outcome.result()

@@ -152,7 +152,7 @@ class ShardStore:
                     for gradient in combined:
                         if gradient is not None:
                             gradient.sign_()
-                self._slices.step_with(combined, rate)
+                self._slices.step(combined, rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):

@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
-from manyhands.errors import PeerTimeout, WorkerFailed
+from manyhands.errors import PeerTimeout, WorkerFailed, num_of
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
@@ -30,27 +30,21 @@ from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,
-    ElasticKeeper,
     ElasticMembers,
     ExternalElasticMembers,
     LocalElasticMembers,
 )
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    Abort,
     ArrivedInEpoch,
-    Ask,
     BeginEpoch,
-    Depart,
-    Dismiss,
     Done,
     ElasticAction,
     ElasticMembership,
-    ElasticPlan,
     EndSoon,
     EpochView,
-    GatherEpoch,
     LeaveEpoch,
     MemberReady,
+    Notify,
     RunOver,
 )
 from manyhands.strategies.allreduce.elastic.epochs import Wiring
@@ -59,7 +53,7 @@ from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, ta
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 
-__all__ = ["ElasticLauncher", "ElasticOutcome", "ElasticTraining"]
+__all__ = ["ElasticTraining"]
 
 
 class ElasticLog(MemberLog):
@@ -96,12 +90,10 @@ class ElasticLog(MemberLog):
         self._arrived.add(report.member)
         if view.epoch == 1:
             self.tell("joined", report.member)
-        elif view.seats[view.rank_of(report.member)].fresh:
+        elif view.seats[view.rank_of(report.member)].fresh and view.donor is not None:
             self._num_joined += 1
-            donor = self.names[view.donor] if view.donor is not None else "nobody"
-            sentence = (
-                f"{self.names[report.member]} joined after step {report.step}, with the state of {donor}"
-            )
+            name, donor = self.names[report.member], self.names[view.donor]
+            sentence = f"{name} joined after step {report.step}, with the state of {donor}"
             self.tell("joined", report.member, sentence=sentence)
         if len(self._arrived) < len(view.seats):
             return
@@ -111,12 +103,12 @@ class ElasticLog(MemberLog):
         what, count = " and ".join(self._lost), len(view.seats)
         were = "were" if len(self._lost) > 1 else "was"
         self._lost = {what: min(self._lost.values())}
-        there = f"{count} workers continue" if count > 1 else "1 worker continues"
+        there = f"{num_of(count, 'worker')} continue{'s' if count == 1 else ''}"
         twice = f"; step {report.step + 1} is computed again" if again else ""
         sentence = f"{there} after step {report.step}, {{seconds}} s after {what} {were} lost{twice}"
         self.recovered(view.seats[0].member, what, sentence)
 
-    def summary(self, membership: ElasticMembership) -> Mapping[str, Any]:
+    def summary(self, membership: ElasticMembership) -> dict[str, Any]:
         return {
             "epochs": membership.view.epoch,
             "changes": membership.changes,
@@ -124,16 +116,6 @@ class ElasticLog(MemberLog):
             "joined": self._num_joined,
             "steps_computed_twice": membership.redone,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticOutcome:
-    """What the members reported at the end of the run."""
-
-    done: Done  # of the member that left the weights
-    sent: SentFor
-    membership: Mapping[str, Any]
-    recoveries: Sequence[Mapping[str, Any]]
 
 
 class ElasticLauncher(RunLauncher[ElasticMembers]):
@@ -148,7 +130,7 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
 
     def __init__(
         self,
-        plan: ElasticPlan,
+        membership: ElasticMembership,
         rings: Sequence[EventRing],
         assemble: AssembleElastic,
         *,
@@ -169,22 +151,19 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
             watchdog_s=watchdog_s,
         )
         self._timeout_s, self._on_note, self._stop_wanted = timeout_s, on_note, stop_wanted
-        self._membership = ElasticMembership(plan)
-        self._log = ElasticLog(on_event)
+        self._membership, self._log = membership, ElasticLog(on_event)
         self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
         self._done: Done | None = None
         self._ending = False
 
-    def run(self) -> ElasticOutcome:
+    def run(self) -> tuple[Done, SentFor, dict[str, Any]]:
+        """Return what the member that left the weights reported, what all sent, and what happened to members."""
         self._run()
         assert self._done is not None, "a run is over when somebody is done"
-        return ElasticOutcome(
-            done=self._done,
-            sent=sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor()),
-            membership=self._log.summary(self._membership),
-            recoveries=self._log.recoveries,
-        )
+        sent = sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor())
+        membership = self._log.summary(self._membership)
+        return self._done, sent, {"membership": membership, "recoveries": self._log.recoveries}
 
     def _poll(self) -> None:
         super()._poll()
@@ -230,20 +209,16 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
 
     def _act(self, action: ElasticAction) -> None:
         match action:
-            case Ask(epoch=epoch, members=members):
+            case Notify(members=members, order=order):
+                if isinstance(order, LeaveEpoch):
+                    self._members.abort()
                 for member in members:
-                    self._send(member, GatherEpoch(epoch=epoch))
-            case Abort(epoch=epoch, members=members):
-                self._members.abort()
-                for member in members:
-                    self._send(member, LeaveEpoch(epoch=epoch))
+                    self._send(member, order)
             case BeginEpoch(view=view):
                 self._members.begin(view)  # each member has the resources of the epoch before its view
                 for seat in view.seats:
                     self._send(seat.member, view)
                 self._log.published(view)
-            case Dismiss(member=member):
-                self._send(member, Depart())
             case RunOver():
                 self._over = True
 
@@ -307,11 +282,9 @@ class ElasticTraining(Training):
         job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
 
         def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-            keeper = ElasticKeeper(weights, stage.checkpoints(), stage.say)
-
             def members(watched: Watched) -> AbstractContextManager[ElasticMembers]:
-                child = LocalElasticMembers(job, rings, weights, 1, watched)
-                return ExternalElasticMembers(process_group, child, keeper, self._start, stage.say)
+                child, kept = LocalElasticMembers(job, rings, weights, 1, watched), stage.checkpoints()
+                return ExternalElasticMembers(process_group, child, kept, self._start, stage.say)
 
             return members
 
@@ -345,7 +318,7 @@ class ElasticTraining(Training):
             named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
-                ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
+                ElasticMembership(request.workers, options.min_workers or 1),
                 rings,
                 assemble(rings, weights),
                 timeout_s=options.timeout_s,
@@ -357,7 +330,7 @@ class ElasticTraining(Training):
             )
             try:
                 with stage.view(collector):
-                    outcome = launcher.run()
+                    done, sent, changes = launcher.run()
             finally:
                 stage.take_rows(order.rest())
             collector.flush()
@@ -366,7 +339,15 @@ class ElasticTraining(Training):
                 one for one in observed["per_worker"] if one["worker"] < request.workers or one["steps"]
             ]
             self._model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{weights}")))
-        return self._result(outcome, observed)
+        return Result(
+            model=self._model,
+            steps_done=done.steps_done,
+            samples=done.samples,
+            seconds=done.seconds,
+            stopped_early=done.stopped_early,
+            sent=sent,
+            observed={**observed, **changes},
+        )
 
     def take_part(self, member: GroupMember) -> None:
         line = member.connection
@@ -376,22 +357,6 @@ class ElasticTraining(Training):
             if line.over is None:
                 line.fail(error)
             raise
-
-    def _result(self, outcome: ElasticOutcome, observed: dict[str, Any]) -> Result:
-        done = outcome.done
-        return Result(
-            model=self._model,
-            steps_done=done.steps_done,
-            samples=done.samples,
-            seconds=done.seconds,
-            stopped_early=done.stopped_early,
-            sent=outcome.sent,
-            observed={
-                **observed,
-                "membership": dict(outcome.membership),
-                "recoveries": list(outcome.recoveries),
-            },
-        )
 
     def _job(self, run_path: Path | None, wiring: Wiring | None = None) -> ElasticJob:
         request = self._request

@@ -67,9 +67,7 @@ __all__ = [
 ]
 
 _BUFFERS = "buffers that no checkpoint has"
-_STATE_FILES = ("state tensors", "state tree")
-"""The names of the memory files in which a donor leaves its state."""
-
+_STATE_FILES = ("state tensors", "state tree")  # the memory files in which a donor leaves its state
 _MOST_IN_A_PACKET = 128  # the kernel's limit is 253
 _PACKET_BYTES = 64 * 2**10
 
@@ -120,9 +118,7 @@ class SharedEpochs(Epochs):
         return MemberReady(member=member)
 
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        files = receive_files(
-            self._files, view.epoch, self._timeout_s
-        )  # the launcher sent them before the view
+        files = receive_files(self._files, view.epoch, self._timeout_s)  # they were sent before the view
         return _SharedEpoch(files, view, line.member, self._timeout_s)
 
     def close(self) -> None:
@@ -143,7 +139,7 @@ class _SharedEpoch(Epoch):
 
     def hand_over(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            write_state(self._files[_STATE_FILES[0]], self._files[_STATE_FILES[1]], state)
+            write_state(*[self._files[name] for name in _STATE_FILES], state=state)
         self._group.barrier()
 
     def take(self) -> Loaded:
@@ -177,44 +173,37 @@ class _SharedEpoch(Epoch):
 class EpochFiles:
     """What the members of one epoch share, as held by the launcher; `close` is idempotent.
 
-    `of` returns what each member gets. `let_go` is called when all have theirs: a link's end that stayed open here
-    would hide a death. The control word stays open, for `abort`.
+    `of` returns what each member gets. `passed` is closed when all have theirs: a link's end that stayed open here
+    would hide a death. The control word of `group` stays open, for `abort`.
     """
 
     def __init__(self, world: int, strategy: Strategy, *, with_state: bool) -> None:
-        self._passed = ExitStack()
         self._state: dict[str, int] = {}
         self._mesh: Mesh | None = None
-        self._group = SharedGroupFiles.create(world)
+        self.group = SharedGroupFiles.create(world)
         with ExitStack() as stack:
-            stack.callback(self._group.close)
+            stack.callback(self.group.close)
             passed = stack.enter_context(ExitStack())
             if strategy.facts.uses_links and world > 1:
                 self._mesh = passed.enter_context(mesh_kind(network=strategy.uses_network)(world))
             for name in _STATE_FILES if with_state else ():
                 self._state[name] = os.memfd_create(f"manyhands:{name}", os.MFD_CLOEXEC)
                 passed.callback(os.close, self._state[name])
-            self._passed = passed.pop_all()
+            self.passed = passed.pop_all()
             stack.pop_all()
 
     def of(self, rank: int) -> dict[str, int]:
         """Return the descriptors for the member of `rank`, by name; they remain owned by this object."""
-        files = {"control": self._group.control, "arena": self._group.arena, **self._state}
+        files = {"control": self.group.control, "arena": self.group.arena, **self._state}
         if self._mesh is not None:
             for peer, ends in self._mesh.descriptors(rank).items():
                 for part, descriptor in zip(self._mesh.parts, ends, strict=True):
                     files[f"link {peer} {part}"] = descriptor
         return files
 
-    def let_go(self) -> None:
-        self._passed.close()
-
-    def abort(self) -> None:
-        self._group.abort()
-
     def close(self) -> None:
-        self._passed.close()
-        self._group.close()
+        self.passed.close()
+        self.group.close()
 
 
 def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) -> None:
@@ -225,11 +214,8 @@ def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) 
         more = first + len(some) < len(names)
         head = json.dumps({"epoch": epoch, "names": some, "more": more}).encode()
         rights = array.array("i", [files[name] for name in some])
-        connection.sendmsg(
-            [head],
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
-            socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
-        )
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
 
 
 def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> dict[str, int]:
@@ -246,10 +232,8 @@ def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> di
             raise PeerTimeout(
                 f"the launcher has not sent the memory of epoch {epoch} for {timeout_s:g} s", -1
             )
-        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        data, control, _, _ = connection.recvmsg(
-            _PACKET_BYTES, socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET), flags
-        )
+        room = socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET)
+        data, control, _, _ = connection.recvmsg(_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise Aborted("the launcher is gone")
         descriptors = array.array("i")
@@ -355,10 +339,9 @@ class LinkedEpochs(Epochs):
 
         Raises ManyhandsError if a link cannot be opened although no member is lost, as behind a firewall.
         """
-        rank = view.rank_of(line.member)
-        here, wiring, plain = view.seats[rank].host, self._wiring, Security.loopback()
+        rank, wiring, plain = view.rank_of(line.member), self._wiring, Security.loopback()
         far = {
-            peer: plain if seat.host == here else wiring.security
+            peer: plain if seat.host == view.seats[rank].host else wiring.security
             for peer, seat in enumerate(view.seats)
             if peer != rank
         }
@@ -436,7 +419,7 @@ class _LinkedEpoch(Epoch):
             alarm=self._alarm,
         )
         gradients, _ = collective_across_hosts(chosen, resources)
-        return gradients, gradients.barrier
+        return gradients, gradients.executor.barrier
 
     def close(self) -> None:
         for link in self._links.values():

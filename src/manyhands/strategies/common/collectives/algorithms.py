@@ -38,11 +38,7 @@ _WHOLE = range(1)
 
 
 def ring(rank: int, world: int) -> Table:
-    """Each chunk travels once around the ring to gather its sum and once more to spread it.
-
-    In round k a rank passes on chunk (rank - k): the partial sum it has just added to, later the finished
-    one it has just copied.
-    """
+    """In round k a rank passes on chunk (rank - k): the partial sum it has just added to, later the finished one."""
     right, left = (rank + 1) % world, (rank - 1) % world
     hows = [How.ADD] * (world - 1) + [How.COPY] * (world - 1)
     return tuple(
@@ -52,7 +48,6 @@ def ring(rank: int, world: int) -> Table:
 
 
 def tree(rank: int, world: int) -> Table:
-    """Sums climb a binomial tree to rank 0, and the result comes down the same tree."""
     climb = []
     for level in range((world - 1).bit_length()):
         distance = 1 << level
@@ -103,8 +98,8 @@ def doubling(rank: int, world: int) -> Table:
     """Recursive doubling: partners at distance 1, 2, 4, ... swap and add whole vectors."""
 
     def exchanges(rank: int, power: int) -> Table:
-        distances = (1 << level for level in range(power.bit_length() - 1))
-        return tuple(_swap(rank ^ d, _WHOLE, rank ^ d, _WHOLE, How.ADD) for d in distances)
+        peers = (rank ^ 1 << level for level in range(power.bit_length() - 1))
+        return tuple(_swap(peer, _WHOLE, peer, _WHOLE, How.ADD) for peer in peers)
 
     return _with_guests(rank, world, exchanges, _WHOLE)
 
@@ -127,7 +122,6 @@ def master_worker(rank: int, world: int) -> Table:
 
 
 def direct(rank: int, world: int) -> Table:
-    """Chunk j of every vector goes straight to rank j, is summed there in rank order, and goes to all."""
     if world == 1:
         return ()
     mine, ahead, behind = _one(rank), _ahead(rank, world), _behind(rank, world)
@@ -137,10 +131,9 @@ def direct(rank: int, world: int) -> Table:
 
 
 def round_robin(rank: int, world: int) -> Table:
-    """As `direct`, one peer a round: in round k rank i sends to (i + k) mod P and hears from (i - k) mod P.
+    """As `direct`, one peer a round ("round-robin" means several things in the literature; this is what it means here).
 
-    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the moment it
-    arrives, so nothing is laid aside, and chunk j is summed in the order j, j - 1, j - 2, ... mod P.
+    A chunk is added the moment it arrives, so chunk j is summed in the order j, j - 1, j - 2, ... mod P.
     """
     mine, pairs = _one(rank), list(zip(_ahead(rank, world), _behind(rank, world), strict=True))
     scatter = (_swap(ahead, _one(ahead), behind, mine, How.ADD) for ahead, behind in pairs)
@@ -231,13 +224,13 @@ def _lower_power(world: int) -> int:
 def _with_guests(rank: int, world: int, core: Schedule, whole: range) -> Table:
     """Run `core` on the lower power of two; each rank beyond it is the guest of one inside, two more rounds.
 
-    `whole` is all chunks: what a guest brings and takes home.
+    `whole` is all chunks: what a guest brings and takes back.
     """
     power = _lower_power(world)
     guests = world - power
-    if not guests:
-        return core(rank, world)
     middle = core(rank % power, power)
+    if not guests:
+        return middle
     if rank >= power:
         host = [(rank - power, whole)]
         return (_step(host, [], How.ADD), *(Step() for _ in middle), _step([], host, How.COPY))

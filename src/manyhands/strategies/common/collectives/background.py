@@ -24,12 +24,9 @@ class SideThread(ABC):
         self._thread: threading.Thread | None = None
 
     @abstractmethod
-    def _run(self) -> None:
-        """The thread's main loop, until `_ends`; its error is raised in `_wait`."""
-
+    def _run(self) -> None: ...  # the thread's main loop, until `_ends`; its error is raised in `_wait`
     @abstractmethod
-    def _is_idle(self) -> bool:
-        """With the lock held: whether the thread waits for its worker only."""
+    def _is_idle(self) -> bool: ...  # with the lock held: whether the thread waits for its worker only
 
     def _start(self) -> None:
         def guarded() -> None:
@@ -74,8 +71,7 @@ class Background(SideThread):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._waiting: deque[Callable[[], None]] = deque()
-        self._given = 0
-        self._done = 0
+        self._given = self._done = 0
 
     @property
     def is_idle(self) -> bool:

@@ -98,8 +98,8 @@ class UnitMemory:
     def __init__(self, unit: Unit, device: torch.device) -> None:
         self.unit = unit
         self.flats = [torch.empty(layout.count, dtype=layout.dtype, device=device) for layout in unit.layouts]
+        # By which a tensor that lies here is known
         self.storages = frozenset(flat.untyped_storage()._cdata for flat in self.flats)
-        """By which a tensor that lies here is known."""
         self.is_here = True
 
     def adopt(self) -> None:
@@ -131,8 +131,7 @@ def piece_ranges(layout: BucketLayout, owners: int, *, whole: bool) -> list[rang
     for part in parts[1:]:
         border = min([*begins, layout.count], key=lambda begin: abs(begin - part.start))
         borders.append(max(border, borders[-1]))
-    borders.append(layout.count)
-    return [range(begin, end) for begin, end in pairwise(borders)]
+    return [range(begin, end) for begin, end in pairwise([*borders, layout.count])]
 
 
 def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]:

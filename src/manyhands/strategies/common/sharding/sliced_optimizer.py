@@ -80,7 +80,7 @@ class SlicedOptimizer:
 
     `values` and `gradients` have the shapes of the parameters, and only the owner's pieces of them are touched; an
     owner that has no more than its pieces gives these.
-    Without `gradients`, `step` is not for this owner: each call of `step_with` brings its own.
+    Without `gradients`, each call of `step` brings its own.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class SlicedOptimizer:
     def reached(self) -> list[Tensor]:
         return [gradient for gradient in self._present() if gradient is not None]
 
-    def step(self) -> None:
-        """Update the owner's pieces; those of parameters without a gradient stay as they are."""
-        self.step_with(self._present())
+    def step(self, given: Sequence[Tensor | None] | None = None, rate: float = 1.0) -> None:
+        """Update the owner's pieces by a gradient each, with learning rates times `rate` for this once.
 
-    def step_with(self, gradients: Sequence[Tensor | None], rate: float = 1.0) -> None:
-        """Update the owner's pieces by a gradient each, or None, with learning rates times `rate` for this once."""
+        Those without a gradient stay as they are. None `given`: by those of the constructor.
+        """
         self._adopt()
+        gradients = self._present() if given is None else given
         for owned, gradient in zip(self._owned, gradients, strict=True):
             owned.proxy.grad = gradient
         try:
@@ -272,10 +272,6 @@ class Part:
 
     def is_cut(self, value: Any) -> bool:
         return isinstance(value, Tensor) and not self.is_whole and value.shape == (self.count * self.width,)
-
-    def room_in(self, whole: Tensor) -> Tensor:
-        assert isinstance(self.rows, slice), "rows that lie apart have no view"
-        return whole.view(-1, self.width)[self.rows].view(-1)
 
     def lay_into(self, whole: Tensor | None, value: Tensor) -> Tensor:
         """The whole with this part in it; the part itself where that is all."""

@@ -63,10 +63,7 @@ class UnitFlow:
         self._inside = [0] * count
         self._backward, self._course = False, ""
         self._order: list[int] = []
-        self._known: dict[str, list[int]] = {}
-
-    def is_here(self, unit: int) -> bool:
-        return unit in self._here
+        self._last: dict[str, list[int]] = {}  # by course: the order of its last step
 
     def begin(self, course: str) -> None:
         self._course, self._order, self._backward = course, [], False
@@ -98,14 +95,12 @@ class UnitFlow:
         return [Hand(unit), *self._drop(unit)]
 
     def end(self) -> list[Action]:
-        self._known[self._course] = self._order
+        self._last[self._course] = self._order
         self._inside = [0] * len(self._inside)
-        self._held.clear()
         self._backward = False
         waited: list[Action] = [Await(unit) for unit in sorted(self._coming)]
         left = sorted(self._here | self._coming)
-        self._here.clear()
-        self._coming.clear()
+        self._here, self._coming, self._held = set(), set(), set()
         return [*waited, *(Release(unit) for unit in left)]
 
     def _need(self, unit: int) -> list[Action]:
@@ -113,10 +108,10 @@ class UnitFlow:
             return []
         actions: list[Action] = [] if unit in self._coming else [Fetch(unit)]
         self._order.append(unit)
-        known, position = self._known.get(self._course, []), len(self._order)
-        as_before = self._ahead and known[position - 1 : position] == self._order[-1:]
-        if as_before and position < len(known):  # what came after this one in the last step of the course
-            follower = known[position]
+        last, position = self._last.get(self._course, []), len(self._order)
+        as_before = self._ahead and last[position - 1 : position] == self._order[-1:]
+        if as_before and position < len(last):  # what came after this one in the last step of the course
+            follower = last[position]
             if follower not in self._here and follower not in self._coming:
                 actions.append(Fetch(follower))
                 self._coming.add(follower)
@@ -161,16 +156,16 @@ class UnitVisits:
         unit_of = {parameter: unit.number for unit in units for parameter in unit.parameters}
         for unit in units:
             if unit.module is not None:
-                enter, leave = (
-                    partial(self._report, flow.enter, unit),
-                    partial(self._report, flow.leave, unit),
-                )
+                enter, leave = (partial(self._report, one, unit) for one in (flow.enter, flow.leave))
                 self._hooks.append(unit.module.register_forward_pre_hook(enter))
                 self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))
-        for module in model.modules():
+        for module in model.modules():  # every way to the parameters of a module passes here
             own = {name: unit_of[one] for name, one in module._parameters.items() if one is not None}
             if own:
-                self._guard(module, own)
+                touch_all = partial(self._touch, *sorted(set(own.values())))
+                self._hooks.append(module.register_forward_pre_hook(lambda *_, touch=touch_all: touch()))
+                self._plain.append((module, module._parameters))
+                module._parameters = _Guarded(module._parameters, own, self._touch, touch_all)
 
     @contextmanager
     def watching(self, others: Any = None) -> Iterator[None]:
@@ -199,20 +194,8 @@ class UnitVisits:
         if self._watching:
             self._carry_out(event(unit.number))
 
-    def _guard(self, module: nn.Module, own: Mapping[str, int]) -> None:
-        """Have every way to the parameters of one module pass here."""
-        numbers = sorted(set(own.values()))
-
-        def touch_all(*_arguments: Any) -> None:
-            for number in numbers:
-                self._touch(number)
-
-        self._hooks.append(module.register_forward_pre_hook(touch_all))
-        self._plain.append((module, module._parameters))
-        module._parameters = _Guarded(module._parameters, own, self._touch, touch_all)
-
-    def _touch(self, number: int) -> None:
-        if self._watching:
+    def _touch(self, *numbers: int) -> None:
+        for number in numbers if self._watching else ():
             self._carry_out(self._flow.touch(number))
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -72,7 +72,7 @@ class Placement:
         self._owners: Tensor | None = None  # one shard needs no table
         self._local: Tensor | None = None
         if shards == 1:
-            self._rows = [torch.arange(num_rows)]
+            self._rows = [torch.arange(num_rows)]  # by shard
             return
         numbers = np.arange(num_rows, dtype=np.uint64)
         owners = np.zeros(num_rows, dtype=np.int16)
@@ -90,14 +90,9 @@ class Placement:
     def rows(self, shard: int) -> Tensor:
         return self._rows[shard]
 
-    def count(self, shard: int) -> int:
-        return len(self._rows[shard])
-
     def local(self, rows: Tensor) -> Tensor:
         """For each row, which of its shard's it is; IndexError for one that the table does not have."""
-        if self._local is None:
-            return rows
-        return torch.index_select(self._local, 0, rows)
+        return rows if self._local is None else torch.index_select(self._local, 0, rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         if self._owners is None:
