@@ -22,7 +22,6 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, Wo
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.host import host_identity
-from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.strategies.allreduce.exchange import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
@@ -37,7 +36,6 @@ __all__ = [
     "GpuSeat",
     "SumsChoice",
     "TorchCollective",
-    "announced",
     "choose_sums",
     "chosen_sums",
     "done_in_time",
@@ -48,30 +46,25 @@ __all__ = [
 
 
 def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
-    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and nobody asked for it."""
+    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and no setting asks for it.
+
+    PeerTimeout names a worker that did not announce its GPU.
+    """
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
     if strategy.instead_of_nccl:
         return SumsChoice(nccl=False, why=strategy.instead_of_nccl)
-    seats = announced(resources.torch_store(), mine, resources.rank, resources.world, resources.timeout_s)
-    return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
-
-
-def announced(
-    store: RendezvousStore, mine: GpuSeat, rank: int, world: int, timeout_s: float
-) -> list[GpuSeat]:
-    """Collective: return every worker's seat; PeerTimeout names a worker that announced none."""
-    store.set(f"gpu/{rank}", mine.to_text())
+    store, timeout_s, seats = resources.torch_store(), resources.timeout_s, []
+    store.set(f"gpu/{resources.rank}", mine.to_text())
     deadline = time.monotonic() + timeout_s
-    seats = []
-    for worker in range(world):
+    for worker in range(resources.world):
         if not comes_true(partial(store.check, [f"gpu/{worker}"]), deadline - time.monotonic()):
             raise PeerTimeout(
                 f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
             )
         seats.append(GpuSeat.from_text(store.get(f"gpu/{worker}").decode()))
-    return seats
+    return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
 
 
 def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
@@ -79,7 +72,7 @@ def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
 
     Small exact values travel as without NCCL.
     """
-    assert resources.torch_store is not None, "who was chosen for NCCL has a store"
+    assert resources.torch_store is not None, "a worker that was chosen for NCCL has a store"
     store, device, timeout_s = resources.torch_store(), resources.device, resources.timeout_s
 
     def connect() -> SumGroup:
@@ -157,9 +150,6 @@ class SumsChoice:
 
     nccl: bool
     why: str
-
-    def summary(self) -> dict[str, Any]:
-        return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
 
 
 def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool) -> SumsChoice:

@@ -52,15 +52,7 @@ from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "HelpedCollective",
-    "HelperSplit",
-    "help_workers",
-    "helped",
-    "helped_collective",
-    "segments_for",
-    "split_load",
-]
+__all__ = ["HelperSplit", "help_workers", "helped", "helped_collective", "segments_for", "split_load"]
 
 MOST_SEGMENTS = 32
 SEGMENT_BYTES = 128 << 10

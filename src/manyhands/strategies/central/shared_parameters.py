@@ -10,7 +10,7 @@ The shared copy is authoritative; `values` are views of it. A model on the CPU h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final
@@ -23,7 +23,7 @@ from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE
 from manyhands.strategies.common.sharding.layer_units import require_apart
-from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedState, Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedPiece, Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, least_loaded, padded, side_by_side
 
 __all__ = ["CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
@@ -161,6 +161,7 @@ def _pieces(
     return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
 
 
+OwnedStates = Mapping[int, tuple[OwnedPiece, dict[str, Any]]]
 _NUMBER_BYTES: Final = 8
 
 
@@ -169,15 +170,22 @@ _NUMBER_BYTES: Final = 8
 # worker 0 reads all: first a description as JSON, then the bytes of the tensors. Worker 0 copies these straight into
 # tensors of the parameters' shapes, so there is never a second copy of them. Nothing is pickled.
 def gather_state(
-    group: SharedGroup, parts: Sequence[Tensor], owned: Sequence[OwnedState], shapes: Sequence[torch.Size]
+    group: SharedGroup, parts: Sequence[Tensor], owned: OwnedStates, shapes: Sequence[torch.Size]
 ) -> dict[int, Any] | None:
     """Collective: the `state` of a `state_dict()`, by parameter, on worker 0 and None on the others.
 
     `parts` are bytes that every worker of the host maps, equally many for each and at least 8. `owned` is what this
     worker keeps, `shapes` are those of the optimizer's parameters.
     """
-    tensors, description = _describe(owned)
-    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+    named, tree = flatten({position: state for position, (_, state) in owned.items()})
+    rows = []
+    for name, tensor in named.items():
+        position = int(name.partition(".")[0])
+        one, _ = owned[position]
+        is_cut = not one.is_whole and tensor.shape == one.proxy.shape
+        cut = [position, one.piece.begin, one.piece.end] if is_cut else None
+        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), cut))
+    text = torch.frombuffer(bytearray(json.dumps([tree, rows]).encode()), dtype=torch.uint8)
     texts: list[list[Tensor]] = []
     cut_ones: dict[str, Tensor] = {}
     found: list[tuple[dict[str, Tensor], Json]] = []  # by worker: the tensors of its state, and their tree
@@ -188,9 +196,9 @@ def gather_state(
 
     def tensor_places(_sizes: Sequence[int]) -> Iterator[list[Tensor]]:
         for [text] in texts:
-            description = json.loads(text.numpy().tobytes())
+            tree, rows = json.loads(text.numpy().tobytes())
             by_name, places = {}, []
-            for name, dtype, shape, cut in description["tensors"]:
+            for name, dtype, shape, cut in rows:
                 if cut is None:
                     place = by_name[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 else:
@@ -199,11 +207,11 @@ def gather_state(
                         cut_ones[name] = torch.empty(shapes[position], dtype=getattr(torch, dtype))
                     by_name[name], place = cut_ones[name], cut_ones[name].view(-1)[begin:end]
                 places.append(_flat_bytes(place))
-            found.append((by_name, description["tree"]))
+            found.append((by_name, tree))
             yield places
 
     _gather(group, parts, [text], text_places)
-    _gather(group, parts, tensors, tensor_places)
+    _gather(group, parts, [_flat_bytes(tensor) for tensor in named.values()], tensor_places)
     if group.rank:
         return None
     merged = MergedState()
@@ -255,18 +263,6 @@ def rounds(tensors: Sequence[Tensor], room: int) -> Iterator[list[tuple[int, Ten
                 pieces, offset = [], 0
     if pieces:
         yield pieces
-
-
-def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:
-    named, tree = flatten({one.position: one.state for one in owned})
-    by_position = {one.position: one for one in owned}
-    rows = []
-    for name, tensor in named.items():
-        one = by_position[int(name.partition(".")[0])]
-        is_cut = not one.is_whole and tensor.shape == one.shape
-        cut = [one.position, one.begin, one.end] if is_cut else None
-        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), cut))
-    return [_flat_bytes(tensor) for tensor in named.values()], {"tree": tree, "tensors": rows}
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -80,32 +80,26 @@ class Epoch(ABC):
         """Collective among members that are not fresh, if some are: the donor passes a `state_tree`, others None."""
 
     @abstractmethod
-    def take(self) -> Loaded:
-        """On a fresh member: wait for the donor's state."""
-
+    def take(self) -> Loaded: ...  # on a fresh member: wait for the donor's state
     @abstractmethod
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         """Collective, once: return the strategy's collective, and what `ElasticCollective` confirms by."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release all resources; idempotent."""
+    def close(self) -> None: ...  # release all resources; idempotent
 
 
 class Epochs(ABC):
     """Opens one member's epochs one after the other; a context manager."""
 
     @abstractmethod
-    def ready(self, member: int) -> MemberReady:
-        """Return the message that asks for a seat."""
-
+    def ready(self, member: int) -> MemberReady: ...  # the message that asks for a seat
     @abstractmethod
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
         """Collective: enter this epoch; raises `exchange.LOST` if a member is lost before all are in."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release what opening epochs needs; no epoch is opened afterwards."""
+    def close(self) -> None: ...  # release what opening epochs needs; no epoch is opened afterwards
 
 
 class SharedEpochs(Epochs):
@@ -148,20 +142,19 @@ class _SharedEpoch(Epoch):
 
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         _close_all(self._files.pop(name) for name in _STATE_FILES if name in self._files)
-        group = self._group
+        group, rank, world = self._group, self._group.rank, self._group.world
 
         def links() -> Mapping[int, Link]:
             kind = mesh_kind(network=strategy.uses_network)
             ends = {
                 peer: [self._files.pop(f"link {peer} {part}") for part in kind.parts]
-                for peer in range(group.world)
-                if peer != group.rank
+                for peer in range(world)
+                if peer != rank
             }
-            return kind.attach(group.rank, ends)
+            return kind.attach(rank, ends)
 
-        resources = Resources(
-            rank=group.rank, world=group.world, timeout_s=self._timeout_s, group=lambda: group, links=links
-        )
+        wait_s = self._timeout_s
+        resources = Resources(rank=rank, world=world, timeout_s=wait_s, group=lambda: group, links=links)
         return collective_for(strategy, resources), group.barrier if strategy.facts.uses_links else None
 
     def close(self) -> None:
@@ -386,15 +379,13 @@ class _LinkedEpoch(Epoch):
         """The donor sends its state to each fresh member directly."""
         if state is not None:
             data = torch.frombuffer(bytearray(b"".join(pack_tree(state))), dtype=torch.uint8)
+            pieces = (torch.tensor([len(data)]), *torch.split(data, _PIECE_BYTES))
             fresh = [rank for rank, seat in enumerate(self._view.seats) if seat.fresh]
-            mailbox, length = self._mailbox(), torch.tensor([len(data)])
-            messages = [
-                (rank, piece) for piece in (length, *torch.split(data, _PIECE_BYTES)) for rank in fresh
-            ]
-            mailbox.flush(mailbox.post(messages), fresh)
+            mailbox = self._mailbox()
+            mailbox.flush(mailbox.post([(rank, piece) for piece in pieces for rank in fresh]), fresh)
 
     def take(self) -> Loaded:
-        assert self._view.donor is not None, "who is new takes the state of somebody"
+        assert self._view.donor is not None, "a fresh member takes the state of another one"
         donor, mailbox, length = self._view.rank_of(self._view.donor), self._mailbox(), torch.zeros(1).long()
         mailbox.receive(donor, length, [])
         count = int(length)

@@ -24,15 +24,7 @@ from manyhands.wire.flat_layout import LINE_BYTES, BucketLayout, LayoutSlot, tra
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = [
-    "Agreed",
-    "Desk",
-    "GradientSlice",
-    "SendOrder",
-    "SliceSender",
-    "SlicedGradients",
-    "cut",
-]
+__all__ = ["Agreed", "Desk", "SendOrder", "SliceSender", "SlicedGradients", "cut"]
 
 _LOSS, _STOP, _PAUSE, _BAD = range(4)
 _WORDS = 4

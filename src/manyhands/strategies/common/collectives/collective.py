@@ -53,7 +53,6 @@ __all__ = [
 
 _LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
 _SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
-_COUNT_BYTES = 8
 _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
@@ -86,9 +85,7 @@ class Collective(ABC):
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, if it `sums_rows`: return the sum over workers of rows of a table that has `below` of them."""
-        raise NotImplementedError(
-            f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
-        )
+        raise NotImplementedError(f"{self}: dense gradients are summed, not {mine} of {below} rows")
 
     def summary(self) -> dict[str, Any]:
         return {}
@@ -132,10 +129,8 @@ class Collective(ABC):
 
     @abstractmethod
     def take_times(self) -> Times: ...
-
     @abstractmethod
     def traffic(self) -> Traffic: ...
-
     @abstractmethod
     def close(self) -> None: ...
 
@@ -163,11 +158,11 @@ class SharedCollective(Collective):
         ]
         parts = [bucket.tensor for bucket in self._buckets]
         for index, part in enumerate(parts):
-            size, others = part.element_size(), self.world - 1
+            size, messages = part.element_size(), self.world - 1
             if index < len(self._owned):
-                messages, mine = others, self._owned[index][self.rank]
+                mine = self._owned[index][self.rank]
             else:
-                messages, mine = 2 * others, slice_of(part.numel(), size, self.rank, self.world)
+                messages, mine = 2 * messages, slice_of(part.numel(), size, self.rank, self.world)
             self._sent.append(Traffic(messages_sent=messages, bytes_sent=messages * len(mine) * size))
         return parts
 
@@ -434,12 +429,11 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
 
 def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any]:
     """Collective: return all workers' codec residuals on worker 0, for a checkpoint, through bucket `index`, zeroed."""
-    memory = collective.memory()
+    memory, carrier = collective.memory(), bucket.view(torch.uint8)
     if not memory:
         return {}  # on all alike: they have sent the same buckets
     mine = as_one(memory)
-    carrier = bucket.view(torch.uint8)
-    room = carrier[:_COUNT_BYTES].view(torch.int64)
+    room = carrier[:8].view(torch.int64)
     most = 2 * mine.numel() + _SPARE_BYTES  # all workers keep about as much
     found = []
     for root in range(collective.world):

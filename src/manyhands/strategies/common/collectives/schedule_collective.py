@@ -40,13 +40,7 @@ from manyhands.wire.codec import ParcelCodec, codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "CodecChooser",
-    "ScheduleCollective",
-    "barrier_in",
-    "carrier",
-    "over_links",
-]
+__all__ = ["CodecChooser", "ScheduleCollective", "barrier_in", "carrier", "over_links"]
 
 _SAMPLE_BYTES: Final = 1 << 20
 _TIMES: Final = 3  # of which the fastest counts
