@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.strategies.common.sharding.layer_units import UnitMemory, piece_ranges, pieces_in, units_of
+from manyhands.strategies.common.sharding.layer_units import (
+    Await,
+    Fetch,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitMemory,
+    piece_ranges,
+    pieces_in,
+    units_of,
+)
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
-from manyhands.strategies.common.sharding.visits import Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.sharded.exchange import Grant, UnitRequest, Want, grant
 from manyhands.wire.flat_layout import bucket_of
 from manyhands.workloads.tasks.language import Transformer

@@ -27,10 +27,9 @@ from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import Background, ScheduleCollective
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 

@@ -34,23 +34,21 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.layer_units import (
+    Action,
+    Await,
+    Fetch,
+    Hand,
+    Release,
     Unit,
+    UnitFlow,
     UnitMemory,
+    UnitVisits,
     move_buffers,
     piece_ranges,
     pieces_in,
     units_of,
 )
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.visits import (
-    Action,
-    Await,
-    Fetch,
-    Hand,
-    Release,
-    UnitFlow,
-    UnitVisits,
-)
 from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap

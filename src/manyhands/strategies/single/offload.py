@@ -28,17 +28,20 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
-from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
-from manyhands.strategies.common.sharding.visits import (
+from manyhands.strategies.common.sharding.layer_units import (
     Action,
     Await,
     Fetch,
     Hand,
     Release,
+    Unit,
     UnitFlow,
+    UnitMemory,
     UnitVisits,
+    move_buffers,
+    units_of,
 )
+from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap

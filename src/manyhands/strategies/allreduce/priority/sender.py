@@ -18,8 +18,7 @@ from torch import nn
 
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.background import SideThread
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective, SideThread
 from manyhands.wire.flat_layout import LINE_BYTES, BucketLayout, LayoutSlot, trainable
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap, put

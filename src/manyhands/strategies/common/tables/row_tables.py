@@ -90,6 +90,9 @@ class Placement:
     def rows(self, shard: int) -> Tensor:
         return self._rows[shard]
 
+    def count(self, shard: int) -> int:
+        return len(self._rows[shard])
+
     def local(self, rows: Tensor) -> Tensor:
         """For each row, which of its shard's it is; IndexError for one that the table does not have."""
         return rows if self._local is None else torch.index_select(self._local, 0, rows)

@@ -106,7 +106,7 @@ def take_sets(
     for number, table in enumerate(layout.tables):
         kind, count, name = _HEAD.unpack_from(payload, number * _HEAD.size)
         placement = table.placed(layout.shards)
-        if kind == _Kind.GIVEN and 0 <= count <= len(placement.rows(shard)):
+        if kind == _Kind.GIVEN and 0 <= count <= placement.count(shard):
             rows, rest = _cut(rest, count, torch.int64)
             _require_own(table, placement, shard, rows)
             if not bool((rows[1:] > rows[:-1]).all()):
