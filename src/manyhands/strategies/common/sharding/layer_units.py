@@ -181,11 +181,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-# Who uses which unit of a model, and when: hooks, and the state machine that says what is fetched and dropped. The order
-# in which units were needed in the last step is a guess at the next one: what was fetched for nothing is dropped at the
-# end. A parameter whose memory was given back must not be read: torch would read from nowhere, and the process would
-# die. So every way to it is watched: the forward of its layer, the forward of the module that has it, the attribute or
-# the list of parameters of that module, and what autograd saved of it for backward.
+# Who uses which unit of a model, and when: hooks, and the state machine that says what is fetched and dropped. The
+# order in which units were needed in the last step is a guess at the next: what came for nothing is dropped at the end.
+# A parameter whose memory was given back must not be read: torch would read from nowhere, and the process would die. So
+# every way to it is watched: the forward of its layer, the forward of the module that has it, the attribute or the list
+# of parameters of that module, and what autograd saved of it for backward.
 @dataclass(frozen=True, slots=True)
 class Action:
     """What a flow asks for, of one unit."""
