@@ -1,11 +1,7 @@
 """The launcher of a run whose members come and go: starts, watches and replaces processes as a membership decides.
 
 The membership is a pure core: every report of a member and every event of its process goes to `handle`, and what
-that returns is done here. The launcher itself decides nothing. Its death ends the run. It requests a process and
-receives its events, local or remote:
-
-    ChildMembers      children of this process
-    ExternalMembers   processes that somebody else started, on control connections, and perhaps a child of the leader
+that returns is done here. The launcher itself decides nothing. Its death ends the run.
 """
 
 from __future__ import annotations

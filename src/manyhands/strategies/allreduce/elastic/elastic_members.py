@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
@@ -36,21 +35,16 @@ from manyhands.strategies.allreduce.elastic.member_process import (
 )
 from manyhands.strategies.common.run_launcher import ChildMembers, ExternalMembers, MemberProcesses
 
-__all__ = ["AssembleElastic", "ElasticMembers", "ExternalElasticMembers", "LocalElasticMembers"]
+__all__ = ["ElasticMembers", "ExternalElasticMembers", "LocalElasticMembers"]
 
 
 class ElasticMembers(MemberProcesses, Protocol):
     """The members of a run, wherever they run."""
 
-    def begin(self, view: EpochView) -> None:
-        """Give the members of an epoch its resources, before its view is announced to them."""
-
-    def abort(self) -> None:
-        """End every wait in the newest epoch; its members are notified separately."""
-
-
-AssembleElastic = Callable[[Watched], AbstractContextManager[ElasticMembers]]
-"""Creates the members of one run; on exit from the context none of them remains."""
+    def begin(
+        self, view: EpochView
+    ) -> None: ...  # give its members its resources, before the view is announced
+    def abort(self) -> None: ...  # end every wait in the newest epoch; its members are notified separately
 
 
 class LocalElasticMembers(ChildMembers):

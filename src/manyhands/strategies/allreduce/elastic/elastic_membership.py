@@ -297,8 +297,7 @@ class ElasticMembership(Membership):
         """Replace a dead member in its slot, and move the survivors of its epoch to a new one."""
         was_in_view = member in self._in_view()
         del self._members[member.number]
-        slot = self._slot_of(member)
-        assert slot is not None, "every member has a slot"
+        slot = self._slots[member.slot or 0]  # every member has one
         replaced: list[ElasticAction] = []
         if slot.phase is SlotPhase.RETIRING:
             slot.lost = sentence
@@ -381,8 +380,7 @@ class ElasticMembership(Membership):
         return [BeginEpoch(view=self.view), *self._ask()]
 
     def _is_retiring(self, member: RunMember) -> bool:
-        slot = self._slot_of(member)
-        return slot is not None and slot.phase is SlotPhase.RETIRING
+        return self._slots[member.slot or 0].phase is SlotPhase.RETIRING
 
     def _in_view(self) -> list[RunMember]:
         return self._in_state(MemberState.WORKING, MemberState.PAUSED)

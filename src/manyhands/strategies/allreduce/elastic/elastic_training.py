@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,6 @@ from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import (
-    AssembleElastic,
     ElasticMembers,
     ExternalElasticMembers,
     LocalElasticMembers,
@@ -54,6 +54,8 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 
 __all__ = ["ElasticTraining"]
+
+_Members = AbstractContextManager[ElasticMembers]  # on exit from it none of them remains
 
 
 class ElasticLog(MemberLog):
@@ -132,7 +134,7 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         self,
         membership: ElasticMembership,
         rings: Sequence[EventRing],
-        assemble: AssembleElastic,
+        assemble: Callable[[Watched], _Members],
         *,
         timeout_s: float,
         on_note: Callable[[WorkerNote], None],
@@ -270,8 +272,8 @@ class ElasticTraining(Training):
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
         job = self._job(stage.run_path)
 
-        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-            return lambda watched: LocalElasticMembers(job, rings, weights, request.workers, watched)
+        def assemble(rings: Sequence[EventRing], weights: int, watched: Watched) -> _Members:
+            return LocalElasticMembers(job, rings, weights, request.workers, watched)
 
         return self._run(stage, [None] * most, assemble, options.watchdog_s)
 
@@ -281,12 +283,9 @@ class ElasticTraining(Training):
         here = 1 + sum(server.host_of(rank) == host_identity() for rank in server.members)
         job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
 
-        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-            def members(watched: Watched) -> AbstractContextManager[ElasticMembers]:
-                child, kept = LocalElasticMembers(job, rings, weights, 1, watched), stage.checkpoints()
-                return ExternalElasticMembers(process_group, child, kept, self._start, stage.say)
-
-            return members
+        def assemble(rings: Sequence[EventRing], weights: int, watched: Watched) -> _Members:
+            child, kept = LocalElasticMembers(job, rings, weights, 1, watched), stage.checkpoints()
+            return ExternalElasticMembers(process_group, child, kept, self._start, stage.say)
 
         # A later worker already has a rank. A child that waits for externally started workers would look hung.
         rings = [server.rings[slot] if slot else None for slot in range(process_group.place.world)]
@@ -296,7 +295,7 @@ class ElasticTraining(Training):
         self,
         stage: Stage,
         given: Sequence[EventRing | None],
-        assemble: Callable[[Sequence[EventRing], int], AssembleElastic],
+        assemble: Callable[[Sequence[EventRing], int, Watched], _Members],
         watchdog_s: float,
     ) -> Result:
         """`given` has the event ring of each slot, None where it is made here."""
@@ -320,7 +319,7 @@ class ElasticTraining(Training):
             launcher = ElasticLauncher(
                 ElasticMembership(request.workers, options.min_workers or 1),
                 rings,
-                assemble(rings, weights),
+                partial(assemble, rings, weights),
                 timeout_s=options.timeout_s,
                 on_note=hear,
                 on_event=stage.take_event,

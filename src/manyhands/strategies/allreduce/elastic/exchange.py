@@ -7,11 +7,6 @@
 Parameters and optimizer change only after the last exchange of a step, so what a worker holds when a step is cut is
 what it held before it; buffers, which a forward may change, are copied before each step and put back.
 
-The collective of an epoch distinguishes a lost member from a complete exchange:
-
-    finish    every member has the sum in its memory   →   it counts
-              a member is lost                          →   wait for the launcher: it counts, or MembersChanged
-
 An exchange is complete for one member only when every member has its result in memory: a property of the collective in
 shared memory; over links, a barrier ensures it. Members are therefore never more than one exchange apart, and after a
 loss one number decides: the highest count among the survivors. A member that is one behind has the result in its
@@ -59,8 +54,7 @@ class StepChannel:
         self.member = member
         self.view: EpochView | None = None
         self.passed = 0  # the number of exchanges of the epoch that this member knows to be complete
-        self.next: EpochView | None = None
-        """The next view, from when the launcher announces it until the member has entered it."""
+        self.next: EpochView | None = None  # the next view, from its announcement until it is entered
 
     @property
     def epoch(self) -> int:
@@ -154,6 +148,8 @@ class ElasticCollective(Collective):
 class ElasticExchange(Exchange):
     """One worker's end across epochs; `receive` is called first, then the calls of any exchange."""
 
+    _trained: tuple[nn.Module, Optimizer]
+
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
         self._sent = Traffic()  # in epochs that are over
         self.meter = Meter(
@@ -167,8 +163,6 @@ class ElasticExchange(Exchange):
         self.channel = StepChannel(line.member)
         self._opened: Epoch | None = None
         self._inner: AllReduceExchange | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
         self._loaded: Loaded | None = None
         self._joining_state: Callable[[], Mapping[str, Any]] = dict
         self._buffers: list[torch.Tensor] = []
@@ -192,7 +186,7 @@ class ElasticExchange(Exchange):
                 self.leave()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._trained = model, optimizer
         if self._loaded is not None:
             restore_buffers(model, self._loaded)
             # Until the loop has begun, the next member gets what this one got.
@@ -291,12 +285,6 @@ class ElasticExchange(Exchange):
         self._line.tell(
             ArrivedInEpoch(member=self._line.member, epoch=self.channel.epoch, step=self._steps_done)
         )
-
-    @property
-    def _trained(self) -> tuple[nn.Module, Optimizer]:
-        assert self._model is not None, "attach comes first"
-        assert self._optimizer is not None, "attach comes first"
-        return self._model, self._optimizer
 
     @property
     def _current(self) -> AllReduceExchange:

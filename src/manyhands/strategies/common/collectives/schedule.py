@@ -1,21 +1,16 @@
 """What an all-reduce algorithm is: a pure function from (rank, world) to a table of steps.
 
-The vector is cut into chunks. A step says which chunks leave for whom, which arrive from whom, and what
-becomes of them: added, copied, or kept in the slot of their source until a fold sums the slots in rank
-order. From this one table the executor runs the algorithm over any link, `schedule_proof` proves it and
-counts what it costs, and `collective_drawing` shows it.
-
-The meaning of one step, the same in all four:
+The vector is cut into chunks. From one table the executor runs the algorithm over any link, `schedule_proof` proves it
+and counts what it costs, and `collective_drawing` shows it. The meaning of one step, the same in all four:
 
 1. Every send leaves with what the rank held when the step began; one message per `Send`.
-2. The receives take effect in the order in which they are listed. ADD puts the value from the lower rank on
-   the left, so that two ranks that swap partial sums compute the same expression, down to the sign of a
-   zero.
-3. The folds: each chunk becomes the sum of the rank's own value and the kept ones, left to right in rank
-   order. A helper has no own value.
+2. The receives take effect in the order in which they are listed. ADD puts the value from the lower rank on the left,
+   so that two ranks that swap partial sums compute the same expression, down to the sign of a zero.
+3. The folds: each chunk becomes the sum of the rank's own value and the kept ones, left to right in rank order. A
+   helper has no own value.
 
-Tables are aligned: all ranks of one algorithm have the same number of steps, some of them empty, and a
-message sent in a step is received in the step of the same number.
+Tables are aligned: all ranks of one algorithm have the same number of steps, some of them empty, and a message sent in
+a step is received in the step of the same number.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from manyhands.errors import ManyhandsError, UserError
 
@@ -149,8 +145,7 @@ def _cached_table(schedule: Schedule, rank: int, world: int) -> Table:
 # here. Pure: the executor computes a plan once per length and then only carries it out.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class Departure(NamedTuple):
     """Items `begin` to `end` of the vector leave for rank `to`."""
 
     to: int
@@ -158,8 +153,7 @@ class Departure:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class Landing(NamedTuple):
     """Items `begin` to `end` arrive from rank `source`.
 
     They land at `scratch` of the scratch space, or in the vector itself where that is None. `deferred` ones take effect
@@ -174,8 +168,7 @@ class Landing:
     deferred: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class Fold(NamedTuple):
     """Items `begin` to `end` become the sum of what lies at these places of the scratch space, in this order.
 
     None stands for the rank's own items.
@@ -186,8 +179,7 @@ class Fold:
     addends: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(NamedTuple):
     """One step of the schedule in items instead of chunks; `peers` are those that items leave for."""
 
     departures: tuple[Departure, ...]
@@ -196,15 +188,14 @@ class Round:
     peers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """All rounds of one rank for one length, the scratch items they need, and those of the longest fold."""
 
     rounds: tuple[Round, ...]
     scratch_count: int
     fold_count: int
+    # The chunks (first item, one after the last) that end as this rank computed them, and were not sent since
     own_results: tuple[tuple[int, int], ...]
-    """The chunks (first item, one after the last) that end as this rank computed them, and were not sent since."""
 
 
 def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = True) -> Plan:

@@ -274,7 +274,7 @@ _RULES: dict[type[Optimizer], Rule] = {SGD: _sgd, Adagrad: _adagrad, Adam: _adam
 
 def _zero() -> Tensor:
     is_double = torch.get_default_dtype() == torch.float64
-    return torch.tensor(0.0, dtype=torch.float64 if is_double else torch.float32)
+    return torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
 
 
 def _numbers(values: Tensor, *numbers: float) -> Any:
