@@ -66,7 +66,7 @@ class MemberProcesses(Protocol):
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has ended."""
 
-    def together(self) -> AbstractContextManager[None]: ...  # those requested in it are started at its end
+    def batch(self) -> AbstractContextManager[None]: ...  # those requested in it are started at its end
     def kill(self, member: int) -> None: ...  # or stop listening to it; `poll` reports its end
     def ask_to_stop(self, member: int) -> None: ...
 
@@ -149,7 +149,7 @@ class ExternalMembers(ABC):
         """The members that are connected, without those still awaited."""
         return (*self._at, *(self._child.members if self._child is not None else ()))
 
-    def together(self) -> AbstractContextManager[None]:
+    def batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
@@ -223,7 +223,7 @@ class ExternalMembers(ABC):
                     return []  # it had no part yet: another may come in its place
                 del self._at[member]
                 failure = replace(ended.failure, rank=member) if ended.failure is not None else None
-                return [replace(ended, member=member, failure=failure)]
+                return [ended._replace(member=member, failure=failure)]
             case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
                 self._say(sentence)
         return []
@@ -340,7 +340,7 @@ class RunLauncher(ABC, Generic[_M]):
         watched = Watched(deadline_s=self._watchdog_s, count_events=boxes.counts, last_events=last)
         with self._assemble(watched) as members:
             self._members = members
-            with members.together():
+            with members.batch():
                 self._do(self._membership.begin())
             while not self._over:
                 self._poll()
