@@ -224,5 +224,5 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_width_are_refused() -> None:
-    with pytest.raises(UserError, match="rows have 3 columns, but the model was trained on 5"):
+    with pytest.raises(UserError, match="rows have 3 columns; the model was trained on 5"):
         predicted(model(trees=1), np.zeros((2, 3)))

@@ -47,17 +47,14 @@ TYPES: Final = (
 )
 _LAST_LINKED: Final = 10  # of the types whose bytes a link carries
 
-NAMED: Final[dict[str, torch.dtype]] = {
-    kind.name: getattr(torch, kind.name) for kind in TYPES if hasattr(torch, kind.name)
-}
+_KNOWN: Final = [(kind, getattr(torch, kind.name)) for kind in TYPES if hasattr(torch, kind.name)]
+NAMED: Final[dict[str, torch.dtype]] = {kind.name: dtype for kind, dtype in _KNOWN}
 """By name, those that this torch has."""
-CODES: Final[dict[torch.dtype, int]] = {NAMED[kind.name]: kind.code for kind in TYPES if kind.name in NAMED}
+CODES: Final[dict[torch.dtype, int]] = {dtype: kind.code for kind, dtype in _KNOWN}
 BY_CODE: Final[dict[int, torch.dtype]] = {code: dtype for dtype, code in CODES.items()}
 LINKED: Final = tuple(dtype for dtype, code in CODES.items() if code <= _LAST_LINKED)
 """What a link carries."""
-STORED: Final[dict[torch.dtype, str]] = {
-    NAMED[kind.name]: kind.stored for kind in TYPES if kind.stored is not None and kind.name in NAMED
-}
+STORED: Final[dict[torch.dtype, str]] = {dtype: kind.stored for kind, dtype in _KNOWN if kind.stored}
 """What a safetensors file holds, and how it calls that."""
 SUMMED: Final = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What is summed over workers, and the number of the compiled code that does it."""
