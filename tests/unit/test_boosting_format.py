@@ -172,7 +172,7 @@ DAMAGED = {
     "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
     "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
-    "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not every leaf"),
+    "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not all leaves"),
     "letters": (lambda one: _changed(one, "leaf_value", "x"), "something else than numbers"),
     "nan": (lambda one: _changed(one, "leaf_value", "nan"), "holds nan"),
     "huge": (lambda one: _changed(one, "split_feature", "9" * 30), "something else than numbers"),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,14 +75,11 @@ def bins_of_numbers(
     values, counts = np.ascontiguousarray(values[known]), np.ascontiguousarray(counts[known])
     bounds = np.full(max_bin + 1, np.inf)
     bins = bin_kernels.cut(values, counts, max_bin - missing, _LEAST_ROWS, bounds) if len(values) else 1
-    given = {"missing": missing, "bounds": bounds[:bins].copy(), "zero_share": zero_share}
-    return FeatureBins(column=column, **_ends(values), **given)
-
-
-def _ends(ascending: NDArray[Any]) -> dict[str, float]:
-    """The least and the greatest number seen."""
-    low, high = (ascending[0], ascending[-1]) if len(ascending) else (0.0, 0.0)
-    return {"low": float(low), "high": float(high)}
+    low, high = (float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)
+    bounds = bounds[:bins].copy()
+    return FeatureBins(
+        column=column, low=low, high=high, missing=missing, bounds=bounds, zero_share=zero_share
+    )
 
 
 def _share_of_zeros(values: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
@@ -105,7 +101,8 @@ def bins_of_categories(
     often = np.bincount(inverse, counts[known], len(names))
     chosen = names[np.lexsort((names, -often))[: max_bin - 1]]
     zero_share = _share_of_zeros(values, counts)
-    return FeatureBins(column=column, **_ends(names), categories=chosen, zero_share=zero_share)
+    low, high = (float(names[0]), float(names[-1])) if len(names) else (0.0, 0.0)
+    return FeatureBins(column=column, low=low, high=high, categories=chosen, zero_share=zero_share)
 
 
 class BinTable:

@@ -72,10 +72,10 @@ class GloveTables(nn.Module):
         return products + biases[:, 0]
 
     def snapshot(self) -> GloveSnapshot:
-        found = {name: table.weight.detach().numpy().copy() for name, table in self.named_children()}
-        return GloveSnapshot(
-            **{name: one[:, 0] if name.endswith("_bias") else one for name, one in found.items()}
-        )
+        named = [(name.removesuffix(".weight"), one) for name, one in self.named_parameters()]
+        found = {name: one.detach().numpy().copy() for name, one in named}
+        biases = {name: one[:, 0] for name, one in found.items() if name.endswith("_bias")}
+        return GloveSnapshot(**{**found, **biases})
 
 
 def _table(values: np.ndarray) -> nn.Embedding:

@@ -39,7 +39,7 @@ class _Examples(LogregOptions):
     def reading(self) -> Reading:
         from manyhands.data.row_files import Reading
 
-        given = {"format": self.file_format, "bits": self.bits, "hash": self.hash_names}
+        given: dict[str, Any] = {"format": self.file_format, "bits": self.bits, "hash": self.hash_names}
         return Reading(**given, skip_bad=self.skip_bad, threads=len(os.sched_getaffinity(0)))
 
 
