@@ -28,7 +28,7 @@ from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.row_sums import GradientRows
 from manyhands.transport.link.torch_p2p import SumGroup, nccl_version
 from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.transport.liveness import Alarm, RendezvousStore
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.parcels import Parcel
 
 __all__ = [

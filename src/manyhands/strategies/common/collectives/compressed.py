@@ -91,10 +91,8 @@ class Compressor:
             chunks, places = [parcel] * self.world, [vector] * self.world
         else:
             bounds = [chunk_bounds(parcel.count, self.world, rank) for rank in world]
-            chunks, places = (
-                [parcel.part(*bound) for bound in bounds],
-                [vector[slice(*one)] for one in bounds],
-            )
+            chunks = [parcel.part(*bound) for bound in bounds]
+            places = [vector[begin:end] for begin, end in bounds]
         owned, total = chunks[self.rank], places[self.rank]
         enter(1)
         if gathered:
@@ -106,7 +104,7 @@ class Compressor:
         for rank in world:
             refused = self._add(self._given, owned, encoded[rank], total, rank, mailbox, refused)
         mailbox.flush(refused, peers)
-        self._given.settle(owned, total)
+        self._given.finalize(owned, total)
         if gathered:
             return
         enter(2)
