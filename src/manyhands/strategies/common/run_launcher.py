@@ -421,8 +421,7 @@ class RunLauncher(ABC, Generic[_M]):
                     self._slots[member] = slot
                     self._log.names[member] = self._members.start_worker(member, slot)
                 case KillMember(member=member):
-                    processes = [one for one, number in self._numbers.items() if number == member]
-                    self._members.kill(processes[0] if processes else member)
+                    self._members.kill(self._process_of(member))
                 case Fail(sentence=sentence):
                     raise self._failed(sentence)
                 case _:
@@ -434,6 +433,9 @@ class RunLauncher(ABC, Generic[_M]):
             self._members.tell(process, self._orders.write(order))
         except Unread:
             self._members.kill(process)
+
+    def _process_of(self, member: int) -> int:
+        return next((process for process, number in self._numbers.items() if number == member), member)
 
     # What a strategy fills in: actions that it alone has in `_act`, the end of the run by a command in `_stop`.
 

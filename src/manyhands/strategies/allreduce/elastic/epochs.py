@@ -133,7 +133,8 @@ class _SharedEpoch(Epoch):
 
     def hand_over(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            write_state(*[self._files[name] for name in _STATE_FILES], state=state)
+            tensors, tree = (self._files[name] for name in _STATE_FILES)
+            write_state(tensors, tree, state)
         self._group.barrier()
 
     def take(self) -> Loaded:
