@@ -78,9 +78,6 @@ class _DrawnApart(BatchShares):
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed
 
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
-
     def keep_from(self, step: int) -> None:
         self._shares.keep_from(step)
 
@@ -103,7 +100,6 @@ class _DrawnApart(BatchShares):
 class ReadShare:
     """One worker's share of a global batch, as a loader process delivers it."""
 
-    batch_samples: int  # in the global batch
     share: Share  # whose pieces fetch nothing any more: see `batches`
     batches: list[Any]  # of each piece
 
@@ -121,7 +117,7 @@ class ShareReader:
         batches = [piece.fetch() for piece in share.pieces]
         # The batches of a share that was read lie beside it; what fetches them is not sent.
         bare = replace(share, pieces=tuple(replace(piece, fetch=tuple) for piece in share.pieces))
-        return ReadShare(batch_samples=self._shares.batch_samples(key[0]), share=bare, batches=batches)
+        return ReadShare(share=bare, batches=batches)
 
 
 class StreamShares(BatchShares):
@@ -141,14 +137,10 @@ class StreamShares(BatchShares):
         seeded: Callable[[int], None],
     ) -> None:
         self._drawing = _Drawing(stream, batch_size, seeded, across=False)
-        self._collate = default_collate if collate is None else collate
-        self._microbatches = microbatches
+        self._collate, self._microbatches = collate or default_collate, microbatches
 
     def keep_from(self, step: int) -> None:
         self._drawing.kept_from = step
-
-    def batch_samples(self, step: int) -> int:
-        return len(self._drawing.batch(step))
 
     def share(self, step: int, part: int, parts: int) -> Share:
         batch = self._drawing.batch(step)
@@ -171,18 +163,13 @@ class OwnShares(BatchShares):
         microbatches: int,
         seeded: Callable[[int, int], None],
     ) -> None:
-        self._data, self._seeded = data, seeded
-        self._collate = default_collate if collate is None else collate
+        self._data, self._seeded, self._collate = data, seeded, collate or default_collate
         self._batch_size, self._microbatches = batch_size, microbatches
         self._drawings: dict[tuple[int, int], _Drawing] = {}
         self._kept_from: int | None = None
 
     def keep_from(self, step: int) -> None:
         self._kept_from = step
-
-    def batch_samples(self, step: int) -> int:
-        del step
-        return self._batch_size
 
     def share(self, step: int, part: int, parts: int) -> Share:
         drawing = self._drawings.get((part, parts))

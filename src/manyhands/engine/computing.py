@@ -102,6 +102,7 @@ class Computer:
             seed=plan.seed,
         )
         self._shares = self._reading.shares()
+        self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
@@ -155,9 +156,6 @@ class Computer:
             finally:
                 self._shares = shares
 
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
-
     def compute(
         self,
         model: nn.Module,
@@ -176,7 +174,7 @@ class Computer:
         """
         begin = time.monotonic()
         asked_ns = time.monotonic_ns()
-        share = self._shares.share(step, part, parts)
+        share = self.share(step, part, parts)
         value, input_ns = 0.0, time.monotonic_ns() - asked_ns
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
@@ -196,7 +194,9 @@ class Computer:
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        return self._shares.share(step, part, parts)
+        share = self._shares.share(step, part, parts)
+        self.batch_samples = share.batch_samples
+        return share
 
     def fetch(self, piece: Microbatch) -> Any:
         batch = piece.fetch()
@@ -339,14 +339,17 @@ def loaded_ahead(
     loading = task.loading
     prepare = _pinned if loading.pinned and device.type == "cuda" else None
     with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
-        kind = _StreamAhead if reading.streams else _IndexedAhead
-        yield kind(shares, loaders, Upcoming(steps))
+        yield _SharesAhead(None if reading.streams else shares, loaders, Upcoming(steps))
 
 
-class _Ahead(BatchShares):
-    """Requests shares from a loader process and keeps the one that was requested last."""
+class _SharesAhead(BatchShares):
+    """Requests shares from a loader process and keeps the one that was requested last.
 
-    def __init__(self, shares: BatchShares, loaders: Loaders[Key], upcoming: Upcoming) -> None:
+    The sizes of shares of indexed samples are known here, and only what is fetched is loaded. Only the loader process
+    draws from a stream (then `shares` is None), and reports how large a batch is.
+    """
+
+    def __init__(self, shares: BatchShares | None, loaders: Loaders[Key], upcoming: Upcoming) -> None:
         self._shares, self._loaders, self._upcoming = shares, loaders, upcoming
         self._key: Key | None = None
         self._held: ReadShare | None = None
@@ -358,40 +361,15 @@ class _Ahead(BatchShares):
             self._held, self._key = self._loaders.get(key, upcoming, kept_from=key[0]), key
         return self._held
 
-    def _fetched(self, share: Share, key: Key) -> Share:
-        """The same share, with samples that come from a loader process."""
+    def share(self, step: int, part: int, parts: int) -> Share:
+        key = step, part, parts
+        share = self._shares.share(*key) if self._shares is not None else self._read(key).share
 
         def piece_of(number: int) -> Any:
             return self._read(key).batches[number]
 
-        pieces = (
-            replace(piece, fetch=partial(piece_of, number)) for number, piece in enumerate(share.pieces)
-        )
-        return replace(share, pieces=tuple(pieces))
-
-
-class _IndexedAhead(_Ahead):
-    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
-
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
-
-    def share(self, step: int, part: int, parts: int) -> Share:
-        return self._fetched(self._shares.share(step, part, parts), (step, part, parts))
-
-
-class _StreamAhead(_Ahead):
-    """Prefetch of a stream: only the loader process draws from it, and reports how large a batch is."""
-
-    def batch_samples(self, step: int) -> int:
-        held = self._held
-        assert held is not None, "the share of a batch comes first"
-        assert self._key is not None and self._key[0] == step, "the last batch is the one at hand"  # noqa: PT018
-        return held.batch_samples
-
-    def share(self, step: int, part: int, parts: int) -> Share:
-        key = step, part, parts
-        return self._fetched(self._read(key).share, key)
+        pieces = enumerate(share.pieces)
+        return replace(share, pieces=tuple(replace(one, fetch=partial(piece_of, at)) for at, one in pieces))
 
 
 def _pinned(found: ReadShare) -> ReadShare:

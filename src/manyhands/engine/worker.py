@@ -253,7 +253,7 @@ class Trainer:
             book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
         rounds = exchange.rounds
-        self._samples += self._computer.batch_samples(step) if rounds is None else rounds.step_samples()
+        self._samples += self._computer.batch_samples if rounds is None else rounds.step_samples()
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 

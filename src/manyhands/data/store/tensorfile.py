@@ -42,12 +42,10 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-
 _METADATA = "__metadata__"
 
 
 def require_storable(tensors: Mapping[str, Tensor]) -> None:
-    """UserError names the first tensor that the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _METADATA:
             raise UserError(f"a tensor cannot be named {name!r}: the safetensors header uses that name")
@@ -55,7 +53,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
                 f"tensor {name!r} is a {kind}, which a checkpoint does not hold; allowed: dense tensors of "
-                f"{', '.join(str(dtype) for dtype in STORED)}"
+                f"{', '.join(map(str, STORED))}"
             )
 
 
@@ -70,10 +68,9 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
     header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
     offset = 0
     for name in ordered:
-        tensor, begin = tensors[name], offset
-        offset += tensor.numel() * tensor.element_size()
-        shape, span = list(tensor.shape), [begin, offset]
-        header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": span}
+        tensor, span = tensors[name], [offset, offset + tensors[name].numel() * tensors[name].element_size()]
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        offset = span[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text

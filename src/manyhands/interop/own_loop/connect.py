@@ -33,9 +33,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.worker_processes import exchanging
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
@@ -141,7 +141,7 @@ def _on_one_host(
     connection = GroupConnection(
         strategy=strategy,
         words=Words(SharedCollective(words)),
-        exchange=exchange_for(strategy, resources),
+        exchange=exchanging(strategy).exchange(strategy, resources),
         abort=abort,
     )
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))

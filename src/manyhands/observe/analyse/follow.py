@@ -91,7 +91,7 @@ class RunFollower:
         for tail in (self._metrics, self._members):
             if tail.damaged:
                 self._gather.note(f"{tail.path} has lines that are not JSON objects; they are left out")
-        held = directory.is_held()
+        held = RunDirectory.is_live(directory.path)
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
         self._gather.summary = summary

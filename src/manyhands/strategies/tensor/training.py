@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.tensor.exchange import TensorExchange
 from manyhands.strategies.tensor.moves import sum_layer_traffic
