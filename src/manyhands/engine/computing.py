@@ -37,7 +37,6 @@ __all__ = [
     "Computer",
     "NumberReader",
     "TrainingPlan",
-    "loaded_ahead",
     "require_loss",
     "worker_environment",
 ]
@@ -122,35 +121,38 @@ class Computer:
                 f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
                 "computes it once for each; use another optimizer, such as AdamW"
             )
-        built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
-        if built.scheduler is not None:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
-            for _ in range(first_step):
-                built.scheduler.step()
-        return built
-
-    def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
-        if self.task.scheduler is None:
-            return {}
-        scheduler = self.task.scheduler(optimizer)
+        scheduler = self.task.scheduler(optimizer) if self.task.scheduler is not None else None
         if self.task.scheduler_metric is not None:
-            return {"metric_scheduler": scheduler}
+            return Built(model=model, optimizer=optimizer, metric_scheduler=scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UserError(
                 "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
                 "scheduler_metric='evaluation_loss'"
             )
-        return {"scheduler": scheduler}
+        if scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+            for _ in range(first_step):
+                scheduler.step()
+        return Built(model=model, optimizer=optimizer, scheduler=scheduler)
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        shares, owner = self._shares, f"worker {self._rank}"
-        if not self.task.loaders:
+        """While this is open, the task's loader processes read batches ahead; they end on exit."""
+        task, shares = self.task, self._shares
+        if not task.loaders:
             yield
             return
-        with loaded_ahead(
-            self._reading, self.task, shares, steps=self.plan.steps, owner=owner, device=self.device
-        ) as self._shares:
+
+        def pinned(found: ReadShare) -> ReadShare:
+            from torch.utils.data._utils.pin_memory import pin_memory
+
+            return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]
+
+        prepare = pinned if task.loading.pinned and self.device.type == "cuda" else None
+        read, owner = partial(ShareReader, self._reading), f"worker {self._rank}"
+        with Loaders[Key](read, task.loading, task.loaders, owner, prepare) as loaders:
+            known = None if self._reading.streams else shares
+            self._shares = _SharesAhead(known, loaders, Upcoming(self.plan.steps))
             try:
                 yield
             finally:
@@ -313,13 +315,13 @@ def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) 
 def require_loss(loss: object) -> None:
     """UserError where `loss` is not one number that depends on the model."""
     if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
         raise UserError(
-            f"task.loss returned a {type(loss).__name__}; return a tensor of one number that was computed from model(…)"
+            f"task.loss returned a {kind}; return a tensor of one number that was computed from model(…)"
         )
     if loss.numel() != 1:
-        raise UserError(
-            f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
-        )
+        shape = tuple(loss.shape)
+        raise UserError(f"task.loss returned a tensor of shape {shape}; return one number, as .mean() gives")
     _require_graph(loss)
 
 
@@ -329,17 +331,6 @@ def _require_graph(loss: Tensor) -> None:
             "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
             "or .item(), and leave some parameter trainable"
         )
-
-
-@contextmanager
-def loaded_ahead(
-    reading: BatchReading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
-) -> Iterator[BatchShares]:
-    """Yield `shares` of `reading` as the task's loader processes read them; the processes end on exit."""
-    loading = task.loading
-    prepare = _pinned if loading.pinned and device.type == "cuda" else None
-    with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
-        yield _SharesAhead(None if reading.streams else shares, loaders, Upcoming(steps))
 
 
 class _SharesAhead(BatchShares):
@@ -370,9 +361,3 @@ class _SharesAhead(BatchShares):
 
         pieces = enumerate(share.pieces)
         return replace(share, pieces=tuple(replace(one, fetch=partial(piece_of, at)) for at, one in pieces))
-
-
-def _pinned(found: ReadShare) -> ReadShare:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]

@@ -122,18 +122,15 @@ class _Part:
     """Stand-in for a submodule: `idle` attributes work while nothing is compiled; others come from the real one."""
 
     def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
-        vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
+        vars(self).update(_real=lambda: getattr(stand_in.real(), name), _idle=idle)
 
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["_idle"] and is_deferred():
             return vars(self)["_idle"][name]
-        return getattr(self._real(), name)
+        return getattr(vars(self)["_real"](), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._real(), name, value)
-
-    def _real(self) -> Any:
-        return getattr(vars(self)["_stand_in"].real(), vars(self)["_name"])
+        setattr(vars(self)["_real"](), name, value)
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

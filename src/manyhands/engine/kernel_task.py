@@ -163,15 +163,12 @@ class KernelTask(ABC):
         return step
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has a copy and a part of each batch; `compiled_for` says whether it exists."""
-        raise self._refusal(group, control_bytes)
+        """The step where every worker has a copy and a part of each batch; `for_strategy` says whether it exists."""
+        raise NotImplementedError
 
     def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has some dimensions; `compiled_for` says whether it exists."""
-        raise self._refusal(group, control_bytes)
-
-    def _refusal(self, *_: object) -> UserError:
-        return UserError(f"{self.name} has no compiled step of this kind")
+        """The step where every worker has some dimensions; `for_strategy` says whether it exists."""
+        raise NotImplementedError
 
     @abstractmethod
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
