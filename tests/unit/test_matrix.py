@@ -212,7 +212,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: _text(folder, gzip.compress(_npy(folder, table()).read_bytes())),
         "cannot be mapped; gunzip it first",
     ),
-    "damaged gzip": (lambda folder: _text(folder, b"\x1f\x8b\x08"), "is damaged"),
+    "damaged gzip": (lambda folder: _text(folder, b"\x1f\x8b\x08"), "is truncated"),
     "damaged Parquet": (
         lambda folder: _text(folder, b"PAR1 and no more"),
         "is not a Parquet file that can be read",

@@ -1,9 +1,8 @@
 """Which samples make batch k, the same for every strategy and number of workers; and the batch that they make.
 
-Epoch e visits each sample once, in an order drawn from (seed, e). The order is the stable argsort of one raw 64-bit
-Philox output per sample, seeded by `SeedSequence(seed, spawn_key=(e,))`: numpy promises the raw streams of its bit
-generators to stay the same for ever, and does not promise that of `Generator.permutation`, so a run resumed under a
-later numpy still sees the same batches.
+Epoch e visits each sample once, in the order of the stable argsort of one raw 64-bit Philox output per sample, seeded
+by (seed, e). Numpy promises the raw streams of its bit generators to stay the same for ever, which it does not of
+`Generator.permutation`: a run resumed under a later numpy still sees the same batches.
 
     epoch 0                              epoch 1
     [ batch 0  | batch 1  | batch 2 ]    [ batch 3  | batch 4  | batch 5 ]     an epoch's last may be short
@@ -261,7 +260,6 @@ class BatchPlan:
         return self.indices(step)[part.start : part.stop]
 
     def _span(self, step: int) -> range:
-        """Where batch `step` lies in the order of its epoch."""
         start = (step - self.epoch(step) * self.batches_per_epoch) * self.batch_size
         return range(start, min(start + self.batch_size, self.num_samples))
 
@@ -290,9 +288,6 @@ class Share:
 class BatchShares(ABC):
     """The shares of every global batch."""
 
-    # Whether batches are gathered from arrays in memory: that draws nothing, and takes no time to speak of
-    gathers: bool = False
-
     @abstractmethod
     def share(self, step: int, part: int, parts: int) -> Share:
         """Part `part` of `parts` of global batch `step`."""
@@ -317,7 +312,6 @@ class IndexedShares(BatchShares):
     ) -> None:
         self._source, self._plan = source, plan
         self._microbatches, self._weights = microbatches, weights
-        self.gathers = source.gathers
 
     def share(self, step: int, part: int, parts: int) -> Share:
         indices, count = self._plan.share(step, part, parts), self._plan.size(step)

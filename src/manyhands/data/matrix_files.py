@@ -10,9 +10,7 @@ order, as in several passes by several processes, `stored_matrix` keeps them so.
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from manyhands.data.file_reader import DataFile
 from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.errors import DataError, UserError, first_line, nearest
 
@@ -32,7 +31,6 @@ __all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "NpyMatrix", "OnBytes", "
 OnBytes = Callable[[int], None]  # gets the bytes that have been read, a block at a time
 BLOCK_BYTES: Final = 1 << 24
 _TEXT_BLOCK_BYTES: Final = 1 << 22
-_NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _AS_SINGLE = "?", "b", "B", "h", "H", "e", "f"  # types whose values single precision holds
 
 
@@ -81,25 +79,15 @@ def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
     `label` is the column that holds labels: a name in Parquet, a number in npy (-1 is the last). LIBSVM has its own.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if not head:
+    with DataFile(path) as file:
+        head, is_gzip = bytes(file.up_to(8)), file.is_gzip
+    if not head and not is_gzip:
         raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
-    if head.startswith(_NPY_MAGIC):
-        return NpyMatrix(path, label)
-    if head.startswith(_PARQUET_MAGIC):
-        return ParquetMatrix(path, label)
-    if head.startswith(_GZIP_MAGIC):
-        try:
-            with gzip.open(path) as unzipped:
-                head = unzipped.read(8)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is damaged: {error}") from error
-        if head.startswith((_NPY_MAGIC, _PARQUET_MAGIC)):
-            raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
+    kind = next((kind for magic, kind in _MAPPED.items() if head.startswith(magic)), None)
+    if kind is not None and is_gzip:
+        raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
+    if kind is not None:
+        return kind(path, label)
     if label is not None:
         raise UserError(
             f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
@@ -205,7 +193,6 @@ class ParquetMatrix(MatrixFile):
     def blocks(
         self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> Iterator[MatrixBlock]:
-        """In single precision where that holds all values, else in double."""
         row_bytes, begin = self.columns * self._dtype.itemsize, 0
         with _parquet(self.path) as file:
             wanted = [*self.names, *([self.label] if self.label is not None else [])]
@@ -227,6 +214,10 @@ class ParquetMatrix(MatrixFile):
             raise DataError(
                 f"{self.path} is damaged: its head promises {self.rows} rows, and {begin} are there"
             )
+
+
+# Formats that are mapped or read by their columns, by the first bytes of a file
+_MAPPED: dict[bytes, type[NpyMatrix | ParquetMatrix]] = {b"\x93NUMPY": NpyMatrix, b"PAR1": ParquetMatrix}
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:

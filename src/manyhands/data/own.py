@@ -6,7 +6,7 @@
     a Ray Dataset                     cut into as many equal shards as there are workers
 
 Batch k is every worker's next share: as many samples as it would have of a common batch, from its own stream, which is
-gone through again and again. So nothing has to be agreed upon: who has how many samples in batch k is arithmetic.
+gone through again and again. So who has how many samples in batch k is arithmetic.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class Files(WorkerData):
 
     @property
     def is_local(self) -> bool:
-        """Whether each worker looks for its own files where it runs."""
         return "{rank}" in self.pattern
 
     def dealt(self, parts: int) -> Files:
@@ -231,7 +230,6 @@ class Parties:
             yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
 
     def split(self) -> list[NDArray[np.int64]]:
-        """The numbers of each party's samples."""
         begins = [0, *self._ends[:-1]]
         return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
 

@@ -24,7 +24,6 @@ from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
 from manyhands.errors import UserError
 
 __all__ = [
-    "BatchReading",
     "Key",
     "Loading",
     "OwnShares",
@@ -32,6 +31,7 @@ __all__ = [
     "ShareReader",
     "StreamShares",
     "Upcoming",
+    "batch_shares",
     "sample_weights",
 ]
 
@@ -39,33 +39,29 @@ __all__ = [
 _READING, _MAKING = 1, 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchReading:
-    """The data of a task, and how its batches are made of them."""
-
-    data: Any
-    streams: bool  # whether the data can only be iterated
-    collate: Callable[[list[Any]], Any] | None
-    batch_size: int
-    microbatches: int
-    weights: Any | None
-    seed: int
-
-    def shares(self) -> BatchShares:
-        seed, own, sizes = self.seed, own_data(self.data), (self.batch_size, self.microbatches)
-        shares: BatchShares
-        if own is not None:
-            shares = OwnShares(
-                own, self.collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING))
-            )
-        elif self.streams:
-            shares = StreamShares(self.data, self.collate, *sizes, lambda step: seed_all(mix(seed, step)))
-        else:
-            source = BatchSource(self.data, self.collate)
-            weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
-            plan = BatchPlan(len(source), self.batch_size, seed)
-            shares = IndexedShares(source, plan, self.microbatches, weights)
-        return shares if shares.gathers else _DrawnApart(shares, seed)
+def batch_shares(
+    data: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    batch_size: int,
+    microbatches: int,
+    weights: Any | None,
+    seed: int,
+    *,
+    streams: bool,
+) -> BatchShares:
+    """The batches of a task's data, which can only be iterated where it `streams`."""
+    own, sizes = own_data(data), (batch_size, microbatches)
+    shares: BatchShares | None = None
+    if own is not None:
+        shares = OwnShares(own, collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING)))
+    elif streams:
+        shares = StreamShares(data, collate, *sizes, lambda step: seed_all(mix(seed, step)))
+    if shares is not None:
+        return _DrawnApart(shares, seed)
+    source = BatchSource(data, collate)
+    found = sample_weights(weights, len(source)) if weights is not None else None
+    indexed = IndexedShares(source, BatchPlan(len(source), batch_size, seed), microbatches, found)
+    return indexed if source.gathers else _DrawnApart(indexed, seed)
 
 
 class _DrawnApart(BatchShares):
@@ -107,8 +103,8 @@ class ReadShare:
 class ShareReader:
     """Reads shares in a loader process."""
 
-    def __init__(self, reading: BatchReading) -> None:
-        self._shares = reading.shares()
+    def __init__(self, shares: Callable[[], BatchShares]) -> None:
+        self._shares = shares()
 
     def read(self, key: Key, kept_from: int) -> ReadShare:
         """One share; none of a step before `kept_from` is asked for any more."""

@@ -134,7 +134,6 @@ class Running:
 
     @property
     def _ended(self) -> str | None:
-        """The outcome in words; None while the run is under way."""
         if not self._run.done():
             return None
         error = self._run.exception()

@@ -24,13 +24,10 @@ class Beginning:
 
     config: Mapping[str, Any]
     """What `config.json` holds: task, strategy, workers, steps, seed, batch size, versions."""
-
     history: Sequence[Mapping[str, Any]]
     """The rows of the run that this one continues; empty where nothing was done yet."""
-
     resumed: bool
     """Whether a run goes on that was begun before."""
-
     path: Path | None
     """The run directory, where there is one."""
 

@@ -60,7 +60,6 @@ class Control:
 
     @staticmethod
     def num_bytes(world: int) -> int:
-        """The bytes that the block takes; the memory behind it is for the step."""
         return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
 
     def sums(self, *values: float) -> list[float]:
@@ -204,7 +203,6 @@ class KernelTrainer:
                 self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=at_s)
 
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
-        """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
         begin, end = span_ns
         book = StepBook(self._worker_context.record, step, begin)
         book.input(taken.input_ns, taken.samples)
@@ -217,7 +215,8 @@ class KernelTrainer:
         book.compute(end)
         book.end(end, taken.samples, loss)
         self._samples += taken.samples
-        self.sent += sent
+        if taken.bytes_sent:
+            self.sent += sent
 
     def _trained(self, step: int, stopped: bool) -> Trained:
         model, samples, seconds = self._kernel.model, self._samples, self._reporter.seconds

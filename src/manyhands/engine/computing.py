@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.reading import BatchReading, Key, ReadShare, ShareReader, Upcoming
+from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_shares
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
@@ -91,16 +91,9 @@ class Computer:
         self.device = device_of(plan.device, worker_rank)
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
-        self._reading = BatchReading(
-            data=task.data,
-            streams=task.streams,
-            collate=task.collate,
-            batch_size=task.batch_size,
-            microbatches=task.microbatches,
-            weights=task.weights,
-            seed=plan.seed,
-        )
-        self._shares = self._reading.shares()
+        made_of = task.data, task.collate, task.batch_size, task.microbatches, task.weights, plan.seed
+        self._make_shares = partial(batch_shares, *made_of, streams=task.streams)
+        self._shares = self._make_shares()
         self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
 
@@ -149,9 +142,9 @@ class Computer:
             return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]
 
         prepare = pinned if task.loading.pinned and self.device.type == "cuda" else None
-        read, owner = partial(ShareReader, self._reading), f"worker {self._rank}"
+        read, owner = partial(ShareReader, self._make_shares), f"worker {self._rank}"
         with Loaders[Key](read, task.loading, task.loaders, owner, prepare) as loaders:
-            known = None if self._reading.streams else shares
+            known = None if task.streams else shares
             self._shares = _SharesAhead(known, loaders, Upcoming(self.plan.steps))
             try:
                 yield
@@ -313,7 +306,6 @@ def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) 
 
 
 def require_loss(loss: object) -> None:
-    """UserError where `loss` is not one number that depends on the model."""
     if not isinstance(loss, Tensor):
         kind = type(loss).__name__
         raise UserError(

@@ -1,13 +1,10 @@
 """Desync check: parameter hashes are compared at intervals, and the first difference is named.
 
-Where every worker holds the model (`mirrored`, `allreduce`) all take the same step from the same sum, so parameters are
-the same to the last bit on every worker, for ever; if they are not, some worker went its own way: a step left out, a
-random number that depends on the rank, a broken machine. Nothing else would show it, and the weights would be worth
-nothing. Where a model is split (`pipeline data=2`), each part is compared with its copies.
-
-One check is one 64-bit hash over all parameters of a worker and one small sum over workers; only when that differs is
-each parameter's own hash exchanged. Buffers are not compared: between evaluations, running statistics are each worker's
-own.
+Where every worker holds the model, all take the same step from the same sum, so parameters are the same to the last bit
+on every worker; if they are not, some worker went its own way, and nothing else would show it. Where a model is split
+(`pipeline data=2`), each part is compared with its copies. One check is one 64-bit hash over all parameters of a worker
+and one small sum over workers; only when that differs is each parameter's own hash exchanged. Buffers are not compared:
+between evaluations, running statistics are each worker's own.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class ControlListener:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._process_group = process_group
-        self._on_failure: list[Callable[[int, str], None]] = []
+        self._act: Callable[[int, str], None] | None = None  # at the first failure
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._suspect: tuple[Failure, float] | None = None
@@ -117,9 +117,7 @@ class ControlListener:
     def on_failure(self, act: Callable[[int, str], None]) -> None:
         """Call `act(rank, sentence)` at the first failure; at once if it has happened."""
         with self._changed:
-            failure = self.failure
-            if failure is None:
-                self._on_failure.append(act)
+            self._act, failure = act, self.failure
         if failure is not None:
             act(failure.rank, failure.sentence)
 
@@ -185,10 +183,9 @@ class ControlListener:
         with self._changed:
             if self.failure is not None:
                 return  # the first failure stands: later ones may follow from it
-            self.failure = failure
-            acts, self._on_failure = self._on_failure, []
+            self.failure, act = failure, self._act
             self._changed.notify_all()
-        for act in acts:
+        if act is not None:
             act(failure.rank, failure.sentence)
         self._process_group.control_server.break_off(failure.rank, failure.sentence)
 
@@ -199,8 +196,9 @@ class ExternalWorker(ABC):
     Signals are polled between steps and not raised elsewhere, because the other workers must be told first.
     """
 
-    def __init__(self, ring: EventRing) -> None:
-        self.record = ring.record
+    def __init__(self, ring: EventRing, on_failure: Callable[[Callable[[int, str], None]], None]) -> None:
+        """`on_failure` registers what ends this worker's waits when another has failed: `act(rank, sentence)`."""
+        self.record, self._on_failure = ring.record, on_failure
         self._stack = ExitStack()
         self._signals: list[int] = []
         self._worker_links: WorkerLinks | None = None
@@ -208,11 +206,7 @@ class ExternalWorker(ABC):
     def connect(self, worker_links: WorkerLinks) -> None:
         """A worker that fails or misses heartbeats ends this one's waits on its links."""
         self._worker_links = worker_links
-        self.on_failure(worker_links.abort)
-
-    @abstractmethod
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Register `act(rank, sentence)`, which ends this worker's waits when another has failed."""
+        self._on_failure(worker_links.abort)
 
     @abstractmethod
     def _end(self, error: BaseException) -> BaseException:
@@ -249,12 +243,9 @@ class LeadingWorker(ExternalWorker):
         ring: EventRing,
         rows: RowsInOrder,
     ) -> None:
-        super().__init__(ring)
+        super().__init__(ring, listener.on_failure)
         self._stage, self._process_group, self._listener, self._rows = stage, process_group, listener, rows
         self._step, self._asked_to_stop = 0, False
-
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        self._listener.on_failure(act)
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         del state, place
@@ -285,13 +276,13 @@ class LeadingWorker(ExternalWorker):
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
-        silent = self._worker_links.silent if self._worker_links is not None else None
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        silent = self._worker_links.silent if follows and self._worker_links else None
         patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _REPORT_S
         failure = self._listener.wait_for_failure(patience_s)
         if failure is None and self._signals:  # torchrun ends the others when one has failed
             failure = self._listener.wait_for_failure(_CAUSE_S)
-        if follows and silent is not None and (failure is None or failure.is_consequence):
+        if silent is not None and (failure is None or failure.is_consequence):
             return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
             return failure.error()
@@ -307,7 +298,10 @@ class MemberWorker(ExternalWorker):
     """A worker other than the leader: it reports over its control connection."""
 
     def __init__(self, connection: ControlConnection) -> None:
-        super().__init__(connection.ring)
+        def on_failure(act: Callable[[int, str], None]) -> None:
+            connection.on_over(lambda broken: act(broken.rank, broken.sentence))
+
+        super().__init__(connection.ring, on_failure)
         self._connection = connection
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -315,9 +309,6 @@ class MemberWorker(ExternalWorker):
 
     def note(self, note: WorkerNote) -> None:
         self._connection.send(NOTES.write(note))
-
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        self._connection.on_over(lambda broken: act(broken.rank, broken.sentence))
 
     def stop_requested(self) -> bool:
         self._raise_signals()

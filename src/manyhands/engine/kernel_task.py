@@ -1,9 +1,8 @@
 """Tasks whose step is compiled: a block of memory, a step that moves it, a reader of records.
 
-A `Task` is PyTorch: a strategy moves its gradients. A `KernelTask` is for workloads that go through millions of records
-a second, where a step in Python would cost more than the work. It says what it keeps in memory and how a portion of its
-records moves that; the strategy says who takes which portion, on which memory, and `fit` does the rest: run directory,
-events, progress, checkpoints, resume. Where a strategy moves gradients, as `ps` does, it gives itself as a `Task`.
+A `KernelTask` is for workloads that go through millions of records a second, where a step in Python would cost more
+than the work. It says what it keeps in memory and how a portion of its records moves that; the strategy says who takes
+which portion, on which memory. Where a strategy moves gradients, as `ps` does, it gives itself as a `Task`.
 """
 
 from __future__ import annotations
@@ -85,14 +84,12 @@ class KernelStep(ABC):
         """Initialize the memory for a new run; worker 0 does so where all share it."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Fill the memory from a checkpoint's `state`."""
         self.model.load_state_dict(state)
 
     def gather(self) -> None:  # noqa: B027 - where one memory is all there is
         """Collective: complete `model` on worker 0, where workers hold parts of it."""
 
     def close(self) -> None:
-        """Release files and shared memory."""
         if self.segment is not None:
             self.segment.close()
 
@@ -183,7 +180,6 @@ class KernelTask(ABC):
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:
-        """The records of step `step` of a run, from 0."""
         passed, number = divmod(step, self.passes.steps)
         begin = number * self.batch_size
         return Portion(begin, min(begin + self.batch_size, self.samples), passed)

@@ -137,7 +137,6 @@ class WandbLogger(_RowLogger):
         self._wandb = wandb if wandb is not None or run is not None else _import("WandbLogger", "wandb")
 
     def on_begin(self, beginning: Beginning) -> None:
-        """Make the run, or tell the one that was given what is trained."""
         config = dict(beginning.config)
         if self._run is None:
             assert self._wandb is not None, "what has no run makes one"
@@ -149,7 +148,6 @@ class WandbLogger(_RowLogger):
         self._run.define_metric("*", step_metric="step")
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """Tell what came out, and finish the run if it is ours."""
         if self._run is None:
             return
         if run is not None:
@@ -199,7 +197,6 @@ class MlflowLogger(_RowLogger):
             self._mlflow.log_params(short)
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """End the run with MLflow's status word."""
         del run
         if self._run_id is None:
             return

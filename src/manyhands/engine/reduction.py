@@ -76,7 +76,6 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
 
 
 def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[int]) -> None:
-    """Judge the loss of all samples against the mean loss of `counts` parts of them; raises UserError."""
     whole, *parts = losses
     if not (math.isfinite(whole) and whole):
         return

@@ -35,7 +35,6 @@ class Length:
     rounds: int | None = None  # of a strategy that counts them
 
     def require_one(self) -> None:
-        """UserError where two units are given, or the number is not an integer of at least 1."""
         given = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
@@ -143,7 +142,6 @@ class Request:
 
 
 def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
-    """UserError where the options do not go with task, strategy and workers."""
     facts, fewest_workers = strategy.facts, options.min_workers
     if options.compile and facts.cannot_compile:
         raise UserError(f"compile: {facts.cannot_compile}; leave it out")
@@ -185,7 +183,6 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 
 def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
-    """UserError where evaluations cannot set the learning rate or end the run as the task and the options ask."""
     cannot = strategy.facts.cannot_heed_evaluations
     if isinstance(task, Task) and task.scheduler_metric is not None and cannot:
         raise UserError(

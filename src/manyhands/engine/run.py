@@ -71,12 +71,10 @@ class Run:
 
     model: nn.Module
     """The final weights, on the CPU."""
-
     history: History
     """One row for every step and evaluation."""
     summary: dict[str, Any]
     """What `--json` writes: strategy, workers, steps, seconds, samples_per_s, final, traffic, time per worker."""
-
     path: Path | None = None
     """The run directory, where one was asked for."""
 

@@ -238,7 +238,6 @@ class _Session:
         self._require_stoppable()
 
     def _stop_wanted(self) -> bool:
-        """Whether a callback, or the owner of a background run, requests a stop."""
         stop_request, commands = self.listeners.stop_request, self._request.options.commands
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
@@ -291,7 +290,6 @@ class _Session:
         return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
 
     def _report_interruption(self, number: Signals, training: Training) -> None:
-        """Print one line: what ended the run, what is kept, and how to resume."""
         directory = self._directory
         if directory is None:
             kept, how = "nothing was kept, because the run has no directory (out=)", ""

@@ -109,7 +109,6 @@ class ProcessTraining(Training):
         return ()
 
     def run(self, stage: Stage) -> Result:
-        """Start the workers, process their notes, and read the weights that worker 0 left."""
         from manyhands.places.local.children import Role
         from manyhands.places.local.supervisor import LocalCluster
         from manyhands.places.local.watchdog import Watched
@@ -216,7 +215,6 @@ class ProcessTraining(Training):
         checkpoints: CheckpointStore | None,
         start: Loaded | None,
     ) -> Mapping[str, Any]:
-        """One worker's part, in this process; returns its report. Worker 0's weights become the model's."""
         from manyhands.engine.external_workers import connect_worker
 
         joined_ns, job = time.monotonic_ns(), self._job(None)

@@ -250,7 +250,6 @@ class CheckpointStore:
             ) from error
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that have a checkpoint, good or damaged, ascending."""
         return tuple(sorted({step for step, _ in self._candidates()}))
 
     def _sweep(self) -> None:
@@ -425,7 +424,6 @@ class Manifest:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint of `step` in `folder`, or Damaged."""
     path = folder / MANIFEST_FILE
     text = read_whole(path, MANIFEST_LIMIT_BYTES)
     try:

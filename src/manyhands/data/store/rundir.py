@@ -289,7 +289,6 @@ _IN_WORD = re.compile(r"((?:token|secret|password|passwd|api_?key|access_?key)=)
 
 
 def origin() -> dict[str, Any]:
-    """The origin of a run that begins now, in this process."""
     return {"command": shown_command(sys.argv), "host": socket.gethostname(), "unix_s": time.time()}
 
 

@@ -1,10 +1,9 @@
 """Tensors as safetensors bytes, a chunk at a time.
 
-The safetensors format is a length, a JSON header and the raw bytes of each tensor, little-endian; it holds
-no code. The library's own writer wants every tensor contiguous, in memory of its own, and copies all of
-them into one block first. Ours reads any layout where it lies: parameters that are views into one shared
-bucket, transposed ones, two names for one weight; and needs no more memory than one chunk. Reading is the
-library's, with its checks of the header.
+The safetensors format is a length, a JSON header and the raw bytes of each tensor; it holds no code. The library's own
+writer wants every tensor contiguous, in memory of its own, and copies all of them into one block first. Ours reads any
+layout where it lies (views into one shared bucket, two names for one weight), and needs no more memory than one chunk.
+Reading is the library's, with its checks of the header.
 """
 
 from __future__ import annotations
