@@ -51,7 +51,7 @@ from manyhands.wire.names import RAW, auto_error
 if TYPE_CHECKING:
     from manyhands.engine.external_workers import LeadingWorker, MemberWorker
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
-    from manyhands.places.local.rendezvous import RendezvousStore
+    from manyhands.transport.liveness import RendezvousStore
 
 __all__ = ["ExchangeTraining", "ProcessTraining", "Train", "WorkerJob", "exchanging"]
 
