@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.pace import Pace, Slow, find_slow
 from manyhands.observe.analyse.remarks import about_late, planned_waits, straggler_advice
-from manyhands.observe.analyse.slowness import Late, Slowness
+from manyhands.observe.analyse.slow_workers import Late, Pace, Slow, Slowness, find_slow
 from manyhands.observe.record.events import EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name, step_keys
 

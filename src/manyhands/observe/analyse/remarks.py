@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.observe.analyse.slow_workers import Late, Straggler
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.strategy import Strategy

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.recent import BIN_NS, BINS
-from manyhands.observe.analyse.slowness import Late, Slowness, Straggler
+from manyhands.observe.analyse.slow_workers import Late, Slowness, Straggler
 from manyhands.observe.record.events import NOBODY, EventKind, Records
 
 __all__ = ["TimeSplit", "Totals", "TotalsSnapshot", "WorkerTotals"]

@@ -13,7 +13,7 @@ from rich.text import Text
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.explain import PART_WORDS, Explanation
 from manyhands.observe.analyse.remarks import LayerSent, about_workers
-from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.observe.analyse.slow_workers import Late, Straggler, from_summary
 from manyhands.observe.analyse.totals import WorkerTotals
 
 __all__ = ["end_table", "layers_table", "parts_table", "words_table", "workers_table"]
@@ -37,8 +37,8 @@ def end_table(summary: Mapping[str, Any]) -> Table:
             ),
             "" if peer is None else f"{peer} ({_seconds(worker.wait_for_s[peer])})",
         )
-    slow = [Straggler.from_dict(row) for row in summary.get("slow", ())]
-    late = Late.from_dict(summary["late"]) if summary.get("late") else None
+    slow = [from_summary(Straggler, row) for row in summary.get("slow", ())]
+    late = from_summary(Late, summary["late"]) if summary.get("late") else None
     notices = [*about_workers(slow, late, summary.get("strategy", "")), *summary["events"]["notes"]]
     table.caption = "\n".join(notices) or None
     return table
