@@ -73,11 +73,11 @@ def live_page(
     if not asked.dashboard:
         return nullcontext()
     from manyhands.cli.look_commands import serving
-    from manyhands.observe.analyse.follow import ComingRun
+    from manyhands.observe.analyse.follow import coming_run
     from manyhands.serving.hosting import LOOPBACK
 
     farewell = f"The run has ended; manyhands show {out} opens this page again."
-    return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, asked.dashboard_port, farewell)
+    return serving(coming_run(out, task, strategy, workers), LOOPBACK, asked.dashboard_port, farewell)
 
 
 def live_tensorboard(asked: RunOptions, out: Path) -> AbstractContextManager[object]:
