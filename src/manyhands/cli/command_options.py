@@ -47,12 +47,15 @@ __all__ = [
 ]
 
 
-def option(default: Any, help_text: str, *flags: str, writes: bool = False, **about: Any) -> Any:
+def option(
+    default: Any, help_text: str, *flags: str, shown: str | bool = True, writes: bool = False, **about: Any
+) -> Any:
     """A field of an options dataclass; `default` is `...` where it is required, `about` as for `typer.Option`.
 
-    `writes` says that the option names a file to write: without a folder for it, the command does not begin.
+    `shown` is the default in words. `writes` says that the option names a file to write: without a folder for it, the
+    command does not begin.
     """
-    return _field(default, typer.Option(*flags, help=help_text, **about), writes)
+    return _field(default, typer.Option(*flags, help=help_text, show_default=shown, **about), writes)
 
 
 def argument(default: Any, help_text: str | None = None, **about: Any) -> Any:

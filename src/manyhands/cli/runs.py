@@ -55,11 +55,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
 class RunOptions:
     """The options of every command that trains."""
 
-    out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
+    out: Path | None = option(None, "Run directory.", shown="runs/TASK-TIME")
     resume: Resume = False
     checkpoint_every: int | None = option(None, "Steps between checkpoints.")
     watchdog: float = option(
-        60.0, "Seconds without progress after which the worker that holds up the run is named; 0: never."
+        60.0, "Seconds without progress after which whoever holds it up is named; 0: never."
     )
     dashboard: bool = option(False, "Show the run as a live page while it goes on.", "--dashboard")
     dashboard_port: int = option(0, "Port of the live page on 127.0.0.1; 0 takes a free one.")
