@@ -29,7 +29,7 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
-    from manyhands.lab.compare.run_comparison import Comparison, Progress, Score
+    from manyhands.lab.compare.run_comparison import Comparison, Score
     from manyhands.lab.compare.update_density import DensityRow
     from manyhands.workloads.logreg.synthetic import SparseProblem
 
@@ -119,7 +119,7 @@ def _run(
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or command_options.fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as (task, score), progress_line(_progress_words) as report:
+    with ending() as end, build(out) as (task, score), progress_line() as report:
         found = compare(task, common.strategies, out=out, settings=settings, on_progress=report, score=score)
     for note in found.left_out:
         print(f"manyhands: {note}", file=sys.stderr)
@@ -135,10 +135,6 @@ def _run(
     _print_next(found, name, out)
     if found.failed:
         raise typer.Exit(1)
-
-
-def _progress_words(progress: Progress) -> str:
-    return f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
 
 
 def _leave(found: Comparison, sentences: list[str], task: str, out: Path, json_file: Path | None) -> None:
@@ -268,7 +264,7 @@ def _one(asked: _SparseOptions, problem: SparseProblem, out: Path) -> Comparison
         workers=asked.workers, seed=asked.seed, repeats=asked.repeats, allow_overload=asked.allow_overload
     )
     before = f"density {problem.density:g} · "
-    with Spool() as spool, progress_line(lambda one: before + _progress_words(one)) as report:
+    with Spool() as spool, progress_line(before) as report:
         write_examples(problem, path)
         parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
         task = LogregTask.of(parsed, options)

@@ -16,7 +16,7 @@ from manyhands.cli.command_options import AllowOverload, Seed, json_option, opti
 from manyhands.cli.command_process import child_command
 from manyhands.cli.runs import ended_by_signal, leave_findings, progress_line, start_own_workers
 from manyhands.cli.train_command import end_run, task_table
-from manyhands.errors import UserError, num_of
+from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
@@ -153,9 +153,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
     require_empty(out)
     with (
         ended_by_signal(lambda: f"begin again with: {command_options.command_elsewhere(sys.argv)}"),
-        progress_line(
-            lambda one: f"run {one.done + 1} of {one.runs} · {num_of(one.workers, 'worker')}"
-        ) as report,
+        progress_line() as report,
     ):
         rates, waiting = curves.measure_scaling(words, strategy, counts, out, settings, child_command, report)
     step_s = task.batch_size / statistics.median(rates[1])

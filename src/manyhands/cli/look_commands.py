@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,5 +190,5 @@ def explain_command(asked: _ExplainOptions) -> None:
     if layers:
         out.print(layers_table(layers), "", sep="\n")
     out.print(words)
-    sent = {"layers": [asdict(layer) for layer in layers]} if layers else {}
+    sent = {"layers": layers} if layers else {}
     write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **sent, "paragraph": words})

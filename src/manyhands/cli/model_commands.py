@@ -80,7 +80,6 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Graph
 
 
 def _traced(task: Task, samples: int) -> tuple[Graph, nn.Module]:
-    """The graph of the task's model for its first samples, and the model."""
     from manyhands.data.batches import BatchSource
     from manyhands.data.randomness import seed_all
     from manyhands.engine.placement.tracing import trace

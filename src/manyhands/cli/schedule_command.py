@@ -35,7 +35,6 @@ class _ScheduleOptions:
     svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
 
     def refuse(self, kind: str, *others: str) -> None:
-        """UserError for an option that this kind of schedule does not have."""
         for other in others:
             if getattr(self, other) is not None:
                 raise UserError(f"--{other} does not go with {self.name}, which is {kind}")

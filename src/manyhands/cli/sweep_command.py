@@ -60,7 +60,7 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sweep
     again = command_options.command_to_resume(sys.argv, out)
     with (
         ended_by_signal(lambda: f"what is done is kept in {out}; continue with: {again}"),
-        progress_line(lambda one: f"{one.done} of {one.trials} done · {one.running} under way") as report,
+        progress_line(form="{done} of {runs} done") as report,
     ):
         rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, on_progress=report)
     _leave(plan, rows, out, common.json)

@@ -146,7 +146,6 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
 
 
 def _length(entry: BuiltinTask[Any], common: _TrainOptions) -> dict[str, int | None]:
-    """Steps, epochs or rounds as asked for, or what the task itself would have."""
     asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
     if any(value is not None for value in asked.values()):
         return asked
@@ -163,7 +162,6 @@ def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | Non
 
 
 def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None = None) -> None:
-    """Print what came out, leave the report, and write the summary where one was asked for."""
     from manyhands.observe.draw.time_table import end_table, words_table
 
     for note in run.summary["notes"]:

@@ -75,7 +75,6 @@ def predict_command(asked: _PredictOptions) -> None:
 
 
 def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
-    """Returns how many lines that were."""
     from manyhands.observe.draw.bars import Bars
 
     written = 0
@@ -166,19 +165,18 @@ def export_command(asked: _ExportOptions) -> None:
 
 def _print_cost(export: Export) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from manyhands.observe.draw.time_table import plain_table
 
     if not export.before:
         print("there is no evaluation data: what the precision costs was not measured")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("evaluation")
-    for column in ("as trained", "exported", "change"):
-        table.add_column(column, justify="right")
-    for name, value in export.before.items():
-        after = export.after[name]
-        table.add_row(name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
-    Console().print(table)
+    rows = [
+        (name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
+        for name, value in export.before.items()
+        if (after := export.after[name]) is not None
+    ]
+    Console().print(plain_table(("evaluation", "as trained", "exported", "change"), rows))
 
 
 @dataclass(frozen=True)

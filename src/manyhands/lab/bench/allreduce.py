@@ -84,14 +84,12 @@ def run_backend_bench(
     timeout_s: float = 240.0,
     allow_overload: bool = False,
 ) -> dict[str, Any]:
-    """The same of the backend of torch.distributed."""
     _check(workers, sizes_bytes, repeats)
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
     return _run("backend", workers, sizes_bytes, repeats, timeout_s)
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The dictionary of `run_bench` as text: one column per size, two lines per contender."""
     rows = result["results"]
     names = list(rows[0]["contenders"]) if rows else []
     margin = max((len(name) for name in names), default=0)
@@ -189,7 +187,6 @@ class _Contender:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, source: torch.Tensor, meet: Callable[[], None]) -> float:
-        """Fill the buffer, meet the other ranks, and time the call."""
         self.buffer.copy_(source)
         meet()
         began = time.perf_counter()
@@ -223,7 +220,6 @@ def _measure(plan: _Plan, contenders: _Contenders, meet: Callable[[], None]) -> 
 def _of_schedules(
     plan: _Plan, descriptors: tuple[int, int], stack: ExitStack
 ) -> tuple[_Contenders, Callable[[], None]]:
-    """In a shared bucket, by each schedule over links, and by Gloo."""
     control, arena = descriptors
     most = max(plan.sizes_bytes, default=0)
     group = stack.enter_context(
@@ -256,7 +252,6 @@ def _of_schedules(
 
 
 def _of_backend(plan: _Plan, stack: ExitStack) -> tuple[_Contenders, Callable[[], None]]:
-    """`dist.all_reduce` in a group of our backend, and in the default group, which is Gloo's."""
     from manyhands.interop.c10d import new_group  # which makes torch know the backend
 
     stack.enter_context(harness.joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))

@@ -116,7 +116,6 @@ def run_bench(
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The dictionary of `run_bench` as text: one block of lines per exchange, then the server's memory."""
     lines = [f"push and pull of a parameter server, one worker, on {result['cores']} cores"]
     if result["ray"] is None:
         lines.append(_NO_RAY)
@@ -177,7 +176,6 @@ class BenchExchanges:
         self.seconds: list[float] = []
 
     def run(self) -> float:
-        """One exchange; how long it took."""
         self._steps += 1
         self._contender.give(self._pushed[self._steps % len(self._pushed)])
         began = time.perf_counter()
@@ -185,7 +183,6 @@ class BenchExchanges:
         return time.perf_counter() - began
 
     def check(self) -> None:
-        """Compare what came back last with what numpy says."""
         if not self._exchange.agrees(self._contender.pulled, self._steps):
             raise ManyhandsError(
                 f"{self._contender.name} gave wrong parameters in step {self._steps} of {self._exchange.name}"
@@ -228,7 +225,6 @@ def _by_rpc(exchange: TimedExchange, stack: ExitStack) -> Iterator[ServerContend
 
 
 def _measure_all(plan: ServerPlan, contenders: Contenders) -> list[dict[str, list[float]]]:
-    """By exchange: the seconds of each contender."""
     seconds = []
     for text, block in zip(plan.exchanges, plan.blocks, strict=True):
         exchange = TimedExchange.from_json(text)
@@ -270,7 +266,6 @@ def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def _resident(num_bytes: int, link: str, timeout_s: float) -> dict[int, tuple[int, int]]:
-    """Private and shared memory of a server that so many workers have used."""
     flat = Flat(name="memory", num_bytes=num_bytes)
     task = replace(flat.task(), optimizer=partial(torch.optim.Adam, lr=flat.rate))
     resident = {}

@@ -96,7 +96,6 @@ class TimedExchange(ABC):
         """What comes back from the last of so many steps."""
 
     def agrees(self, pulled: Array, steps: int) -> bool:
-        """Whether what came back from the last of so many steps is right."""
         return np.array_equal(pulled, self.expected(steps))
 
     def to_json(self) -> str:

@@ -94,7 +94,6 @@ class Mlp(BenchWorkload):
     classes: int = 10
 
     def task(self, workers: int) -> Task:
-        """Random vectors, labelled by a linear teacher."""
         return _classification(self, self._model, (self.inputs,), workers, lr=0.01)
 
     def _model(self) -> nn.Module:
@@ -117,7 +116,6 @@ class Cnn(BenchWorkload):
     classes: int = 10
 
     def task(self, workers: int) -> Task:
-        """Random images, labelled by a linear teacher."""
         model = partial(ImageClassifier, side=self.side, white=1, width=self.width, classes=self.classes)
         return _classification(self, model, (1, self.side, self.side), workers, lr=3e-4)
 
@@ -230,7 +228,6 @@ def run_bench(
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The dictionary of `run_bench` as text: one block of lines per workload."""
     lines = [
         f"training steps of {result['workers']} workers on {result['cores']} cores, "
         f"torch threads per worker: {result['threads_per_worker']}"
@@ -358,7 +355,6 @@ class StepContender:
             exchange.attach(self.model, self._optimizer)
 
     def run(self, steps: int) -> float:
-        """Train on the next `steps` batches; the seconds that took, without fetching them."""
         first = len(self.losses)
         batches = [self._fetch(step) for step in range(first, first + steps)]
         step = self._ddp_step if self._exchange is None else partial(self._own_step, self._exchange)
@@ -369,7 +365,6 @@ class StepContender:
         return time.perf_counter() - began
 
     def _ddp_step(self, batch: Any) -> float:
-        """One whole training step; the loss of `batch` before it."""
         loss = self._loss(self._wrapped, batch)
         value = float(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]

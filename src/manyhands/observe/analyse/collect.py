@@ -124,7 +124,6 @@ class Collector:
         }
 
     def notes(self) -> list[str]:
-        """Return one sentence for each loss of events; empty when there was none."""
         losses = [
             f"{name} recorded faster than it was read: {ring.dropped} events are missing from all figures"
             for name, ring in self._rings.items()

@@ -47,7 +47,6 @@ class ThinnedCurve:
         self._seen += 1
 
     def curve(self, later_s: float = 0.0) -> Curve:
-        """Return the points that were kept, with `later_s` added to their seconds."""
         points = list(self._points)
         if self._newest is not None and points[-1] is not self._newest:
             points.append(self._newest)
@@ -111,7 +110,6 @@ class RateCurve:
         np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
 
     def curve(self, first_ns: int) -> Curve:
-        """Return the rate in each bin that all workers have passed; before there is one, the overall rate."""
         edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
         edges[:1] = self._begin_ns
         # Up to when every active worker has reported its steps; a step is reported when it ends.

@@ -271,12 +271,10 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
 
 
 def _plain(value: Any) -> str:
-    """Return a plain value as it is; for a container, which may be deep, only say that it has content."""
     return "…" if isinstance(value, Mapping | list) else str(value)
 
 
 def existing_run(path: Path) -> RunFollower:
-    """Return a follower of the run in `path`; UserError where there is none."""
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds no run (there is no config.json); name the directory of a run, as in runs/digits"

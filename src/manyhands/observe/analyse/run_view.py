@@ -349,7 +349,6 @@ class Gather:
         )
 
     def _happenings(self) -> tuple[Happening, ...]:
-        """Return the happenings of members.jsonl, or of the roles' events in a run without that file."""
         first_ns, offset_ns = self.seen.first_ns, self.offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
         seen = [

@@ -108,7 +108,6 @@ class Totals:
         self.slowness = Slowness()
 
     def widen(self, workers: int) -> None:
-        """Raise the capacity; does nothing where it is large enough."""
         more = workers - self.workers
         if more > 0:
             self.rows = np.concatenate([self.rows, np.full(more, _NO_STEP_YET, _ROW)])

@@ -16,11 +16,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot
@@ -55,7 +56,6 @@ def look_around() -> Here:
 
 
 def chosen(asked: str, here: Here) -> str:
-    """Return `notebook`, `bar`, `lines` or `none`."""
     if asked in ("lines", "none"):
         return asked
     if asked == "auto" and here.unwatched:
@@ -78,13 +78,13 @@ def showing(
             return Showing(snapshot, _Terminal(steps, strategy), _BAR_AFTER_S, _BAR_EVERY_S)
 
 
-class Screen(Protocol):
+class Screen(ABC):
     """A display of a run's progress; `close` comes last, and only after a `show`."""
 
-    def show(self, snapshot: TotalsSnapshot) -> None:
-        """Show the current state of the run."""
+    @abstractmethod
+    def show(self, snapshot: TotalsSnapshot) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - what was shown last stays
         """Finish the display."""
 
 
@@ -128,7 +128,7 @@ class Showing:
             self._gone = True
 
 
-class Lines:
+class Lines(Screen):
     """One line on stderr per update."""
 
     def __init__(self, steps: int) -> None:
@@ -141,11 +141,8 @@ class Lines:
             print(line, file=sys.stderr, flush=True)
             self._last = line
 
-    def close(self) -> None:
-        """Do nothing: the last line stays."""
 
-
-class Notebook:
+class Notebook(Screen):
     """A bar in the output of the cell, updated in place."""
 
     def __init__(self, steps: int, strategy: str = "") -> None:
@@ -158,9 +155,6 @@ class Notebook:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
         else:
             self._handle.update(panel)
-
-    def close(self) -> None:
-        """Do nothing: the last bar stays."""
 
 
 class Panel:
@@ -183,7 +177,7 @@ class Panel:
         )
 
 
-class _Terminal:
+class _Terminal(Screen):
     """The picture of `terminal_progress`, whose libraries are loaded at the first `show`."""
 
     def __init__(self, steps: int, strategy: str) -> None:
