@@ -16,12 +16,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot
@@ -78,14 +77,13 @@ def showing(
             return Showing(snapshot, _Terminal(steps, strategy), _BAR_AFTER_S, _BAR_EVERY_S)
 
 
-class Screen(ABC):
+class Screen(Protocol):
     """A display of a run's progress; `close` comes last, and only after a `show`."""
 
-    @abstractmethod
     def show(self, snapshot: TotalsSnapshot) -> None: ...
 
-    def close(self) -> None:  # noqa: B027 - what was shown last stays
-        """Finish the display."""
+    def close(self) -> None:
+        return  # what was shown last stays
 
 
 class Showing:

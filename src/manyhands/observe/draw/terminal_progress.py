@@ -24,7 +24,6 @@ from rich.text import Text
 
 from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
-from manyhands.observe.draw.showing import Screen
 
 __all__ = ["LivePicture", "RunPicture", "split_bar"]
 
@@ -35,7 +34,7 @@ _MIN_BAR = 8
 _MIN_SENTENCE = 40
 
 
-class LivePicture(Screen):
+class LivePicture:
     """The run in its place of a terminal: a `Screen` of `showing`, on stderr or on `console`.
 
     `strategy` (as text) lets an advice fit. What is printed meanwhile appears above it.
