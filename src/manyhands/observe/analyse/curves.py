@@ -193,10 +193,10 @@ class HistoryCurves:
             # The best evaluation is judged by the metric that the first evaluation had.
             first = next((name for name in known if not name.endswith("loss")), next(iter(known), ""))
             name, best, _ = self.best or (first, None, 0)
-            value = known.get(name)
+            newest = known.get(name)
             better = operator.lt if lower_is_better(name) else operator.gt
-            if value is not None and (best is None or better(value, best)):
-                self.best = (name, value, step)
+            if newest is not None and (best is None or better(newest, best)):
+                self.best = (name, newest, step)
         return True
 
     @property
