@@ -21,7 +21,7 @@ from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.foresight.simulate.network import NetworkModel
+    from manyhands.foresight.simulate.simulated_spec import NetworkModel
     from manyhands.lab.scaling.scaling_curve import ScalingCurve
 
 __all__ = ["network_model", "parse_seconds", "scaling_app", "simulate_app"]
@@ -61,7 +61,7 @@ def parse_seconds(option: str, text: str) -> float:
 
 def network_model(latency: str, bandwidth: str | None, jitter: str = "0s") -> NetworkModel:
     """The network that these options describe; UserError names the first that makes no sense."""
-    from manyhands.foresight.simulate.network import NetworkModel
+    from manyhands.foresight.simulate.simulated_spec import NetworkModel
     from manyhands.lab.compare.bandwidth import Rate
 
     return NetworkModel(
