@@ -27,7 +27,7 @@ from manyhands.engine.footprint import PER_LINK
 from manyhands.errors import ManyhandsError, UserError, format_bytes, nearest
 from manyhands.lab.bench import harness
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.host import check_capacity, of_processes
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.mesh import SharedMesh

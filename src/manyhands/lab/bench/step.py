@@ -39,8 +39,7 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.lab.bench import harness
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
-from manyhands.places.local.capacity import check_capacity, of_processes
-from manyhands.places.local.host import threads_per_role
+from manyhands.places.local.host import check_capacity, of_processes, threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.tasks.digits import ImageClassifier, classification_loss
