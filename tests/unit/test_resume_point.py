@@ -14,8 +14,7 @@ import torch
 from manyhands.data.store.line_files import MetricsLog
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, SendMessage
-from manyhands.strategies.ps.live.losses import LossBook
-from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, ToCome, batches_to_come
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind

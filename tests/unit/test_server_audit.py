@@ -14,8 +14,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, Apply, Log, SendMessage
-from manyhands.strategies.ps.audit import Audit, Verdict, audit
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Audit, Verdict, audit, audit_run
 from manyhands.strategies.ps.log_rows import (
     LateRow,
     LostRow,

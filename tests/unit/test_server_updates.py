@@ -123,7 +123,7 @@ def test_a_row_in_the_file_of_another_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shard-0\.member-2\.jsonl, line 1: shard=1 in a log of shard 0"):
         read_logs(tmp_path)
     (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW)) + "\n")
-    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in what process 5 computed"):
+    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in a log of process 5"):
         read_computed(tmp_path)
     (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW) | {"versions": [1, 10**30]}) + "\n")
     with pytest.raises(DataError, match=r"line 1: .*versions=\(1, 1000.* is no tuple\[int, ...\] from 0 to"):

@@ -56,16 +56,11 @@ class Apply(NamedTuple):
 class Outcome(IntEnum):
     """What happened to a push."""
 
-    APPLIED = 1
-    """The optimizer has taken the step it belongs to."""
-    ACCEPTED = 2
-    """It is safe, and waits for the rest of its group."""
-    DUPLICATE = 3
-    """The shard had it already."""
-    LATE = 4
-    """Its group was complete without it (backup workers): it is ignored."""
-    SKIPPED = 5
-    """The worker sent no gradient, because it was not finite."""
+    APPLIED = 1  # the optimizer has taken the step it belongs to
+    ACCEPTED = 2  # it is safe, and waits for the rest of its group
+    DUPLICATE = 3  # the shard had it already
+    LATE = 4  # its group was complete without it (backup workers): it is ignored
+    SKIPPED = 5  # the worker sent no gradient, because it was not finite
 
 
 class Ack(NamedTuple):

@@ -37,8 +37,7 @@ class Decisions:
         """By follower shard: the last decision it is known to have stored."""
         self._tables: deque[tuple[int, int]] = deque()
         """The decisions about a new slot table that are not stored everywhere yet: (number, first clock)."""
-        self.unkept: deque[Decision] = deque()
-        """The decisions that not every shard is known to have stored."""
+        self.unkept: deque[Decision] = deque()  # the decisions that not every shard is known to have stored
 
     @property
     def unsure_from(self) -> int:

@@ -32,20 +32,15 @@ class ShardConfig:
     shard: int
     num_shards: int
     policy: Policy
-    steps: int
-    """How many global batches the run has."""
-    slots: tuple[int, ...]
-    """The slots that are active from clock 0 on."""
-    leads: bool = field(init=False, repr=False, compare=False)
-    """Whether this shard decides for all."""
+    steps: int  # how many global batches the run has
+    slots: tuple[int, ...]  # the slots that are active from clock 0 on
+    leads: bool = field(init=False, repr=False, compare=False)  # whether this shard decides for all
     confirms: bool = field(init=False, repr=False, compare=False)
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
     chosen: bool = field(init=False, repr=False, compare=False)
     """Whether the lead chooses the groups of all shards."""
-    chooses: bool = field(init=False, repr=False, compare=False)
-    """Whether this shard is that lead."""
-    follows: bool = field(init=False, repr=False, compare=False)
-    """Whether another shard chooses its groups."""
+    chooses: bool = field(init=False, repr=False, compare=False)  # whether this shard is that lead
+    follows: bool = field(init=False, repr=False, compare=False)  # whether another shard chooses its groups
     by_arrival: bool = field(init=False, repr=False, compare=False)
     """Whether the lead chooses them by the order of arrival alone."""
     stepwise: bool = field(init=False, repr=False, compare=False)
@@ -83,10 +78,8 @@ class Change:
     term: int
     sequence: int
     actions: list[Action] = field(default_factory=list)
-    outcome: Outcome = Outcome.ACCEPTED
-    """The outcome of a Push."""
-    moved: list[int] = field(default_factory=list)
-    """Slots whose reads may be answerable now."""
+    outcome: Outcome = Outcome.ACCEPTED  # the outcome of a Push
+    moved: list[int] = field(default_factory=list)  # slots whose reads may be answerable now
     decisions: list[Decision] = field(default_factory=list)
     """Decisions that the lead has to send to the other shards."""
 
@@ -125,8 +118,7 @@ class Steps:
     def __init__(self, config: ShardConfig, table: SlotTable) -> None:
         self.version = 0
         self.step = 0
-        self.drained = False
-        """Set by the owner: every batch is done, and no update follows those that wait."""
+        self.drained = False  # set by the owner: every batch is done, and no update follows those that wait
         self.resume = 0
         """At a following shard: steps below this clock are decided, even if updates are missing here."""
         self.lives: list[tuple[int, int]] = []

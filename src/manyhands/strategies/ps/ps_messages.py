@@ -70,14 +70,10 @@ class WorkKind(IntEnum):
     """What the lead shard tells a worker to do."""
 
     TRAIN = 1
-    FINISHED = 2
-    """Every batch is done or assigned. (From a shard other than the lead: as far as it knows.)"""
-    RETIRED = 3
-    """The slot was removed from the run. (From a shard other than the lead: as far as it knows.)"""
-    UNKNOWN = 4
-    """This shard is not the lead: the lead's answer says."""
-    AHEAD = 5
-    """The clock that was read for is no longer needed: read for this one."""
+    FINISHED = 2  # every batch is done or assigned. (From a shard other than the lead: as far as it knows.)
+    RETIRED = 3  # the slot was removed from the run. (From a shard other than the lead: as far as it knows.)
+    UNKNOWN = 4  # this shard is not the lead: the lead's answer says
+    AHEAD = 5  # the clock that was read for is no longer needed: read for this one
 
 
 class Work(NamedTuple):
@@ -111,10 +107,8 @@ class ShardView:
 
     shard: int
     epoch: int
-    primary: int
-    """The primary's member number; 0 while there is none."""
-    backup: int = 0
-    """The member that holds, or is about to receive, a copy; 0 for none."""
+    primary: int  # the primary's member number; 0 while there is none
+    backup: int = 0  # the member that holds, or is about to receive, a copy; 0 for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +186,7 @@ class Parameters(NamedTuple):
     term: int = 0
     """The term of the shard that the version belongs to; a new one begins with each return to a snapshot."""
     waited_for: int = -1
-    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another
-    reason.
-    """
+    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +248,8 @@ class Push(NamedTuple):
     weight: float
     skip: bool = False
     read_term: int = 0
-    rows_version: int = -1
-    """The version at which table rows were read here; -1 if none were."""
-    pulls: bool = False
-    """A push-pull: the Read of the next clock is in this message."""
+    rows_version: int = -1  # the version at which table rows were read here; -1 if none were
+    pulls: bool = False  # a push-pull: the Read of the next clock is in this message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +307,7 @@ class Chosen:
     kept: int
     generations: tuple[Generation, ...]
     """The complete slot table, so that a shard that missed one catches up; empty while the lead asks the others."""
-    step: int
-    """The clock whose group this is, where groups go by clock; all before it are decided."""
+    step: int  # the clock whose group this is, where groups go by clock; all before it are decided
     updates: tuple[Update, ...] | None = None
     """The group, in the order of its sum; None where there is no group in this decision."""
     freely: bool = False
@@ -326,8 +315,7 @@ class Chosen:
 
     They were chosen in a term that the lead or this shard has lost since.
     """
-    epoch: int = 0
-    """The lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored."""
+    epoch: int = 0  # the lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,8 +334,7 @@ class ChosenKept:
     top_clock: int
     top_batch: int
     asks: bool = False
-    epoch: int = 0
-    """The shard's epoch, as the sender knows it: messages of a replaced primary are ignored."""
+    epoch: int = 0  # the shard's epoch, as the sender knows it: messages of a replaced primary are ignored
 
 
 class Assigned(NamedTuple):

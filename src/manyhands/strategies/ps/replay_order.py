@@ -61,8 +61,7 @@ class ReplayCompute:
 
     row: ComputedRow
     shards: tuple[int, ...]
-    undone: bool = False
-    """Whether its process restored its buffers afterwards, because it had lost its slot."""
+    undone: bool = False  # whether its process restored its buffers afterwards, because it had lost its slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

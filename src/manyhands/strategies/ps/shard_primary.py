@@ -58,17 +58,13 @@ _TAKEN = (Push, UpdatesLost)  # entries that settle updates of a slot
 class KnownMembers:
     """What a replica of a shard has learned of the membership; it outlives the replica's roles."""
 
-    epoch: int = -1
-    """Of the shard."""
-    primary: int = 0
-    """Of this epoch."""
-    lead: tuple[int, int] = _NOBODY
-    """Epoch and member of the newest lead that was heard of."""
+    epoch: int = -1  # of the shard
+    primary: int = 0  # of this epoch
+    lead: tuple[int, int] = _NOBODY  # epoch and member of the newest lead that was heard of
     view: View = field(default_factory=lambda: View(epoch=-1, shards=(), slots=()))
     primaries: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of that view: epoch and primary of every shard."""
-    holders: dict[int, int] = field(default_factory=dict)
-    """The newest member known of each slot."""
+    holders: dict[int, int] = field(default_factory=dict)  # the newest member known of each slot
 
 
 class ShardPrimary:

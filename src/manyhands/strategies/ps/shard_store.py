@@ -63,8 +63,7 @@ class Contribution:
     borrows: bool = False
     """Whether the rows lie in memory that is valid only while the message with them is handled."""
 
-    at: tuple[int, int] = field(init=False)
-    """The addresses of gradient and flags."""
+    at: tuple[int, int] = field(init=False)  # the addresses of gradient and flags
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", (self.gradient.memory.data_ptr(), self.present.data_ptr()))

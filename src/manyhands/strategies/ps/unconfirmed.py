@@ -32,9 +32,7 @@ class Unconfirmed:
         self._met[slot] = max(member, self._met.get(slot, 0))
 
     def hears(self, push: Push) -> bool:
-        """Whether this push may be held, even from a fenced member, while its successor has not sent a message
-        yet.
-        """
+        """Whether this push may be held, even from a fenced member, while its successor has not sent a message yet."""
         return self._needed and push.member >= self._met.get(push.slot, 0)
 
     def awaits(self, push: Push, read: int) -> bool:

@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -166,7 +165,10 @@ class Recorder(_RecordFile):
         super().__init__(run_path, record_of(process))
 
     def write(self, row: ComputedRow) -> str | None:
-        return self.append(json.dumps(asdict(row), separators=(",", ":")))
+        # Once per gradient: `asdict` would copy every tuple.
+        return self.append(
+            json.dumps({name: getattr(row, name) for name in row.__slots__}, separators=(",", ":"))
+        )
 
 
 class ShardRecorder:
@@ -290,7 +292,7 @@ def read_logs(run_path: Path) -> ShardLogs:
     lengths: dict[str, int] = {}
     notes: list[str] = []
     for shard, path in _found(run_path, _SHARD):
-        rows = _read(path, partial(_shard_row, shard), notes)
+        rows = _read(path, row_from_json, ("shard", shard), notes)
         files.setdefault(shard, []).append(rows)
         lengths[path.name] = len(rows)
     if not files:
@@ -300,10 +302,18 @@ def read_logs(run_path: Path) -> ShardLogs:
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
     """The rows that each process computed, in order; a truncated last line is skipped."""
-    return {
-        process: _read(path, partial(_computed_row, process), [])
-        for process, path in _found(run_path, _WORKER)
-    }
+
+    def parse(line: str) -> ComputedRow:
+        try:
+            table = parse_record(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
+        if isinstance(table, dict):
+            table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
+        return checked(ComputedRow, table, f"{line[:80]!r}")
+
+    found = _found(run_path, _WORKER)
+    return {process: _read(path, parse, ("process", process), []) for process, path in found}
 
 
 def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -317,7 +327,8 @@ def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     return [(numbers[0], path) for numbers, path in sorted(matches)]
 
 
-def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
+def _read(path: Path, parse: Callable[[str], _T], of: tuple[str, int], notes: list[str]) -> list[_T]:
+    """The rows of a file, in each of which a field has the number `of` its name."""
     try:
         *lines, rest = path.read_text(errors="replace").split("\n")
     except OSError as error:
@@ -329,27 +340,9 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(parse(line))
+            rows.append(row := parse(line))
+            if getattr(row, of[0]) != of[1]:
+                raise DataError(f"{of[0]}={getattr(row, of[0])} in a log of {of[0]} {of[1]}: {line[:80]!r}")
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
     return rows
-
-
-def _shard_row(shard: int, line: str) -> Row:
-    row = row_from_json(line)
-    if row.shard != shard:
-        raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
-    return row
-
-
-def _computed_row(process: int, line: str) -> ComputedRow:
-    try:
-        table = parse_record(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
-    if isinstance(table, dict):
-        table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
-    row = checked(ComputedRow, table, f"{line[:80]!r}")
-    if row.process != process:
-        raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
-    return row

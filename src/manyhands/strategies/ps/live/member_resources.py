@@ -1,6 +1,4 @@
-"""The resources that a member of a parameter-server run needs from its host; the code that starts it provides
-them.
-"""
+"""The resources that a member of a parameter-server run needs from its host; the code that starts it provides them."""
 
 from __future__ import annotations
 
@@ -29,14 +27,10 @@ __all__ = ["MemberContext", "MemberResources", "Snapshots"]
 
 
 class MemberContext(Protocol):
-    """A member's connection to the launcher: a child's inherited channel, or a control connection from another
-    host.
-    """
+    """A member's connection to the launcher: a child's inherited channel, or a control connection from another host."""
 
     name: str
-    rank: int
-    """The member number."""
-
+    rank: int  # the member number
     step: int
 
     def send(self, payload: Mapping[str, Any]) -> None:
@@ -77,18 +71,12 @@ class Snapshots(Protocol):
 class MemberResources:
     """The resources of one member; the caller closes the ring and the memory that it obtains."""
 
-    job: Callable[[], Job]
-    """The job description, common to all members."""
-
-    events: Callable[[], EventRing]
-    """The member's event ring."""
-
+    job: Callable[[], Job]  # the job description, common to all members
+    events: Callable[[], EventRing]  # the member's event ring
     shared: Callable[[], Segment]
     """The memory in which all members of a host read parameters; used under lockstep on one host only."""
 
-    snapshots: Callable[[Job], Snapshots]
-    """Where its shards are saved; servers only."""
-
+    snapshots: Callable[[Job], Snapshots]  # where its shards are saved; servers only
     leave_shard: Callable[[FlatLayout, int, ShardStore], None]
     """Hand over the parameters of a shard as the run ends; servers only."""
 

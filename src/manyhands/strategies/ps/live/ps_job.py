@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,54 +56,30 @@ class Job:
 
     plan: TrainingPlan
     strategy: Ps
-    token: str
-    fingerprint: str
-    """The task's fingerprint; processes of another task are rejected."""
-
-    workers: int
-    """The number of slots at the start."""
-
+    fingerprint: str  # the task's fingerprint; processes of another task are rejected
+    workers: int  # the number of slots at the start
     timeout_s: float
-    threads: int
-    run_path: Path | None
-    keep_checkpoints: int
-    resume_version: int | None
-    """Resume from the shards' snapshots of this version."""
+    threads: int = 1
+    token: str = field(default_factory=lambda: os.urandom(32).hex())
+    """A secret that the processes of one run share."""
 
+    run_path: Path | None = None
+    keep_checkpoints: int = 1
+    resume_version: int | None = None  # resume from the shards' snapshots of this version
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """The initial buffers of workers' models, by name, when the run resumes."""
 
-    skip_nonfinite: bool = False
-    """Skip an update whose gradient is not finite, instead of ending the run."""
-
-    security: Security = field(default_factory=Security.loopback)
-    """What protects connections to other hosts."""
-
+    skip_nonfinite: bool = False  # skip an update whose gradient is not finite, instead of ending the run
+    security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
     listens_at: str = ""
     """A server's listening address, in the hub's form; empty: any address on this host that its link allows."""
 
-    reached_at: str = ""
-    """The address at which others reach it, if different."""
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether no shard steps before every worker has pushed, so that no worker reads values that are
-        changing.
-        """
-        return self.strategy.consistency.lockstep
+    reached_at: str = ""  # the address at which others reach it, if different
 
     @property
     def confirms(self) -> bool:
         """Whether a push counts only once its worker has confirmed that every shard has it."""
         return self.shard_config().confirms
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether workers read parameters in the shards' memory, which all processes share.
-
-        Not if workers step their parameters locally.
-        """
-        return self.is_lockstep and self.strategy.link == "shared" and not self.strategy.averages
 
     @property
     def averaging(self) -> Averaging | None:
@@ -112,8 +89,14 @@ class Job:
         return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
 
     def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
-        """The shared copy of the parameters, if workers read in place; `final` gives the memory that holds them."""
-        return SharedParameters(final(), layout) if self.reads_in_place else None
+        """The copy of the parameters that all processes share, in the memory that `final` gives, if workers read there.
+
+        They do where no shard steps before every worker has pushed, so that nobody reads values that are changing;
+        not if workers step their parameters locally.
+        """
+        strategy = self.strategy
+        in_place = strategy.consistency.lockstep and strategy.link == "shared" and not strategy.averages
+        return SharedParameters(final(), layout) if in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """Create this process's hub, as `member`."""

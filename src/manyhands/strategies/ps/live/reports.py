@@ -1,13 +1,10 @@
-"""The messages between the members of a parameter-server run and its launcher.
-
-Workers and servers talk to each other in `strategies.ps.ps_messages`; these messages use the control channel that
-every process of a run has with its launcher.
-"""
+"""The messages between members and launcher, over the control channel that every process has with its launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
@@ -20,6 +17,7 @@ __all__ = [
     "Finish",
     "LeaveShards",
     "LeftShard",
+    "LossBook",
     "Notice",
     "PlaceGiven",
     "PlaceLost",
@@ -65,8 +63,7 @@ class StepComputed:
     part: int
     parts: int
     loss: float
-    share: float
-    """The part's share of the batch."""
+    share: float  # the part's share of the batch
     seconds: float
 
 
@@ -106,8 +103,7 @@ class LeftShard:
 
     shard: int
     member: int
-    staleness: tuple[tuple[int, int], ...]
-    """(staleness, number of updates) pairs, ascending."""
+    staleness: tuple[tuple[int, int], ...]  # (staleness, number of updates) pairs, ascending
     nbytes: int
     sha256: str
     version: int
@@ -143,7 +139,7 @@ REPORTS = TypedNotes(
     Concluded,
 )
 
-# ── the launcher tells ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the launcher orders ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +179,43 @@ class Finish:
 
 
 ORDERS = TypedNotes(ViewPublished, PlaceGiven, RestoreShard, LeaveShards, Finish)
+
+
+class LossBook:
+    """The history of a run whose batches end in any order: one row per batch, from the parts that workers report.
+
+    A batch or an evaluation that is computed again (by a successor, or after a return to a snapshot) adds no second
+    row. `known` are the rows that a resumed run already has.
+    """
+
+    def __init__(self, known: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._parts: dict[int, dict[int, StepComputed]] = {}
+        rows = list(known)
+        self._done = {int(row["step"]) - 1 for row in rows if "loss" in row}
+        self._evaluated = {int(row["step"]) for row in rows if "metrics" in row}
+
+    def add_evaluation(self, evaluation: Evaluated, at_s: float) -> dict[str, Any] | None:
+        """Add an evaluation; its row, or None if its step already has one."""
+        if evaluation.step in self._evaluated:
+            return None
+        self._evaluated.add(evaluation.step)
+        return {"step": evaluation.step, "metrics": dict(evaluation.metrics), "at_s": at_s}
+
+    def add(self, part: StepComputed, at_s: float) -> dict[str, Any] | None:
+        """Add a report; the batch's row when its last part arrives, else None."""
+        batch = part.batch
+        if batch in self._done:
+            return None
+        parts = self._parts.setdefault(batch, {})
+        parts[part.part] = part
+        if len(parts) < part.parts:
+            return None
+        del self._parts[batch]
+        self._done.add(batch)
+        ordered = [parts[number] for number in sorted(parts)]
+        return {
+            "step": batch + 1,
+            "loss": sum(one.loss * one.share for one in ordered),
+            "seconds": max(one.seconds for one in ordered),
+            "at_s": at_s,
+        }

@@ -56,7 +56,7 @@ class Stores:
         self.by_shard: dict[int, ShardStore] = {}
         self._elsewhere: set[int] = set()  # shards that workers do not read where their store lies
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
-        self._is_lockstep = job.is_lockstep
+        self._is_lockstep = job.strategy.consistency.lockstep
         # By worker and shard: parameters on their way.
         self._under_way: dict[tuple[int, int], tuple[Tensor, memoryview]] = {}
         self._published: dict[int, int] = {}  # by shard, the version last copied to the shared copy
