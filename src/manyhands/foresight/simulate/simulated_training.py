@@ -103,7 +103,7 @@ class SimulatedTraining(Training):
             model = SimulatedTask(stack.enter_context(parts))
             step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
             files = stack.enter_context(
-                _Files(stage.run_path, replace(record, layout=layout_digest(parts.layout)))
+                _Files(stage.run_path, record._replace(layout=layout_digest(parts.layout)))
             )
             rings = self._rings(stack)
             events = EventBook(list(rings.values()), time.monotonic_ns())

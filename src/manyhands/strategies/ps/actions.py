@@ -9,7 +9,6 @@ or dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -75,8 +74,7 @@ class Ack(NamedTuple):
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Drop(NamedTuple):
     """Release a held gradient without applying it."""
 
     shard: int
@@ -84,22 +82,19 @@ class Drop:
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """Replace the shard's store and held gradients with the payload of the current Install."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Discard:
+class Discard(NamedTuple):
     """Release the shard's store and its held gradients: this server is no longer a replica of the shard."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
+class Log(NamedTuple):
     """Append a row to the shard's log."""
 
     row: Row

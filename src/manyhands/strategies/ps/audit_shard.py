@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 from manyhands.strategies.common.consistency import Policy, blend
 from manyhands.strategies.ps.log_rows import (
@@ -37,8 +38,7 @@ __all__ = ["Fate", "ShardAuditor", "ShardSummary", "Violation"]
 _ALL = 2**62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class Violation(NamedTuple):
     """A broken rule, in one sentence that names the shard, the version, the slot and the clock."""
 
     shard: int

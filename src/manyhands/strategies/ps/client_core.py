@@ -75,15 +75,13 @@ class Flush:
     """Call `ClientCore.flushed` once all messages sent so far will arrive even if this process dies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(NamedTuple):
     """The designated primary of this shard has not taken over yet: call `ClientCore.again` after a short delay."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(NamedTuple):
     """This worker is done in its slot; every later call returns no actions."""
 
     reason: Reason

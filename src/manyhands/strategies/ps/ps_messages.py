@@ -90,8 +90,7 @@ class Work(NamedTuple):
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(NamedTuple):
     """The name of an update."""
 
     slot: int
@@ -101,8 +100,7 @@ class Update:
 # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardView:
+class ShardView(NamedTuple):
     """The replicas of a shard; `epoch` grows whenever they change."""
 
     shard: int
@@ -111,16 +109,14 @@ class ShardView:
     backup: int = 0  # the member that holds, or is about to receive, a copy; 0 for none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotView:
+class SlotView(NamedTuple):
     """The member in a slot; 0 while its successor is being started."""
 
     slot: int
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """The launcher's view of the membership; a higher epoch replaces a lower one."""
 
     epoch: int
@@ -140,8 +136,7 @@ class View:
 # ── a worker and the primary of a shard ───────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(NamedTuple):
     """Worker to primary, before anything else and again after a change of primary: this member holds this slot.
 
     Everything of this slot below clock `settled` was settled at this shard as far as the worker knows (0: it is
@@ -154,8 +149,7 @@ class Hello:
     settled: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(NamedTuple):
     """The answer: the lowest clock of this slot that the shard lacks."""
 
     shard: int
@@ -189,8 +183,7 @@ class Parameters(NamedTuple):
     """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRows:
+class ReadRows(NamedTuple):
     """Worker to primary, once it knows its batch: request the values of table rows for update `clock`.
 
     The payload names the rows; `whole`, without a payload, means all of them. Never held: what the consistency
@@ -204,8 +197,7 @@ class ReadRows:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowValues:
+class RowValues(NamedTuple):
     """The answer, with the rows' values of one version as its payload."""
 
     shard: int
@@ -214,8 +206,7 @@ class RowValues:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsUnknown:
+class RowsUnknown(NamedTuple):
     """The answer to a ReadRows or a Push that names row sets which are not known here: send it again with their rows.
 
     Nothing changed; `names` are SHA-256 in hexadecimal.
@@ -252,8 +243,7 @@ class Push(NamedTuple):
     pulls: bool = False  # a push-pull: the Read of the next clock is in this message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(NamedTuple):
     """The push is refused (its gradient is not finite); nothing changed, the clock still waits for it."""
 
     shard: int
@@ -262,8 +252,7 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fenced:
+class Fenced(NamedTuple):
     """The slot is held by a later member: the receiver stops, and requests a new slot from the launcher."""
 
     shard: int
@@ -271,8 +260,7 @@ class Fenced:
     holder: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotPrimary:
+class NotPrimary(NamedTuple):
     """This server does not serve the shard (any more, or yet); wait for a view with another primary."""
 
     shard: int
@@ -282,8 +270,7 @@ class NotPrimary:
 # ── between servers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(NamedTuple):
     """From clock `start` on these slots are active; `base` is the first batch that they distribute."""
 
     start: int
@@ -291,8 +278,7 @@ class Generation:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Lead to the primary of another shard: decision `number`, either a group of updates or a new slot table.
 
     As far as the lead knows, the shard has stored everything up to `kept`: a shard that has not was restored from
@@ -318,8 +304,7 @@ class Chosen:
     epoch: int = 0  # the lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenKept:
+class ChosenKept(NamedTuple):
     """The answer, to the lead: decisions up to and including `number` are durable at `shard`.
 
     The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard
@@ -344,15 +329,13 @@ class Assigned(NamedTuple):
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsChanged:
+class SlotsChanged(NamedTuple):
     """An entry of the lead's log: the active slots, from a clock on that no slot has begun yet."""
 
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatesLost:
+class UpdatesLost(NamedTuple):
     """An entry of a shard's log: updates of `slot` below clock `until` are lost."""
 
     slot: int
@@ -368,8 +351,7 @@ Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Clo
 """Everything that changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
+class Forward(NamedTuple):
     """Primary to backup: entry number `sequence` of the shard's log (a Push with its payload)."""
 
     shard: int
@@ -378,8 +360,7 @@ class Forward:
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forwarded:
+class Forwarded(NamedTuple):
     """The answer: all entries up to and including `sequence` are here."""
 
     shard: int
@@ -387,8 +368,7 @@ class Forwarded:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Install:
+class Install(NamedTuple):
     """Primary to a new backup, with the store's state and the pending gradients as payload.
 
     `state` is the core's, as JSON text; forwards from `sequence` + 1 on follow.
@@ -400,8 +380,7 @@ class Install:
     state: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
+class Installed(NamedTuple):
     """Backup to the launcher: the shard has a copy again."""
 
     shard: int
@@ -409,8 +388,7 @@ class Installed:
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Concluded:
+class Concluded(NamedTuple):
     """Primary to the launcher: by the view of this epoch all workers have left, and nothing is open here any
     more.
 
@@ -422,8 +400,7 @@ class Concluded:
     view: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yield:
+class Yield(NamedTuple):
     """To a primary of an older epoch: another server serves this shard now."""
 
     shard: int

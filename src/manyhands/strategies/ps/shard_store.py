@@ -24,8 +24,7 @@ from manyhands.native.atomics import array_at
 from manyhands.native.decorators import njit
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
-from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, Table
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
 __all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "byte_view", "is_hooked"]
 

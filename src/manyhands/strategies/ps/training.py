@@ -48,9 +48,8 @@ from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.shard_core import ShardCore
-from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_layout import FlatLayout, merge, split
 from manyhands.strategies.ps.shard_replica import ShardReplica
-from manyhands.strategies.ps.shard_state import merge, split
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import clear_records
 from manyhands.task import Task

@@ -15,9 +15,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.data.store.line_files import LineFile
@@ -51,8 +50,7 @@ _WORKER = re.compile(r"worker\.process-(\d+)\.jsonl")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(NamedTuple):
     """What determines the bits of a run, besides its task."""
 
     torch: str
@@ -68,8 +66,7 @@ class RunRecord:
     begun: int = 0  # batches that were trained, by another strategy or other shards, when these shards began
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedRow:
+class ComputedRow(NamedTuple):
     """One gradient that a worker process computed."""
 
     process: int
@@ -94,8 +91,7 @@ class ComputedRow:
         return self.slot, self.clock, self.member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLogs:
+class ShardLogs(NamedTuple):
     """All rows that servers wrote."""
 
     files: dict[int, list[list[Row]]]  # by shard: the rows of each of its files
@@ -103,8 +99,7 @@ class ShardLogs:
     notes: tuple[str, ...]  # what was skipped: truncated last lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordMark:
+class RecordMark(NamedTuple):
     """A mark by which two processes, perhaps on two hosts, detect that they see the same run directory."""
 
     run: str
@@ -165,10 +160,7 @@ class Recorder(_RecordFile):
         super().__init__(run_path, record_of(process))
 
     def write(self, row: ComputedRow) -> str | None:
-        # Once per gradient: `asdict` would copy every tuple.
-        return self.append(
-            json.dumps({name: getattr(row, name) for name in row.__slots__}, separators=(",", ":"))
-        )
+        return self.append(json.dumps(row._asdict(), separators=(",", ":")))
 
 
 class ShardRecorder:
@@ -262,7 +254,7 @@ def write_record(run_path: Path, record: RunRecord) -> None:
         make_directory(folder)
     except OSError as error:
         raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
-    write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **asdict(record)})
+    write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **record._asdict()})
 
 
 def read_record(run_path: Path) -> RunRecord:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from manyhands.strategies.ps.decisions import Decisions
-from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
+from manyhands.strategies.ps.pending_steps import Decisions, ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Assigned, Update, Work, WorkKind
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from manyhands.strategies.ps.live.reports import LossBook
 from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots, ToCome, batches_to_come
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.shard_state import merge
+from manyhands.strategies.ps.shard_layout import merge
 from manyhands.strategies.ps.slots import SlotTable
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, write_record
@@ -73,8 +73,7 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteMembers:
+class RemoteMembers(NamedTuple):
     """The externally started members of a run, as the leader sees them."""
 
     control_server: ControlServer

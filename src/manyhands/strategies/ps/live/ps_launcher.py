@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
@@ -247,8 +247,8 @@ class Launcher(RunLauncher[RunMembers]):
     def _publish(self, view: View) -> None:
         members = {shard.primary for shard in view.shards} | {shard.backup for shard in view.shards}
         members |= {slot.member for slot in view.slots}
-        shards, slots = map(asdict, view.shards), map(asdict, view.slots)
-        self._log.view(view.epoch, list(shards), list(slots), sorted(members))
+        shards, slots = [one._asdict() for one in view.shards], [one._asdict() for one in view.slots]
+        self._log.view(view.epoch, shards, slots, sorted(members))
         roles = {member: self._roles[member] for member in self._places}
         published = ViewPublished(view=view, addresses=self._addresses, roles=roles)
         # Workers first: one that lost its slot must hear of it before a server serves its successor.
@@ -291,7 +291,7 @@ class Launcher(RunLauncher[RunMembers]):
                 raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
             self._poll()
         self._closing = True
-        self._outcome.shards = [asdict(self._left[shard]) for shard in sorted(self._left)]
+        self._outcome.shards = [self._left[shard]._asdict() for shard in sorted(self._left)]
         for server in self._servers:
             self._send(server, Finish())
         while self._servers and time.monotonic() < deadline:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -79,8 +79,7 @@ Assemble = Callable[[Watched], AbstractContextManager[RunMembers]]
 """Creates the members of one run; leaving the context ends all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
+class RunFiles(NamedTuple):
     """Memory files of the launcher, which its children inherit."""
 
     final: int
@@ -113,8 +112,7 @@ class LocalMembers(ChildMembers):
         return self.start_child(member, name, target, {"final": self._files.final, **files}, env)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PsRanks:
+class PsRanks(NamedTuple):
     """The ranks of the servers and workers of a run; rank 0 leads, and also has a role if it is listed."""
 
     servers: tuple[int, ...]  # the rank of each server, by server index

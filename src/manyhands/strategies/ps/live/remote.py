@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.status import NOBODY, State
-from manyhands.strategies.ps.live.member_resources import MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberResources
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.server_tables import final_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
@@ -70,8 +69,7 @@ _NAME: Final = re.compile(r"(final|snapshot) (\d{1,9})|(buffers)|record (.+)")
 _log = logging.getLogger("manyhands")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakePart:
+class TakePart(NamedTuple):
     """The leader tells a process which member it is, and the run's data that only the leader knows."""
 
     member: int
@@ -87,8 +85,7 @@ class TakePart:
     buffers: bool  # whether the initial buffers of a resumed run follow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotWanted:
+class SnapshotWanted(NamedTuple):
     """A server that is about to serve this shard requests its newest snapshot (None), or that of a version."""
 
     shard: int

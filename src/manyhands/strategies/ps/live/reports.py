@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
@@ -40,22 +40,19 @@ class WorkerReady:
     """A worker is ready to train."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerListens:
+class ServerListens(NamedTuple):
     """A server accepts connections at this address."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardsWelcomed:
+class ShardsWelcomed(NamedTuple):
     """Every shard of this view has welcomed the worker."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepComputed:
+class StepComputed(NamedTuple):
     """A worker has computed the gradient of its part of a batch, with this loss."""
 
     clock: int
@@ -67,38 +64,33 @@ class StepComputed:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSkipped:
+class StepSkipped(NamedTuple):
     """A worker's clock advanced without a gradient."""
 
     clock: int
     sentence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """The metrics before batch `step`."""
 
     step: int
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceLost:
+class PlaceLost(NamedTuple):
     """Another member holds the worker's slot; the worker stands by."""
 
     sentence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLeft:
+class WorkerLeft(NamedTuple):
     """A worker has left its slot."""
 
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftShard:
+class LeftShard(NamedTuple):
     """A shard at the end of a run, and the member that served it last."""
 
     shard: int
@@ -109,15 +101,13 @@ class LeftShard:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardsLeft:
+class ShardsLeft(NamedTuple):
     """A server has handed over its shards to the launcher."""
 
     shards: tuple[LeftShard, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class Notice(NamedTuple):
     """A notice for the user; `ends_recording` if a file of records stops here."""
 
     sentence: str
@@ -142,8 +132,7 @@ REPORTS = TypedNotes(
 # ── the launcher orders ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewPublished:
+class ViewPublished(NamedTuple):
     """A view, with its servers' addresses and their roles in events, by member."""
 
     view: View
@@ -151,23 +140,20 @@ class ViewPublished:
     roles: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceGiven:
+class PlaceGiven(NamedTuple):
     """A standby worker gets this slot, under a new member number."""
 
     slot: int
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreShard:
+class RestoreShard(NamedTuple):
     """Serve this shard from its newest snapshot."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveShards:
+class LeaveShards(NamedTuple):
     """Training is over: hand over those of these shards that are served here, and report it."""
 
     shards: tuple[int, ...]

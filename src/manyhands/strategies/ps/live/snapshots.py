@@ -25,7 +25,7 @@ from manyhands.data.store.state_tree import flatten, unflatten
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import ShardState
 from manyhands.strategies.ps.slots import SlotTable
 from manyhands.transport.messages import ProtocolError
 

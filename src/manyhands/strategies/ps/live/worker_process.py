@@ -25,8 +25,7 @@ from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.strategies.ps.digests import gradient_hash
-from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import (
     ORDERS,
     REPORTS,

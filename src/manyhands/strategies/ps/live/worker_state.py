@@ -18,8 +18,7 @@ from manyhands.engine.computing import Built, Computed, TrainingPlan
 from manyhands.engine.worker import Course, diagnose
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.ps.live.area import WorkerArea
-from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import ORDERS, PlaceGiven
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
