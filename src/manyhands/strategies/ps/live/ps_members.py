@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -300,4 +299,4 @@ class RoleMembers(ExternalMembers):
         if ended.failure is not None and reported is not None and reported.kind == UserError.__name__:
             raise ended.failure.error()  # it cannot do its work, here or in any successor: the port is taken, say
         payload = self._keeper.counted(ended.payload) if ended.payload is not None else None
-        return replace(ended, name=self._ranks.names[rank], payload=payload)
+        return ended._replace(name=self._ranks.names[rank], payload=payload)
