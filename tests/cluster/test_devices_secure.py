@@ -90,13 +90,13 @@ class Party:
         nothing = reply.status == 204 or (
             target.startswith("/work") and json.loads(reply.body).get("state") == "wait"
         )
-        place = (self.served.app._version(), target)
+        place = (self.served.app._version, target)
         before, times = self.waits.get(number, (None, 0))
         self.waits[number] = (place, times + 1 if before == place else 1) if nothing else (None, 0)
 
     def all_wait(self) -> bool:
         """Whether every device that is left has been told so twice: none of them will send anything by itself."""
-        now = self.served.app._version()
+        now = self.served.app._version
         for number, thread in enumerate(self.threads):
             place, times = self.waits.get(number, (None, 0))
             if thread.is_alive() and (times < 2 or place[0] != now):  # type: ignore[index]

@@ -114,7 +114,7 @@ class LocalLayers:
     def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
         if not self._local:
             return found
-        updates = [replace(one, change=self._filled(one.change, like)) for one in found.updates]
+        updates = [self._filled(change, like) for change in found.updates]
         return replace(found, sums=self._filled(found.sums, like), updates=updates)
 
     def _filled(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -20,17 +20,14 @@ from typing import Annotated, Any, Final, Self
 import numpy as np
 
 from manyhands.errors import UserError
+from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
 from manyhands.strategies.federated.secure.primitives import (
     KEY_BYTES,
-    SEAL_BYTES,
     SHARE_BYTES,
     SIGNATURE_BYTES,
     ProtocolRefused,
-    agree,
-    derive,
     digest_of,
-    mask_words,
 )
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
@@ -52,7 +49,7 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES  # a share of each of a client's two secrets, for another
+SEALED_BYTES: Final = 2 * SHARE_BYTES + crypto.SEAL_BYTES  # a share of both secrets of a client, for another
 _Key = Annotated[bytes, KEY_BYTES]
 _Signature = Annotated[bytes, SIGNATURE_BYTES]
 _Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
@@ -247,17 +244,19 @@ class RoundKeys:
     def shared_mask(self, secret: bytes, theirs: bytes, mine: int, other: int) -> Words:
         """The mask that two clients share; the same from either end, and from the server with one's secret."""
         pair = _PAIR.pack(min(mine, other), max(mine, other))
-        key = derive(agree(secret, theirs), self._terms.round_id, LABEL + b" mask " + pair + self._bound)
-        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
+        key = crypto.derive(
+            crypto.agree(secret, theirs), self._terms.round_id, LABEL + b" mask " + pair + self._bound
+        )
+        return crypto.mask_words(key, self._terms.length, self._terms.fixed.dtype)
 
     def own_mask(self, seed: bytes, client: int) -> Words:
         info = LABEL + b" own " + _PAIR.pack(client, client) + self._bound
-        key = derive(seed, self._terms.round_id, info)
-        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
+        key = crypto.derive(seed, self._terms.round_id, info)
+        return crypto.mask_words(key, self._terms.length, self._terms.fixed.dtype)
 
     def channel(self, agreed: bytes, source: int, destination: int) -> bytes:
         info = LABEL + b" share " + _PAIR.pack(source, destination) + self._bound
-        return derive(agreed, self._terms.round_id, info)
+        return crypto.derive(agreed, self._terms.round_id, info)
 
     def context(self, source: int, destination: int) -> bytes:
         return self._terms.round_id + _PAIR.pack(source, destination)
