@@ -62,7 +62,8 @@ class Party:
                 self.served, self.folder, number, tokens[number], self.sender(number, meddle)
             )
             if number == self.broken:
-                device._update = lambda: None  # type: ignore[method-assign]
+                nothing = ClientUpdate(client=number, change=[], samples=1, steps=1, loss=float("nan"))
+                device._update = lambda: nothing  # type: ignore[method-assign]
             self.devices.append(device)
         self.threads = [threading.Thread(target=self.run, args=(one,)) for one in self.devices]
         for thread in self.threads:

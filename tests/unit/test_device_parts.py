@@ -161,7 +161,7 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
         _check_tls(old)
     key, right = good / "key.pem", (good / "key.pem").read_bytes()
     key.write_bytes((other / "key.pem").read_bytes())
-    with pytest.raises(UserError, match="no certificate and its key"):
+    with pytest.raises(UserError, match="not a certificate and its key"):
         _check_tls(good)
     private = load_pem_private_key(right, None)
     locked = BestAvailableEncryption(b"secret")
