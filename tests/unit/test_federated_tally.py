@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.strategies.federated.client_measures import ClientMeasures, spread_of, spread_over
+from manyhands.strategies.federated.client_measures import spread_of, spread_over
 from manyhands.strategies.federated.client_states import ClientStates, gathered, restored
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
 from manyhands.strategies.federated.update_tally import KeptTally, PlainTally
@@ -103,7 +103,7 @@ def test_the_spread_over_parties_is_that_of_one_worker_who_has_measured_all() ->
     def spread(rank: int, world: int, total: Callable[[Tensor], Tensor]) -> dict[str, dict[str, float]]:
         mine = {client: one for client, one in values.items() if client % world == rank}
         odd = {"odd": "TypeError"} if rank == 0 else {}
-        return spread_over(ClientMeasures(mine, odd), clients, names, total)
+        return spread_over((mine, odd), clients, names, total)
 
     alone = spread(0, 1, lambda values: values)
     assert alone == {name: spread_of([one[name] for one in values.values()]) for name in ("accuracy", "loss")}

@@ -26,9 +26,9 @@ from manyhands.strategies.federated.client_updates import (
 from manyhands.strategies.federated.privacy_noise import clipped
 from manyhands.strategies.federated.private_rounds import PrivateRounds
 from manyhands.strategies.federated.secure import secure_protocol as protocol
-from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words, sum_of, words_of
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words, sum_of, words_of
 from manyhands.strategies.federated.secure.primitives import Draw, public_identity
-from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
@@ -234,13 +234,8 @@ class SecureTally:
         """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
         self._fixed, self._number = fixed, number
         self._like = weights if like is None else like
-        self._terms = SecureTerms(  # UserError where that is not safe
-            round_id=os.urandom(32),
-            clients=len(clients),
-            threshold=fewest_clients(len(clients)),
-            length=sum(one.numel() for one in self._like) + LOSS_ITEMS + 1,
-            fixed=fixed,
-        )
+        items = sum(one.numel() for one in self._like)
+        self._terms = SecureTerms.draw(fixed, len(clients), items)  # UserError where that is not safe
         self._model = hash_of(weights)
         self._identities = {client: os.urandom(32) for client in clients}
         self._inputs: dict[int, Words] = {}

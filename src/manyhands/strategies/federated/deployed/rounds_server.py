@@ -6,7 +6,6 @@ Everything here is called by one thread at a time. `at_s` is the time of the dri
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +33,9 @@ from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, whole_in
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
-from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, sum_of
-from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of, verify
-from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.fixedpoint import sum_of
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused, digest_of, verify
+from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 
@@ -57,14 +56,9 @@ class SecureAttempt:
         self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
     ) -> None:
         self._roster = roster
-        self.terms = SecureTerms(
-            round_id=os.urandom(KEY_BYTES),
-            clients=len(roster),
-            # no sum is made that would not count: with the next attempt's it would tell more than either
-            threshold=max(fewest_clients(len(roster)), min(job.terms.minimum, len(roster))),
-            length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
-            fixed=job.strategy.fixed_point,
-        )
+        # No sum is made that would not count: with the next attempt's it would reveal more than either.
+        items, minimum = sum(one.numel() for one in weights), job.terms.minimum
+        self.terms = SecureTerms.draw(job.strategy.fixed_point, len(roster), items, minimum)
         self.server = SecureServer(self.terms, roster, hash_of(weights))
         self.due_s = at_s + job.settings.deadline_s  # when the current stage ends
         self._stage_s = job.settings.stage_s  # how long each stage but the first may take

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
+from typing import NoReturn
 
 import numpy as np
 
@@ -103,10 +104,8 @@ class SecureClient:
 
     def share(self, message: bytes) -> bytes:
         with self._taking(SecureStage.SHARE):
-            listed = messages.KeyList.decode(message)
-            self._check_keys(listed)
+            self._others = self._checked_keys(messages.KeyList.decode(message))
             self._keys_digest = crypto.digest_of(message)
-            self._others = {one.client: one for one in listed.advertisements}
             points = [point_of(client) for client in self._others]
             keys = crypto.split(self._mask_secret, self._terms.threshold, points, self._draw)
             seeds = crypto.split(self._seed, self._terms.threshold, points, self._draw)
@@ -184,7 +183,7 @@ class SecureClient:
         yield
         self.stage = SecureStage(stage + 1)
 
-    def _check_keys(self, listed: messages.KeyList) -> None:
+    def _checked_keys(self, listed: messages.KeyList) -> dict[int, Advertisement]:
         found = {one.client: one for one in listed.advertisements}
         if len(found) < self._terms.threshold:
             raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
@@ -196,6 +195,7 @@ class SecureClient:
             raise ProtocolRefused(f"the list of keys has not what client {self.number} has sent")
         for client, one in found.items():
             require_signed(one, client, self._roster, self._terms.digest, self._model)
+        return found
 
     def _checked_lists(self, lists: SurvivorList) -> SurvivorList:
         both = set(lists.survivors) & set(lists.dropped)
@@ -279,7 +279,19 @@ class SecureServer:
         if sender in self._came:
             raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
         if self.stage is SecureStage.ADVERTISE:
-            self._take_advertisement(sender, data)
+            one = Advertisement.decode(data)
+            require_signed(one, sender, self._roster, self._terms.digest, self._model)
+            taken = {
+                key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)
+            }
+            if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
+                raise ProtocolRefused(f"client {sender} has a key that is taken")
+            for key in (
+                one.channel_key,
+                one.mask_key,
+            ):  # every client would refuse a weak one, and the round with it
+                crypto.agree(os.urandom(KEY_BYTES), key)
+            self._advertised[sender] = one
         elif self.stage is SecureStage.SHARE:
             shares = messages.SealedShares.decode(data).shares
             if shares.keys() != self._advertised.keys() - {sender}:
@@ -346,19 +358,6 @@ class SecureServer:
             raise ProtocolRefused(f"there is no sum: the round is at {self.stage.name}")
         return self._sum
 
-    def _take_advertisement(self, sender: int, data: bytes) -> None:
-        one = Advertisement.decode(data)
-        require_signed(one, sender, self._roster, self._terms.digest, self._model)
-        taken = {key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)}
-        if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
-            raise ProtocolRefused(f"client {sender} has a key that is taken")
-        for key in (
-            one.channel_key,
-            one.mask_key,
-        ):  # which every other client would refuse, and the round with it
-            crypto.agree(os.urandom(KEY_BYTES), key)
-        self._advertised[sender] = one
-
     def _take_masks_off(self) -> None:
         keys = RoundKeys(self._terms, self._model)
         found = self._sum
@@ -385,13 +384,12 @@ class SecureServer:
             return crypto.combine(sorted(shares)[: self._terms.threshold], self._terms.threshold)
         except ProtocolRefused as error:
             self._abandon(f"client {client}: {error}")
-            raise AssertionError("abandoning raises") from error
 
     def _forget(self) -> None:
         self._seed_shares, self._key_shares, self._mail = {}, {}, {}
         self._sum = np.zeros(self._terms.length, self._terms.fixed.dtype)
 
-    def _abandon(self, why: str) -> None:
+    def _abandon(self, why: str) -> NoReturn:
         self._forget()
         self.stage = SecureStage.ABANDONED
         self._asked = frozenset()
