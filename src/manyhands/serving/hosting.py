@@ -36,9 +36,8 @@ class Listening:
         try:
             self.socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise UserError(
-                f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
-            ) from error
+            why = f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+            raise UserError(why) from error
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

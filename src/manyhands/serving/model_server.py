@@ -178,16 +178,14 @@ def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
     if json_depth(bytes(body)) > MOST_NESTED:
-        raise RequestRefused(
-            400, f"The body is nested more than {MOST_NESTED} deep, as no input is; {wanted}."
-        )
+        why = f"The body is nested more than {MOST_NESTED} deep, as no input is; {wanted}."
+        raise RequestRefused(400, why)
     inputs = value.get("inputs") if isinstance(value, dict) else None
     if not isinstance(inputs, list) or not inputs:
         raise RequestRefused(400, f"The body has no array of inputs; {wanted}.")
     if len(inputs) > limits.inputs:
-        raise RequestRefused(
-            413, f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
-        )
+        why = f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
+        raise RequestRefused(413, why)
     return len(inputs)
 
 

@@ -124,21 +124,18 @@ class Guard:
         """RequestRefused where a rule is broken; header names are in lower case, `methods` are those allowed."""
         if "content-length" in headers and "transfer-encoding" in headers:
             # Request smuggling: a proxy may use one length and this server the other.
-            raise RequestRefused(
-                400, "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
-            )
+            why = "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
+            raise RequestRefused(400, why)
         host = headers.get("host", "")
         found = _HOST.fullmatch(host.lower())  # `::1` of `[::1]:80`, `localhost` of `LocalHost:80`
         if host and found is None:
-            raise RequestRefused(
-                400, "The Host header is not a name and a port; use the address that was printed."
-            )
+            why = "The Host header is not a name and a port; use the address that was printed."
+            raise RequestRefused(400, why)
         name = (found[1] or found[2]) if found is not None else ""
         ours = name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
         if not ours:
-            raise RequestRefused(
-                403, "This server does not go by that name; use the address that it printed."
-            )
+            why = "This server does not go by that name; use the address that it printed."
+            raise RequestRefused(403, why)
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             raise RequestRefused(403, "Pages of other origins cannot read this one.")

@@ -86,9 +86,8 @@ class Partition:
         """The indices of each client's samples, ascending; every sample has a client, and no client is empty."""
         if self.word == NATURAL:
             if not isinstance(data, Parties):
-                raise UserError(
-                    "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
-                )
+                why = "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
+                raise UserError(why)
             return data.split()
         if samples < clients * _FEWEST:
             raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")

@@ -80,9 +80,8 @@ def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
             raise UserError(f"keep={patterns}: nothing of the model is called {pattern!r}; there are {shown}")
         found |= reached
     if found and len(found) == len(names):
-        raise UserError(
-            f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
-        )
+        why = f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
+        raise UserError(why)
     return frozenset(found)
 
 

@@ -118,15 +118,13 @@ class ClipRule:
         if word == _ADAPTIVE:
             quantile = _number(number) if colon else 0.5
             if not 0 < quantile < 1:
-                raise UserError(
-                    f"clip={text}: {number!r} is not a quantile between 0 and 1, as in adaptive:0.5"
-                )
+                why = f"clip={text}: {number!r} is not a quantile between 0 and 1, as in adaptive:0.5"
+                raise UserError(why)
             return cls(bound=FIRST_BOUND, quantile=quantile)
         bound = _number(text)
         if not 0 < bound < math.inf:
-            raise UserError(
-                f"clip={text}: must be a number above 0, adaptive:QUANTILE, or no for updates of any length"
-            )
+            why = f"clip={text}: must be a number above 0, adaptive:QUANTILE, or no for updates of any length"
+            raise UserError(why)
         return cls(bound=bound)
 
 

@@ -83,9 +83,8 @@ def tuning_epochs(personal: str) -> int:
     if word != FINE_TUNE:
         raise UserError(f"personal={personal}: unknown; {nearest(word, [FINE_TUNE, _NOTHING_PERSONAL])}")
     if colon and not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
-        raise UserError(
-            f"personal={personal}: {number!r} is not a number of epochs; write {FINE_TUNE}:1 or more"
-        )
+        why = f"personal={personal}: {number!r} is not a number of epochs; write {FINE_TUNE}:1 or more"
+        raise UserError(why)
     return int(number or 1)
 
 

@@ -112,9 +112,8 @@ class _FedOpt(FederatedAlgorithm):
     def __init__(self, rate: float = 0.01) -> None:
         super().__init__()
         if not rate:
-            raise UserError(
-                f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
-            )
+            why = f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
+            raise UserError(why)
         self._rate = rate
         self._momentum: list[Tensor] = []
         self._second: list[Tensor] = []
@@ -359,9 +358,10 @@ class Krum(_Robust):
     def __init__(self, hostile: float = 1) -> None:
         super().__init__()
         if hostile != int(hostile):
-            raise UserError(
+            why = (
                 f"algorithm={self.word}:{hostile:g}: how many clients of a round may be hostile is an integer"
             )
+            raise UserError(why)
         self._hostile = int(hostile)
 
     def check_round(self, clients: int) -> None:

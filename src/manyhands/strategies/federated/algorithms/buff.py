@@ -69,9 +69,8 @@ class FedBuff(FederatedAlgorithm):
     def __init__(self, size: float = 5) -> None:
         super().__init__()
         if size != int(size) or size < 1:
-            raise UserError(
-                f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
-            )
+            why = f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
+            raise UserError(why)
         self._size = int(size)
         self.policy = Buffered(self._size, rates="damped")  # what an update counts for
         self._clock_s, self._trips = 0.0, 0

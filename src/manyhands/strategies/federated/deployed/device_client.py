@@ -74,9 +74,8 @@ class DevicePlan:
         name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
         built_in = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not built_in or not isinstance(options, dict) or not isinstance(text, str):
-            raise UserError(
-                f"the server trains {name!r}, which this release has not; use the server's release"
-            )
+            why = f"the server trains {name!r}, which this release has not; use the server's release"
+            raise UserError(why)
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains by {text!r}, which is not federated")
@@ -89,9 +88,8 @@ class DevicePlan:
         model = initial_model(task, seed)
         form = TensorForm.of(model)
         if form.as_json != sent.get("model"):
-            raise UserError(
-                "the server's model has other tensors than the one that this release makes of its task"
-            )
+            why = "the server's model has other tensors than the one that this release makes of its task"
+            raise UserError(why)
         config = {
             "task": name,
             "task_options": task.options,
@@ -126,9 +124,8 @@ def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str
     if state.client is not None:
         return
     if not token:
-        raise UserError(
-            f"--enrol: {state.path} is not enrolled yet; give it the token that the server's owner gave you"
-        )
+        why = f"--enrol: {state.path} is not enrolled yet; give it the token that the server's owner gave you"
+        raise UserError(why)
     key = public_identity(state.secret)
     signature = crypto.sign(state.secret, protocol.enrolment_text(token, key))
     request = {"token": token, "key": key.hex(), "signature": signature.hex()}

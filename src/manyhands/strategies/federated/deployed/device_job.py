@@ -112,9 +112,8 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     columns = {column.name: found[column.name] for column in schema.columns}
     lengths = {len(one) if one.ndim else 0 for one in columns.values()}
     if len(lengths) > 1 or lengths == {0}:
-        raise DataError(
-            f"--data {path}: its tensors have {sorted(lengths)} rows; as many each, and some, are wanted"
-        )
+        why = f"--data {path}: its tensors have {sorted(lengths)} rows; as many each, and some, are wanted"
+        raise DataError(why)
     for column, tensor in zip(schema.columns, columns.values(), strict=True):
         mine = DataColumn(column.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
         if mine != column:

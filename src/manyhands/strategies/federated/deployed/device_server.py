@@ -127,7 +127,9 @@ class DeviceApp:
                 number, at = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
                 client = await self._who(scope, headers)
                 if scope["method"] == "GET":
-                    return await self._secure_message(client, number, at)
+                    secure_attempt = self.server.secure_attempt
+                    found = await self._polled(lambda: secure_attempt(number).message_for(client, at))
+                    return (204, _BYTES, b"") if found is None else (200, _BYTES, found)
                 limit = await self._run(lambda: self.server.secure_attempt(number).most_bytes)
                 body = await self._signed_body(client, headers, receive, limit)
                 await self._run(self.server.secure_message, client, number, at, body, self._clock())
@@ -140,11 +142,14 @@ class DeviceApp:
                 return 200, _BYTES, await self._run(lambda: self.server.model_body)
             case "GET", "work":
                 client = await self._who(scope, headers)
-                query = parse_qs(scope["query_string"].decode("latin-1"))
-                return await self._work(client, {name: found[0] for name, found in query.items()})
-        raise MessageRejected(
-            404, "there is nothing here; see docs/federated-deployment.md for what there is"
-        )
+                values = parse_qs(scope["query_string"].decode("latin-1"))
+                query = {name: found[0] for name, found in values.items()}
+                have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
+                work = await self._polled(lambda: self.server.work(client, have, after, self._clock()))
+                if work["state"] == "done" and have == work["rounds"]:
+                    self.with_last_model.add(client)
+                return 200, _JSON, _json(work)
+        raise MessageRejected(404, "there is nothing here; see docs/federated-deployment.md")
 
     async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
@@ -156,9 +161,7 @@ class DeviceApp:
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
         if self._reading[client] >= _BODIES:
-            raise MessageRejected(
-                429, f"client {client} is sending {_BODIES} requests already; one at a time"
-            )
+            raise MessageRejected(429, f"client {client} is sending {_BODIES} requests; one at a time")
         self._reading[client] += 1
         try:
             body = await _body(receive, headers, most_bytes)
@@ -168,32 +171,16 @@ class DeviceApp:
             raise MessageRejected(401, f"the body is not the one that client {client} has signed")
         return body
 
-    async def _work(self, client: int, query: Mapping[str, str]) -> tuple[int, str, bytes]:
-        have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
+    async def _polled(self, call: Callable[[], tuple[_Made, bool]]) -> _Made:
+        """Long polling: an answer, held back until it should be known at once, or `hold_s` have passed."""
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
-            work, at_once = await self._run(self.server.work, client, have, after, self._clock())
+            answer, at_once = await self._run(call)
             if at_once or self._clock() >= until:
-                if work["state"] == "done" and have == work["rounds"]:
-                    self.with_last_model.add(client)
-                return 200, _JSON, _json(work)
-            await self._wait(changed, until)
-
-    async def _secure_message(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
-        until = self._clock() + self._hold_s
-        while True:
-            changed = self._changed
-            message = await self._run(lambda: self.server.secure_attempt(attempt).message_for(client, stage))
-            if message is not None:
-                return 200, _BYTES, message
-            if self._clock() >= until:
-                return 204, _BYTES, b""
-            await self._wait(changed, until)
-
-    async def _wait(self, changed: asyncio.Event, until: float) -> None:
-        with contextlib.suppress(TimeoutError):  # the waiting request checks again
-            await asyncio.wait_for(changed.wait(), max(_LOOK_S, until - self._clock()))
+                return answer
+            with contextlib.suppress(TimeoutError):  # the server is asked again
+                await asyncio.wait_for(changed.wait(), max(_LOOK_S, until - self._clock()))
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
@@ -237,8 +224,9 @@ class ServingPlace:
     resume: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Path | None = None
-    """A folder with cert.pem and key.pem; None: one is made in the run directory, for `host`."""
+    tls: Path | None = (
+        None  # a folder with cert.pem and key.pem; None: one is made in the run directory, for `host`
+    )
     linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 
@@ -303,8 +291,7 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
         await asyncio.wait({serving, ticking}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
-        if not ticking.done():
-            ticking.cancel()
+        ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ticking
         await serving
@@ -328,9 +315,8 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 def _check_tls(folder: Path) -> None:
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
-            raise UserError(
-                f"--tls {folder}: has no {name}; give this host's folder of `manyhands certificates`"
-            )
+            why = f"has no {name}; give this host's folder of `manyhands certificates`"
+            raise UserError(f"--tls {folder}: {why}")
     key = folder / KEY
     if key.stat().st_mode & stat.S_IRWXO:
         raise UserError(f"--tls {folder}: every user of this host can read {KEY}; chmod 600 {key}")
@@ -341,12 +327,11 @@ def _check_tls(folder: Path) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / CERTIFICATE, key, refuse)
         complaint = validity((folder / CERTIFICATE).read_text("ascii")).complaint(datetime.now(UTC))
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--tls {folder}: {CERTIFICATE} and {KEY} are not a certificate and its key: {error}"
-        ) from error
+        if isinstance(error, UserError):
+            raise
+        why = f"{CERTIFICATE} and {KEY} are not a certificate and its key: {error}"
+        raise UserError(f"--tls {folder}: {why}") from error
     if complaint is not None:
         raise UserError(f"--tls {folder}: {CERTIFICATE}: {complaint}")
 

@@ -134,9 +134,8 @@ class HttpsClient:
             raise http.client.HTTPException("it does not say how long its answer is")
         length = int(declared)
         if length > most_bytes:
-            raise MessageRejected(
-                413, f"the server's answer has {length} bytes; at most {most_bytes} make sense"
-            )
+            why = f"the server's answer has {length} bytes; at most {most_bytes} make sense"
+            raise MessageRejected(413, why)
         until, content = time.monotonic() + self._timeout_s + length / _SLOWEST, bytearray()
         while len(content) < length:
             piece = response.read1(min(_PIECE, length - len(content)))

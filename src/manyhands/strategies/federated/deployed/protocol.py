@@ -146,9 +146,8 @@ class TensorForm:
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
         if len(body) > self.most_bytes:
-            raise MessageRejected(
-                413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
-            )
+            why = f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
+            raise MessageRejected(413, why)
         if len(body) < _LENGTH.size:
             raise MessageRejected(400, "the body is not a safetensors file: it ends before its header")
         [length] = _LENGTH.unpack_from(body)
@@ -160,9 +159,8 @@ class TensorForm:
         expected = self._header()
         _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
-            raise MessageRejected(
-                422, f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
-            )
+            why = f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
+            raise MessageRejected(422, why)
         content = bytearray(body)
         tensors = []
         for name, dtype, shape in self.rows:

@@ -92,9 +92,8 @@ class SecureAttempt:
                 raise ProtocolRefused(f"client {client} has sent something else at this stage before")
             return
         if stage != self.server.stage:
-            raise ProtocolRefused(
-                f"the round is at {self.server.stage.name}: the message is too late, or too early"
-            )
+            why = f"the round is at {self.server.stage.name}: the message is too late, or too early"
+            raise ProtocolRefused(why)
         try:
             self.server.receive(client, body)
         except ProtocolRefused:
@@ -102,17 +101,15 @@ class SecureAttempt:
             raise
         self._came[client, stage] = digest
 
-    def message_for(self, client: int, stage: int) -> bytes | None:
-        """What the client is sent at a stage, None while that is not known; MessageRejected if it never will be."""
-        if stage in self._messages:
-            if client not in self._messages[stage]:
-                raise MessageRejected(
-                    409, f"client {client} came too late, and the round continues without it"
-                )
-            return self._messages[stage][client]
+    def message_for(self, client: int, stage: int) -> tuple[bytes | None, bool]:
+        """What the client is sent at a stage, and whether that is known yet; MessageRejected if it never will be."""
         if stage > SecureStage.UNMASK:
             raise MessageRejected(404, f"there is no stage {stage}")
-        return None
+        if stage in self._messages and client not in self._messages[stage]:
+            why = f"client {client} came too late, and the round continues without it"
+            raise MessageRejected(409, why)
+        message = self._messages.get(stage, {}).get(client)
+        return message, message is not None
 
     def advance(self, at_s: float) -> bool:
         """Advance to the next stage if all clients have answered or the deadline has passed; whether there is a sum.

@@ -147,9 +147,8 @@ class ServerFiles(Closeable):
         except FileNotFoundError:
             before = []
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}; remove it if the tokens were handed out"
-            ) from error
+            why = f"{path} cannot be read: {error}; remove it if the tokens were handed out"
+            raise DataError(why) from error
         # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)

@@ -81,9 +81,8 @@ class FixedPoint:
         values = np.asarray(values, dtype=np.float64)
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise UserError(
-                f"item {first} of the update is {values[first]}; only finite numbers can be summed"
-            )
+            why = f"item {first} of the update is {values[first]}; only finite numbers can be summed"
+            raise UserError(why)
         if weight < 1:
             raise UserError(f"weight={weight}: must be an integer of at least 1")
         weight = min(weight, self.max_weight)
@@ -105,9 +104,8 @@ class FixedPoint:
 
 def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
     if weight != int(weight) or weight < 1:
-        raise UserError(
-            f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
-        )
+        why = f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
+        raise UserError(why)
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
     whole = math.floor(update.loss)
     loss = [whole * fixed.step, (update.loss - whole) * fixed.clip]

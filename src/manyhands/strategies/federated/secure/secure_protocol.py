@@ -176,9 +176,8 @@ class SecureClient:
     @contextmanager
     def _taking(self, stage: SecureStage) -> Iterator[None]:
         if self.stage is not stage:
-            raise ProtocolRefused(
-                f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
-            )
+            why = f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
+            raise ProtocolRefused(why)
         self.stage = SecureStage.ABANDONED
         yield
         self.stage = SecureStage(stage + 1)
@@ -204,13 +203,11 @@ class SecureClient:
         if {*lists.survivors, *lists.dropped} != self._held.keys():
             raise ProtocolRefused("survivors and dropped are not those whose shares this client was given")
         if self.number not in lists.survivors:
-            raise ProtocolRefused(
-                f"client {self.number} is not among the survivors, and answers nothing more"
-            )
+            why = f"client {self.number} is not among the survivors, and answers nothing more"
+            raise ProtocolRefused(why)
         if len(lists.survivors) < self._terms.threshold:
-            raise ProtocolRefused(
-                f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
-            )
+            why = f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
+            raise ProtocolRefused(why)
         return lists
 
 
@@ -247,9 +244,8 @@ class SecureServer:
     def __init__(self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes) -> None:
         """`roster` is the public identity of every client asked, `model` the hash of the model they were given."""
         if len(roster) != terms.clients:
-            raise ProtocolRefused(
-                f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
-            )
+            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            raise ProtocolRefused(why)
         self.stage = SecureStage.ADVERTISE
         self._terms, self._roster, self._model = terms, roster, model
         self._asked = frozenset(roster)  # clients that may answer at this stage
@@ -273,9 +269,8 @@ class SecureServer:
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}, and client {sender} sent more")
         if sender not in self._asked:
-            raise ProtocolRefused(
-                f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
-            )
+            why = f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
+            raise ProtocolRefused(why)
         if sender in self._came:
             raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
         if self.stage is SecureStage.ADVERTISE:
