@@ -63,7 +63,7 @@ class Party:
             )
             if number == self.broken:
                 nothing = ClientUpdate(client=number, change=[], samples=1, steps=1, loss=float("nan"))
-                device._update = lambda: nothing  # type: ignore[method-assign]
+                device._update = lambda nothing=nothing: nothing  # type: ignore[method-assign]
             self.devices.append(device)
         self.threads = [threading.Thread(target=self.run, args=(one,)) for one in self.devices]
         for thread in self.threads:
