@@ -336,8 +336,8 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
             state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
-            asked = len(state.asked)
-            return _abandon(state, f"{count} of {asked} clients have reported, and it takes {terms.minimum}")
+            came = f"{count} of {len(state.asked)} clients have reported"
+            return _abandon(state, f"{came}, and it takes {terms.minimum}")
         return state, ()
     if state.now_s - state.counted_s >= terms.patience_s:
         why = f"no round has counted for {terms.patience_s:g} s"
