@@ -263,14 +263,14 @@ class StackedTrainer:
                 self._losses[:active] += losses
                 for row, gradient in zip(self._rows, gradients, strict=True):
                     row.grad = gradient
-                for position in range(active) if correct is not None else ():
-                    parameters = list(
-                        starts[position][: self._parameters]
-                    )  # what is not trained has no gradient
+                for position, (one, _) in enumerate(works[:active]):
+                    if correct is None:
+                        break
+                    parameters = list(starts[position][: self._parameters])
                     for row, gradient, number in zip(self._rows, gradients, self._trained, strict=True):
-                        parameters[number] = row[position].detach()
+                        parameters[number] = row[position].detach()  # what is not trained has no gradient
                         parameters[number].grad = gradient[position]
-                    correct(works[position][0].client, parameters, (near or starts)[position])
+                    correct(one.client, parameters, (near or starts)[position])
                 self._clip(gradients)
                 self._optimizer.step()
         return self._losses.tolist()
