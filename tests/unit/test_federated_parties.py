@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
+from manyhands.observe.analyse.participants import PartiesHistory
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
@@ -149,17 +149,23 @@ def test_a_view_counts_who_took_part_from_the_first_round_on_and_tells_the_rest_
     assert Gather(strategy="mirrored").view(0).parties is None
 
 
+def viewed(rounds: dict[int, int], summary: dict[str, object]) -> PartiesView:
+    history = PartiesHistory()
+    history.rounds.update(rounds)
+    return history.view(summary)
+
+
 @pytest.mark.parametrize(
     "parties", [None, [], {"numbers": ["x"]}, {"numbers": [0], "counts": [3], "measures": 1}]
 )
 def test_a_damaged_summary_gives_a_view_all_the_same(parties: object) -> None:
-    found = parties_view({0: 1}, {"parties": parties, "fairness": [1]})
+    found = viewed({0: 1}, {"parties": parties, "fairness": [1]})
     assert found.rounds == {0: 1}
     assert found.spread == {}
 
 
 def test_the_page_shows_the_skew_the_fairness_and_who_took_part() -> None:
-    view = parties_view({0: 1, 1: 2}, SUMMARY)
+    view = viewed({0: 1, 1: 2}, SUMMARY)
     drawn = sections(run_view(strategy="federated clients=2", parties=view))["parties"]
     assert "2 of 2 parties have taken part" in drawn
     assert "lowest tenth" in drawn
@@ -178,7 +184,7 @@ def test_the_page_shows_models_of_parties_own_beside_the_common_one_and_the_spre
         spread = {"mean": 0.5, "lowest_tenth": lowest, "highest_tenth": 0.9}
         history.add({"step": step, "at_s": float(step), "fairness": {"accuracy": spread}})
     summary = {**SUMMARY, "parties": parties, "fairness_common": {"accuracy": {"mean": 0.5}}}
-    view = parties_view({0: 1}, summary, history.courses)
+    view = history.view(summary)
     assert [one.common for one in view.parties] == [{"accuracy": 0.5}, {}]
     drawn = sections(run_view(strategy="federated clients=2", parties=view))["parties"]
     assert drawn.count(">accuracy of the common model<") == 2, (
