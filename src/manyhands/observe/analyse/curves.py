@@ -168,7 +168,7 @@ class HistoryCurves:
         self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
-        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
+        """Of the first metric that is not a loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add one row of metrics.jsonl; return False where it is not a row that a run writes, which is left out."""
@@ -205,12 +205,19 @@ class HistoryCurves:
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
     def _judge(self, step: int, measured: Mapping[str, float]) -> None:
-        """Update the best evaluation, judged by the metric that the first evaluation had."""
-        first = next((name for name in measured if not name.endswith("loss")), next(iter(measured), ""))
-        name, best, _ = self.best or (first, None, 0)
+        """Update the best evaluation, judged by the first metric of those that say most."""
+        name, best, _ = self.best or ("", None, 0)
+        most = max(measured, key=_worth, default="")
+        if best is None or _worth(most) > _worth(name):
+            name, best = most, None
         value = measured.get(name)
         if value is not None and (best is None or (value < best if lower_is_better(name) else value > best)):
             self.best = (name, value, step)
+
+
+def _worth(metric: str) -> int:
+    """A metric says more than a loss on data held out, and that more than a loss on what was trained on."""
+    return 2 if not metric.endswith("loss") else int(not metric.startswith("pass_"))
 
 
 _LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")

@@ -19,6 +19,7 @@ from manyhands.errors import UserError
 from manyhands.facts import Truth
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.member_history import Members, ServerPlace
+from manyhands.observe.analyse.model_view import model_view
 from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
 from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
@@ -218,6 +219,7 @@ class Gather:
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=parties_view(parties.rounds, self.summary, parties.courses) if parties else None,
+            model=model_view(summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),

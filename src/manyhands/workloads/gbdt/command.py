@@ -101,14 +101,16 @@ def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[ComparedTask]:
 
 
 def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.gbdt.bin_table import Holdout
     from manyhands.workloads.gbdt.model import measure_model
     from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
     from manyhands.workloads.gbdt.training import train_gbdt
 
     test = asked.source(asked.test) if asked.test is not None else None
+    table, options = asked.table(asked.valid, asked.valid_fraction, asked.start), narrowed(GbdtOptions, asked)
     result = train_gbdt(
-        asked.table(asked.valid, asked.valid_fraction, asked.start),
-        narrowed(GbdtOptions, asked),
+        table,
+        options,
         strategy=asked.strategy,
         workers=asked.workers,
         bars=bars,
@@ -118,6 +120,11 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     write_model(model, file)
     by_gain, by_split = model.importance("gain"), model.importance("split")
     order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
+    measured = measure_model(model, test) if test is not None else {}
+    if test is None and result.valid_rows:
+        held = Holdout(fraction=table.valid_fraction, seed=options.seed) if table.valid is None else None
+        quality = measure_model(model, table.valid or table.train, held)["quality"]
+        measured = {"quality": quality}
     summary = {
         **result.summary,
         "objective": result.objective,
@@ -137,7 +144,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
         "seconds": result.seconds,
         "train_seconds": result.train_seconds,
         "interrupted": result.interrupted,
-        **(measure_model(model, test) if test is not None else {}),
+        **measured,
         "strategy": asked.strategy,
         "workers": asked.workers,
         "model": str(file),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -180,8 +180,10 @@ def export_logreg(asked: ExportAsked) -> Export:
     check_precision(precision)
     model = LogregModel.load(run)
     file = asked.target(f"model-{precision}.safetensors")
-    before = asdict(model.evaluate(model.file(test))) if test is not None else {}
-    after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
+    before, after = (
+        one.evaluate(model.file(test)).figures if test is not None else {}
+        for one in (model, model.narrowed(precision))
+    )
     model.save(file, precision)
     summary = run / "summary.json"
     steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0
