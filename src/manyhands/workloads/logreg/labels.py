@@ -70,7 +70,7 @@ class Metrics:
     """How many examples of each label, no before yes, were predicted to be a no and a yes; weights do not count."""
 
     @property
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, Any]:
         return {"accuracy": self.accuracy, "auc": self.auc, "log_loss": self.log_loss}
 
     def quality(self, measured_on: str, labels: Sequence[object]) -> dict[str, Any]:
