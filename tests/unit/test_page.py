@@ -51,8 +51,12 @@ def test_without_servers_their_sections_keep_their_place_unseen() -> None:
 
 
 def test_a_section_is_a_file_and_a_line(tmp_path: Path) -> None:
-    """The recipe of docs/extending.md, word by word, in a copy of the sources."""
-    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A section of a run's page\n")[2]
+    """The recipe of docs/internals/extending.md, word by word, in a copy of the sources."""
+    recipe = (
+        (ROOT / "docs" / "internals" / "extending.md")
+        .read_text()
+        .partition("## A section of a run's page\n")[2]
+    )
     file = recipe.partition("```python\n")[2].partition("```")[0]
     line = recipe.partition("```text\n")[2].partition("```")[0]
     shutil.copytree(
