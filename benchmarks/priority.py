@@ -32,14 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from cables import inside, places, run_ranks
 from hosts import ADDRESS, two_hosts
-from manyhands.foresight.simulate.overlap_model import (
-    ORDERS,
-    LayeredStep,
-    gain_bound,
-    push_at_once,
-    step_seconds,
-)
+from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
 from manyhands.strategies.ps.client_core import round_of_shards
+from push_bursts import push_at_once
 
 RESULT = Path(__file__).parent / "results" / "priority.json"
 WIDTH, LAYERS, STEPS, WARM, WORLD = 1024, 8, 16, 4, 2

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import manyhands as mh
+from consistency import BOUNDS
 from manyhands.foresight.simulate.driver import simulate
-from manyhands.foresight.simulate.experiments import BOUNDS
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
 
 WORKERS, ROUNDS = 4, {"permanent": 60, "passing": 150}

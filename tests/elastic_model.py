@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import UserError
-from manyhands.foresight.simulate import draw_storm
-from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes
+from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes, draw_storm
 from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
     Abort,

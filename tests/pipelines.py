@@ -25,14 +25,12 @@ from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import WorkerFailed
 from manyhands.strategies.pipeline.ends import TrainingEnds
-from manyhands.strategies.pipeline.exchange import PipelineExchange
+from manyhands.strategies.pipeline.exchange import PipelineExchange, holding_of
 from manyhands.strategies.pipeline.schedules import Schedule
-from manyhands.strategies.pipeline.split import holding_of
 from manyhands.strategies.pipeline.stage_messages import StageBorders, StageMessages
-from manyhands.strategies.pipeline.stage_worker import PipelineStage
+from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.training import in_microbatches
-from manyhands.strategies.pipeline.wave import WaveStage
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import SharedLink

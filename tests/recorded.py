@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manyhands.foresight.simulate import SimulatedRun, SimulationSpec, Witness, simulate
+from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.models import LedgerStore
-from manyhands.foresight.simulate.simulated_run import SimulatedHappening
+from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun
+from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.foresight.simulate.witness import Witness
 from manyhands.strategies.common.consistency import Policy, blend
 from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.audit import Audit, Evidence, audit

@@ -12,7 +12,6 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from manyhands.foresight.simulate import draw_storm
 from manyhands.foresight.simulate.faults import (
     Fault,
     FaultRole,
@@ -21,8 +20,9 @@ from manyhands.foresight.simulate.faults import (
     SlowLink,
     WorkerComes,
     WorkerGoes,
+    draw_storm,
 )
-from manyhands.foresight.simulate.network import Agenda
+from manyhands.foresight.simulate.simulated_processes import Agenda
 from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from manyhands.errors import ManyhandsError
-from manyhands.foresight.simulate import (
-    ComputeModel,
-    NetworkModel,
-    SimulationSpec,
-    Timing,
-    Witness,
-    WitnessedPromise,
-    draw_faults,
-    draw_storm,
-    simulate,
-)
-from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, draw_faults, draw_storm
 from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
+from manyhands.foresight.simulate.witness import Witness, WitnessedPromise
 from manyhands.strategies.common.membership import MAX_DEATHS
 from manyhands.strategies.ps.audit import Evidence, Verdict, audit
 from manyhands.strategies.ps.shard_replica import ServerCore
@@ -186,16 +179,46 @@ def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> l
     audited = audit(run.written, spec.policy, spec.steps, Evidence(versions=ended))
     found += [f"audit: {violation.sentence}" for violation in audited.violations]
     found += [f"audit: {sentence}" for sentence in audited.missing]
-    wanted = Verdict.RESTORED if witness.lost_replicas else Verdict.COMPLETE
+    wanted = Verdict.RESTORED if witness.at_risk else Verdict.COMPLETE
     if not found and audited.verdict is not wanted:
         found.append(f"audit: it is {audited.words}, and should be {wanted.value}")
-    return found + (witness.needless_restores(spec.timing.death_noticed_s) if spec.replicas else [])
+    return found + (_needless_restores(witness, spec.timing.death_noticed_s) if spec.replicas else [])
 
 
 def _ends_by_design(sentence: str, witness: Witness, spec: SimulationSpec) -> bool:
     """Whether a run gave up as it should: so many deaths of one slot's workers, or of servers, did happen."""
     if "times in a row without getting past clock" in sentence:
-        return witness.struck(FaultRole.WORKER) >= MAX_DEATHS
+        return _struck(witness, FaultRole.WORKER) >= MAX_DEATHS
     if "times in a row, and not once between were all shards whole" in sentence:
-        return witness.struck(FaultRole.SERVER) >= MAX_DEATHS * max(spec.shards, spec.replicas + 1)
+        return _struck(witness, FaultRole.SERVER) >= MAX_DEATHS * max(spec.shards, spec.replicas + 1)
     return False
+
+
+def _struck(witness: Witness, role: FaultRole) -> int:
+    """Return how often processes of this role were killed or stopped; for workers, the maximum over slots."""
+    strikes = [
+        happening.slot
+        for happening in witness.happenings
+        if happening.what.startswith((f"{role.value} killed", f"{role.value} paused"))
+    ]
+    if role is FaultRole.SERVER:
+        return len(strikes)
+    return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
+
+
+def _needless_restores(witness: Witness, noticed_s: float) -> list[str]:
+    """With replicas: every return to a snapshot without two deaths of servers before all copies were there.
+
+    A death is known `noticed_s` later: that all copies are there may be said in between.
+    """
+    found = []
+    deaths_s = [0.0]  # the first copies are in transit
+    for happening in witness.happenings:
+        whole = happening.what == "recovered every shard"
+        if whole or (happening.what == "first copies" and len(deaths_s) == 1):
+            deaths_s = [at_s for at_s in deaths_s if at_s >= happening.at_s - noticed_s]
+        elif happening.what == "server killed":
+            deaths_s.append(happening.at_s)
+        elif happening.what.endswith("restored") and len(deaths_s) < 2:
+            found.append(f"{happening.what} at {happening.at_s:g} s, although a copy of it was left")
+    return found

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from manyhands.foresight.simulate import SimulationSpec
 from manyhands.foresight.simulate.driver import new_server
+from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.strategies.common.consistency import Bounded
 from manyhands.strategies.ps.actions import Action, Outcome, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig, Steps

@@ -25,7 +25,7 @@ from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, PeerTimeout, UserError
 from manyhands.native.group.gate import Gate
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.strategies.hogwild.trainer import HogwildTrainer
+from manyhands.strategies.hogwild.training import HogwildTrainer
 from ways import in_threads, join
 
 STEPS = 30

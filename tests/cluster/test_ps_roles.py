@@ -19,11 +19,10 @@ import manyhands as mh
 from hubs import FAST
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import Aborted, PeerTimeout, UserError
-from manyhands.places.external.control_connection import Broken, Contact, open_control_connection
-from manyhands.places.external.control_server import ControlServer
+from manyhands.places.external.control_connection import Broken, open_control_connection
+from manyhands.places.external.control_server import ControlServer, terms_of
 from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.register import terms_of
 from manyhands.strategies.ps.audit import Audit
 from manyhands.strategies.ps.audit_files import audit_run
 from manyhands.strategies.ps.external_roles import PsRanks
@@ -147,11 +146,12 @@ class Roles:
         place = ProcessPlace(
             rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=host
         )
-        contact = Contact(name="the chief", address=self._leader, token=TOKEN)
         strategy = replace(self.job.strategy, link="tcp")
         # It is the leader that loses its patience first.
         job = replace(self.job, strategy=strategy, listens_at=self.address, timeout_s=60.0)
-        with open_control_connection(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
+        with open_control_connection(
+            place, "the chief", self._leader, TOKEN, TERMS, timeout_s=20.0, settings=FAST
+        ) as line:
             if act is not None:
                 act(line)
             try:

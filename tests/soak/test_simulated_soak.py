@@ -7,17 +7,21 @@ What fails goes into the list of `test_simulated_properties.py`, and stays there
 from __future__ import annotations
 
 import os
+import runpy
 import time
+from pathlib import Path
 
 import pytest
 
-from manyhands.foresight.simulate import ComputeModel, SimulationSpec, simulate
-from manyhands.foresight.simulate.experiments import learn_digits
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
 from simulated_campaign import CHOSEN_BY_ARRIVAL, campaign, fresh_seed
 from simulated_mutants import GUARDS, MUTANTS, runs_until_caught
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+learn_digits = runpy.run_path(str(BENCHMARKS / "consistency.py"))["learn_digits"]
 RUNS = 10_000
 FIRST_SEED = int(os.environ.get("MANYHANDS_SOAK_SEED", fresh_seed()))
 

@@ -12,16 +12,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.foresight.simulate import (
-    ComputeModel,
-    FaultRole,
-    Kill,
-    NetworkModel,
-    SimulationSpec,
-    Timing,
-    Witness,
-)
+from manyhands.foresight.simulate.faults import FaultRole, Kill
 from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
+from manyhands.foresight.simulate.witness import Witness
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit import Verdict
 from manyhands.strategies.ps.log_rows import LostRow, Row, SlotsRow, StepRow
@@ -71,7 +65,7 @@ def test_no_fault_makes_a_false_alarm(consistency: str, replicas: int) -> None:
     for seed in range(100, 108):
         witness = Witness(PROMISES[consistency])
         found = record(drawn(seed, consistency, replicas), witness)
-        require(found, Verdict.RESTORED if witness.lost_replicas else Verdict.COMPLETE, seed)
+        require(found, Verdict.RESTORED if witness.at_risk else Verdict.COMPLETE, seed)
 
 
 # ── rows that are not there ───────────────────────────────────────────────────────────────────────────────────────────
@@ -222,7 +216,7 @@ def restored(consistency: str) -> Recorded:
     )
     witness = Witness(PROMISES[consistency])
     found = record(spec, witness)
-    assert witness.lost_replicas, "no shard went back to a snapshot"
+    assert witness.at_risk, "no shard went back to a snapshot"
     return found
 
 

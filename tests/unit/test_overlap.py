@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.foresight.simulate.overlap_model import (
-    ORDERS,
-    LayeredStep,
-    gain_bound,
-    push_at_once,
-    step_seconds,
-)
+from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
 from manyhands.strategies.ps.client_core import round_of_shards
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+push_at_once = runpy.run_path(str(BENCHMARKS / "push_bursts.py"))["push_at_once"]
 SECONDS = st.floats(0.01, 1.0)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.foresight.simulate import NetworkModel
+from manyhands.foresight.simulate.simulated_spec import NetworkModel
 from manyhands.lab.scaling.scaling_curve import (
     ScalingSettings,
     amdahl_speedup,

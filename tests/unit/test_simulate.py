@@ -11,24 +11,20 @@ import torch
 from torch import nn
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.foresight.simulate import (
-    ComputeModel,
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.faults import (
     FaultRole,
     Kill,
-    NetworkModel,
     Pause,
-    SimulatedTrained,
-    SimulationSpec,
     SlowLink,
-    Timing,
-    Witness,
-    WitnessedPromise,
     WorkerComes,
     WorkerGoes,
     draw_faults,
-    simulate,
 )
-from manyhands.foresight.simulate.network import Agenda, Network
+from manyhands.foresight.simulate.models import SimulatedTrained
+from manyhands.foresight.simulate.simulated_processes import Agenda, Network
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
+from manyhands.foresight.simulate.witness import Witness, WitnessedPromise
 
 FAST = Timing(start_s=0.2, silent_after_s=0.3, snapshot_every_s=0.5, limit_s=600.0)
 

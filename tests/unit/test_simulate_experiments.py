@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
-from manyhands.foresight.simulate import ComputeModel, SimulationSpec, simulate
-from manyhands.foresight.simulate.experiments import (
-    BOUNDS,
-    LEARNERS,
-    PASSING,
-    PERMANENT,
-    learn_digits,
-    render_stragglers,
-    straggler_table,
-)
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
+
+EXPERIMENTS = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "consistency.py"))
+BOUNDS, LEARNERS, PASSING, PERMANENT = map(EXPERIMENTS.get, ("BOUNDS", "LEARNERS", "PASSING", "PERMANENT"))
+learn_digits, straggler_table = EXPERIMENTS["learn_digits"], EXPERIMENTS["straggler_table"]
+render_stragglers = EXPERIMENTS["render_stragglers"]
 
 
 def test_a_permanent_straggler_drags_every_bound_to_its_speed_and_not_async() -> None:

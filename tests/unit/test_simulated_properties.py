@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.foresight.simulate import simulate
+from manyhands.foresight.simulate.driver import simulate
 from manyhands.strategies.ps.actions import Action, Keep
 from manyhands.strategies.ps.ps_messages import Forward, Message, Push
 from manyhands.strategies.ps.shard_replica import ServerCore

@@ -15,8 +15,7 @@ from manyhands.cli.simulate_command import parse_seconds
 from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length
 from manyhands.errors import NonFinite, UserError
-from manyhands.foresight.simulate.network import NetworkModel
-from manyhands.foresight.simulate.simulated_spec import SimulatedConditions
+from manyhands.foresight.simulate.simulated_spec import NetworkModel, SimulatedConditions
 from manyhands.foresight.simulate.simulated_training import fit_simulated
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.events import EventKind

@@ -91,7 +91,7 @@ def role_command(asked: _RoleOptions) -> None:
     """As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`."""
     from manyhands.places.external.process_place import SpecificationPlace
     from manyhands.places.external.specification import EVALUATOR, ClusterSpec
-    from manyhands.places.place import standing
+    from manyhands.places.place import using_place
 
     cluster = ClusterSpec.from_file(asked.spec)
     role = cluster.role(asked.role_type, asked.index)
@@ -103,7 +103,7 @@ def role_command(asked: _RoleOptions) -> None:
     if role.type == "evaluator":
         print(f"manyhands: {EVALUATOR}", file=sys.stderr)
         return
-    with standing(SpecificationPlace.of(cluster, role)):
+    with using_place(SpecificationPlace.of(cluster, role)):
         if word == "train":
             from manyhands.cli.main import app
 

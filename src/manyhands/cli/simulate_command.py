@@ -24,7 +24,7 @@ from manyhands.errors import UserError
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.foresight.simulate.network import NetworkModel
+    from manyhands.foresight.simulate.simulated_spec import NetworkModel
 
 __all__ = ["network_model", "parse_seconds", "simulate_app"]
 
@@ -71,7 +71,7 @@ def parse_seconds(option: str, text: str) -> float:
 
 def network_model(latency: str, bandwidth: str | None, jitter: str = "0s") -> NetworkModel:
     """The network that these options describe; UserError names the first that makes no sense."""
-    from manyhands.foresight.simulate.network import NetworkModel
+    from manyhands.foresight.simulate.simulated_spec import NetworkModel
     from manyhands.lab.compare.bandwidth import Rate
 
     return NetworkModel(

@@ -30,7 +30,6 @@ from manyhands.native.threads import with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_server import ControlEvent, Warned
-from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.links import (
     attach_group,
     no_group,
@@ -40,18 +39,18 @@ from manyhands.places.external.links import (
     share_links,
 )
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
-from manyhands.places.external.torch_store import RunStore
+from manyhands.places.external.run_store import RunStore, comes_true
 from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.failure import Failure, report
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore, meet
+from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.places.local.roster import Ended, Said
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import State
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.liveness import Alarm
+from manyhands.transport.liveness import Alarm, RendezvousStore
 
 __all__ = [
     "ORDERS",

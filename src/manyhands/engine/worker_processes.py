@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from manyhands.engine.external_workers import LeadingWorker, MemberWorker
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
     from manyhands.places.local.children import Role
-    from manyhands.places.local.rendezvous import RendezvousStore
     from manyhands.places.local.watchdog import Watched
+    from manyhands.transport.liveness import RendezvousStore
 
 __all__ = ["ProcessTraining", "Train", "WorkerJob"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.strategies.common.sharding.optimizers import is_elementwise, kept_by
 from manyhands.task import Task
 
-__all__ = ["Estimate", "Tell", "estimate"]
-
-Tell: TypeAlias = Callable[[str], None]
+__all__ = ["Estimate", "estimate"]
 
 _FEW = 4  # samples that are computed with real tensors, where shapes alone are not enough
 _DOES = {True: "tracing", False: "computing"}
@@ -46,24 +44,24 @@ class Estimate:
     model: nn.Module  # the task's, whose tensors may have no memory
 
 
-def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:
+def estimate(task: Task, report: Callable[[str], None] = lambda _: None) -> Estimate:
     """Estimate the memory that `task` needs; a UserError says why a task cannot be computed.
 
-    `tell` is called with the next stage: a model of hundreds of layers takes a while.
+    `report` is called with the next stage: a model of hundreds of layers takes a while.
     """
     try:
-        tell("starting torch's tracer")
-        return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), tell)
+        report("starting torch's tracer")
+        return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), report)
     except UserError:
         raise
     except Exception:  # any failure that shapes alone may cause: real tensors are tried next
-        return _estimate(task, None, tell)
+        return _estimate(task, None, report)
 
 
-def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
+def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], None]) -> Estimate:
     seed_all(0)
     with mode if mode is not None else nullcontext():
-        tell("building the model" + (", without its memory" if mode is not None else ""))
+        report("building the model" + (", without its memory" if mode is not None else ""))
         model = task.model()
         optimizer = optimizer_of(task, model)
         units = units_of(model)
@@ -75,7 +73,7 @@ def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
         most = min(task.batch_size, len(source)) if mode is not None else min(_FEW, len(source))
         few = max(1, most // 2)
         numbers = sum(one.numel() for one in model.parameters())
-        tell(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
+        report(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
         large, by_unit = _saved(task, model, units, _batch(source, most, mode))
         small = large if few == most else _saved(task, model, units, _batch(source, few, mode))[0]
     per_sample = (large - small) / (most - few) if most > few else large / most
@@ -110,8 +108,8 @@ def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:
 
 def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> tuple[int, dict[int, int]]:
     """The bytes that autograd keeps of one forward, all and by unit; parameters, buffers and the batch are not new."""
-    known = {_storage(one)._cdata for one in (*model.parameters(), *model.buffers())}
-    tree_map_only(Tensor, lambda one: known.add(_storage(one)._cdata), batch)
+    known = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    tree_map_only(Tensor, lambda one: known.add(one.untyped_storage()._cdata), batch)
     kept: list[Tensor] = []  # otherwise a freed storage's address could be reused by another
     inside: list[int] = []
     by_unit: dict[int, int] = {}
@@ -119,7 +117,7 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal total
-        storage = _storage(tensor)
+        storage = tensor.untyped_storage()
         if storage._cdata not in known:
             known.add(storage._cdata)
             kept.append(tensor)
@@ -128,12 +126,15 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
                 by_unit[inside[-1]] = by_unit.get(inside[-1], 0) + storage.nbytes()
         return tensor
 
+    def leave(*_: Any) -> None:  # a forward hook's result would replace the output
+        inside.pop()
+
     hooks = []
     for unit in units:
         if unit.module is not None:
-            enter = partial(_entering, inside, unit.number)
+            enter = partial(lambda number, *_: inside.append(number), unit.number)
             hooks.append(unit.module.register_forward_pre_hook(enter))
-            hooks.append(unit.module.register_forward_hook(lambda *_: _leaving(inside), always_call=True))
+            hooks.append(unit.module.register_forward_hook(leave, always_call=True))
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             task.loss(model, batch)
@@ -141,14 +142,6 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
         for hook in hooks:
             hook.remove()
     return total, by_unit
-
-
-def _entering(inside: list[int], number: int, *_: Any) -> None:
-    inside.append(number)
-
-
-def _leaving(inside: list[int]) -> None:
-    inside.pop()  # and return None: a forward hook's result would replace the output
 
 
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
@@ -166,15 +159,10 @@ def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
             optimizer.step()
         except DataDependentOutputException:  # it reads a value, after it has made its state
             pass
-    return _bytes_of(
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-    )
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return _bytes_of(value for value in kept if isinstance(value, Tensor))
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes, counting a shared storage once."""
-    return sum({_storage(one)._cdata: one.numel() * one.element_size() for one in tensors}.values())
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+    return sum({one.untyped_storage()._cdata: one.numel() * one.element_size() for one in tensors}.values())

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 from xml.sax.saxutils import escape
 
-from manyhands.engine.placement.tracing import Crossing, Graph, Node, TiedParameters, cut_of
+from manyhands.engine.placement.tracing import Graph, Node, cut_of
 from manyhands.errors import format_bytes
 from manyhands.observe.draw.axes import aligned
 
@@ -19,21 +19,30 @@ __all__ = ["graph_svg", "graph_text"]
 
 _HEAD: Final = ("module", "kind", "parameters", "output", "bytes", "place")
 _WIDTH, _LEFT, _BOX, _HIGH, _GAP = 900, 20, 460, 40, 34
-_TOP, _LINE, _LANE, _LANES = 64, 18, 16, 6  # tracks: how far to the right an arrow around other boxes goes
+_TOP, _LINE, _TRACK, _TRACKS = 64, 18, 16, 6  # tracks: how far to the right an arrow around other boxes goes
 _COLOURS: Final = 8
 _STYLE: Final = files("manyhands.foresight").joinpath("graph.css").read_text()
 
 
 def graph_text(graph: Graph, places: Sequence[str]) -> str:
     """Return a row for each module, then the traffic between places, as plain text."""
-    rows = [_HEAD, *(_row(node, place) for node, place in zip(graph.nodes, places, strict=True))]
-    cut = cut_of(graph, places)
+    rows = [_HEAD]
+    for node, place in zip(graph.nodes, places, strict=True):
+        size = format_bytes(node.output_bytes)
+        rows.append((node.name, node.kind, f"{node.parameters:,}", _shape(node.shape), size, place))
+    cut, names = cut_of(graph, places), [node.name for node in graph.nodes]
     lines = ["no edge is cut"]
     if cut:
         total = format_bytes(sum(one.num_bytes for one in cut))
         lines = [f"cut edges: {total} forward, and as much in gradients backward"]
-        lines += [f"  {_crossing(graph, one)}" for one in cut]
-    lines += [_sharing(graph, one, places) for one in graph.shared]
+    for one in cut:
+        to = ", ".join(names[target] for target in one.targets)
+        size = f"{format_bytes(one.num_bytes)}, {_shape(graph.nodes[one.source].shape)}"
+        lines.append(f"  {names[one.source]} → {to}: {size}, {one.from_place} → {one.to_place}")
+    for tied in graph.shared:
+        apart = ", in several places" if len({places[number] for number in tied.nodes}) > 1 else ""
+        sharing = ", ".join(names[number] for number in tied.nodes)
+        lines.append(f"shared parameters: {sharing}: {format_bytes(tied.num_bytes)}{apart}")
     return "\n".join([aligned(rows), *lines, ""])
 
 
@@ -58,33 +67,8 @@ def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
     return "\n".join([*body, "</svg>\n"])
 
 
-def _row(node: Node, place: str) -> tuple[str, ...]:
-    return (
-        node.name,
-        node.kind,
-        f"{node.parameters:,}",
-        _shape(node.shape),
-        format_bytes(node.output_bytes),
-        place,
-    )
-
-
 def _shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
-
-
-def _crossing(graph: Graph, one: Crossing) -> str:
-    to = ", ".join(graph.nodes[target].name for target in one.targets)
-    size = f"{format_bytes(one.num_bytes)}, {_shape(graph.nodes[one.source].shape)}"
-    return f"{graph.nodes[one.source].name} → {to}: {size}, {one.from_place} → {one.to_place}"
-
-
-def _sharing(graph: Graph, one: TiedParameters, places: Sequence[str]) -> str:
-    names = ", ".join(graph.nodes[number].name for number in one.nodes)
-    apart = len({places[number] for number in one.nodes}) > 1
-    return (
-        f"shared parameters: {names}: {format_bytes(one.num_bytes)}{', in several places' if apart else ''}"
-    )
 
 
 def _middle(number: int) -> int:
@@ -94,9 +78,8 @@ def _middle(number: int) -> int:
 def _legend(kinds: Sequence[str]) -> Iterator[str]:
     x = _LEFT
     for number, place in enumerate(kinds):
-        yield (
-            f'<rect class="box" x="{x}" y="36" width="14" height="14" rx="3" fill="var(--p{number % _COLOURS})"/>'
-        )
+        at, colour = f'x="{x}" y="36" width="14" height="14"', number % _COLOURS
+        yield f'<rect class="box" {at} rx="3" fill="var(--p{colour})"/>'
         yield f'<text class="faint" x="{x + 20}" y="47">{escape(place)}</text>'
         x += 40 + 8 * len(place)
 
@@ -113,29 +96,21 @@ def _box(node: Node, middle: int, colour: int) -> Iterator[str]:
 
 
 def _edges(graph: Graph, places: Sequence[str]) -> Iterator[str]:
-    sizes = {
-        (one.source, target): format_bytes(one.num_bytes)
-        for one in cut_of(graph, places)
-        for target in one.targets
-    }
+    cut = cut_of(graph, places)
+    sizes = {(one.source, target): format_bytes(one.num_bytes) for one in cut for target in one.targets}
     for edge in graph.edges:
         size = sizes.get((edge.source, edge.target))
-        style = (
-            'class="edge cut" marker-end="url(#cuttip)"' if size else 'class="edge" marker-end="url(#tip)"'
-        )
+        kind, tip = ("edge cut", "cuttip") if size else ("edge", "tip")
+        begin, end = _middle(edge.source), _middle(edge.target)
+        label_y = (begin + end) // 2 + 4
         if edge.target == edge.source + 1:
-            x, begin, end = (
-                _LEFT + _BOX // 2,
-                _middle(edge.source) + _HIGH // 2,
-                _middle(edge.target) - _HIGH // 2,
-            )
-            yield f'<path {style} d="M{x},{begin}V{end}"/>'
-            at = (x + 12, (begin + end) // 2 + 4)
+            x = _LEFT + _BOX // 2
+            path, label_x = f"M{x},{begin + _HIGH // 2}V{end - _HIGH // 2}", x + 12
         else:  # around the boxes between them
-            x, begin, end = _LEFT + _BOX, _middle(edge.source), _middle(edge.target)
-            lane = x + _LANE * (1 + (edge.target - edge.source - 2) % _LANES)
-            yield f'<path {style} d="M{x},{begin}H{lane}V{end}H{x}"/>'
-            at = (lane + 6, (begin + end) // 2 + 4)
+            x = _LEFT + _BOX
+            track = x + _TRACK * (1 + (edge.target - edge.source - 2) % _TRACKS)
+            path, label_x = f"M{x},{begin}H{track}V{end}H{x}", track + 6
+        yield f'<path class="{kind}" marker-end="url(#{tip})" d="{path}"/>'
         if size:
             crossing = f"{size} · {places[edge.source]} → {places[edge.target]}"
-            yield f'<text class="bytes" x="{at[0]}" y="{at[1]}">{escape(crossing)}</text>'
+            yield f'<text class="bytes" x="{label_x}" y="{label_y}">{escape(crossing)}</text>'

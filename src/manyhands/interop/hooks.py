@@ -37,10 +37,10 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
     """A hook that exchanges buckets in a codec, given as in `codec=topk:0.01+int8`; make one for each model.
 
     The first `start` steps go as they are: DistributedDataParallel lays its buckets out anew after the first one, and
-    what is owed belongs to a place in a bucket. With `feedback`, what a biased codec leaves out is kept. What the hook
-    keeps is `hook.memory()`, a dict of tensors, to be saved by every worker; `hook.remember(memory)` goes on with it,
-    and with the number of the step: so a warm-up and what is drawn at random go on, too. In a new process the first
-    `start` steps go as they are again, for the same reason; what is owed waits.
+    a residual belongs to a place in a bucket. With `feedback`, what a biased codec leaves out is kept as a residual.
+    What the hook keeps is `hook.memory()`, a dict of tensors, to be saved by every worker; `hook.remember(memory)`
+    continues with it, and with the number of the step: so a warm-up and what is drawn at random continue, too. In a new
+    process the first `start` steps go as they are again, for the same reason; residuals wait.
     """
     check_feedback(codec, feedback)
     made = codec_named(codec, feedback=feedback)

@@ -54,7 +54,7 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
     "single": StrategyEntry(
         "strategies.single.strategy:Single",
         "strategies.single.training:SingleTraining",
-        "strategies.single.kernel:SingleKernels",
+        "engine.kernel_threads:KernelThreads",
     ),
     "mirrored": StrategyEntry(
         "strategies.allreduce.strategy:Mirrored",

@@ -10,15 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.foresight.simulate.faults import (
-    Fault,
-    FaultRole,
-    Kill,
-    Pause,
-    SlowLink,
-    WorkerComes,
-    WorkerGoes,
-)
+from manyhands.foresight.simulate import faults
 from manyhands.foresight.simulate.models import Store
 from manyhands.foresight.simulate.simulated_processes import (
     Assignment,
@@ -33,25 +25,8 @@ from manyhands.foresight.simulate.simulated_processes import (
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.places.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.common.membership import (
-    Died,
-    Fail,
-    KillMember,
-    MemberJoined,
-    MemberSilent,
-    StartWorker,
-)
-from manyhands.strategies.ps.member_events import (
-    Assign,
-    Left,
-    Over,
-    PsAction,
-    PsEvent,
-    Publish,
-    Recovered,
-    ShardLost,
-    StartServer,
-)
+from manyhands.strategies.common import membership
+from manyhands.strategies.ps import member_events as events
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import LAUNCHER, Installed, View
@@ -61,7 +36,6 @@ __all__ = ["new_server", "simulate"]
 
 
 def new_server(member: int, spec: SimulationSpec) -> ServerCore:
-    """Return the core of a server process, as in a live run."""
     slots = tuple(range(spec.workers))
     config = ShardConfig(shard=0, num_shards=spec.shards, policy=spec.policy, steps=spec.steps, slots=slots)
     return ServerCore(config, member)
@@ -91,26 +65,20 @@ class _Launcher:
         observer: Observer,
     ) -> None:
         self._spec, self._make_server, self._observer = spec, make_server, observer
-        plan = MembershipPlan(
-            num_shards=spec.shards,
-            num_workers=spec.workers,
-            replicas=spec.replicas,
-            can_restore=spec.can_restore,
-        )
-        self._membership = PsMembership(plan)
+        sizes = {"num_shards": spec.shards, "num_workers": spec.workers, "replicas": spec.replicas}
+        self._membership = PsMembership(MembershipPlan(**sizes, can_restore=spec.can_restore))
         self._world = SimulatedWorld(spec, observer, self._membership, self._handle)
         self._agenda, self._processes = self._world.agenda, self._world.processes
         self._view: View | None = None
         self._servers: list[ServerProcess] = []  # including dead ones, whose logs are kept
         self._wounds: set[str] = set()
-        self._deferred: deque[Fault] = deque()
+        self._deferred: deque[faults.Fault] = deque()
         self._copies: set[tuple[int, int, int]] = set()  # shard, epoch and server of every reported copy
         self._left: set[int] = set()  # shards whose final copy has been left
         self._over_s: float | None = None  # when the run was first over
         self._began_s = 0.0
 
     def run(self) -> SimulatedRun:
-        """Run everything, from the first process to the last."""
         self._obey(self._membership.begin())
         while len(self._left) < self._spec.shards:
             if not self._agenda.next() or self._agenda.now_s > self._spec.timing.limit_s:
@@ -148,8 +116,8 @@ class _Launcher:
 
     # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _handle(self, event: PsEvent) -> None:
-        if isinstance(event, Left):
+    def _handle(self, event: events.PsEvent) -> None:
+        if isinstance(event, events.Left):
             if event.member not in self._processes:
                 return  # a report of a removed member does not count
             self._left.update(event.shards)
@@ -162,47 +130,47 @@ class _Launcher:
                 self._observer.happens(SimulatedHappening(self._agenda.now_s, "first copies", event.member))
             self._heal(first)
 
-    def _obey(self, actions: list[PsAction]) -> None:
+    def _obey(self, actions: list[events.PsAction]) -> None:
         world = self._world
         for action in actions:
             match action:
-                case StartServer(member=member):
+                case events.StartServer(member=member):
                     server = ServerProcess(self._make_server(member, self._spec), world)
                     self._servers.append(server)
                     self._start(server)
-                case StartWorker(member=member):
+                case membership.StartWorker(member=member):
                     self._start(WorkerProcess(member, world))
-                case Publish(view=view):
+                case events.Publish(view=view):
                     if self._view is None:
                         self._begin()
                     self._view = view
                     for member, process in self._processes.items():
                         if process.joined and process.alive:
                             world.instruct(member, SimulatedMessage(LAUNCHER, view))
-                case Assign(member=member, as_member=as_member, slot=slot):
+                case events.Assign(member=member, as_member=as_member, slot=slot):
                     process = self._processes[as_member] = self._processes.pop(member)
                     process.known_as = as_member
                     world.waiting_since_s[as_member] = self._agenda.now_s
                     world.instruct(as_member, Assignment(as_member, slot))
-                case KillMember(member=member):
+                case membership.KillMember(member=member):
                     self._kill(self._processes[member])
-                case ShardLost(shard=shard, member=member):
+                case events.ShardLost(shard=shard, member=member):
                     world.note(f"shard {shard} restored", member)
                     self._observer.restores(shard)
                     world.instruct(member, Restore(shard, world.snapshots[shard]))
-                case Recovered(what=what, member=member):
+                case events.Recovered(what=what, member=member):
                     world.note(f"recovered {what}", member)
                     self._heal(what)
-                case Fail(sentence=sentence):
+                case membership.Fail(sentence=sentence):
                     raise ManyhandsError(sentence)
-                case Over(shards=shards):
+                case events.Over(shards=shards):
                     self._end(shards)
 
     def _start(self, process: Process) -> None:
         def join() -> None:
             if process.alive:
                 process.joined = True
-                self._handle(MemberJoined(member=process.known_as))
+                self._handle(membership.MemberJoined(member=process.known_as))
 
         self._processes[process.member] = process
         self._observer.starts(process.member, process.role)
@@ -241,16 +209,16 @@ class _Launcher:
 
     # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _strike(self, fault: Fault) -> None:
-        if self._spec.one_at_a_time and self._wounds and isinstance(fault, Kill | Pause):
+    def _strike(self, fault: faults.Fault) -> None:
+        if self._spec.one_at_a_time and self._wounds and isinstance(fault, faults.Kill | faults.Pause):
             self._deferred.append(fault)
             return
         match fault:
-            case WorkerComes():
+            case faults.WorkerComes():
                 self._world.note("one more worker", LAUNCHER)
                 self._handle(AddWorker())
                 return
-            case WorkerGoes(pick=pick):
+            case faults.WorkerGoes(pick=pick):
                 slots = [place.slot for place in self._membership.view.slots]
                 slot = slots[pick % len(slots)]
                 try:
@@ -265,22 +233,22 @@ class _Launcher:
             return
         process = self._processes[sorted(present)[fault.pick % len(present)]]
         match fault:
-            case Kill():
+            case faults.Kill():
                 self._kill(process)
-            case Pause(seconds=seconds):
+            case faults.Pause(seconds=seconds):
                 self._pause(process, seconds)
-            case SlowLink(seconds=seconds, factor=factor):
+            case faults.SlowLink(seconds=seconds, factor=factor):
                 self._world.network.slow_down(process.known_as, self._agenda.now_s + seconds, factor)
 
     def _kill(self, process: Process) -> None:
         def bury() -> None:
             del self._processes[process.known_as]
-            self._handle(Died(member=process.known_as))
+            self._handle(membership.Died(member=process.known_as))
 
         self._world.note(f"{process.role.value} killed", process.known_as)
         process.alive = False
         self._world.died_s[process.member] = self._agenda.now_s
-        if process.role is FaultRole.SERVER:
+        if process.role is faults.FaultRole.SERVER:
             self._wounds.add("every shard")
         held = (p.slot for p in self._membership.view.slots if p.member == process.known_as)
         self._wounds.update(f"slot {slot}" for slot in held)
@@ -289,7 +257,7 @@ class _Launcher:
     def _pause(self, process: Process, seconds: float) -> None:
         def notice() -> None:
             if process.alive:
-                self._handle(MemberSilent(member=process.known_as))
+                self._handle(membership.MemberSilent(member=process.known_as))
 
         def resume() -> None:
             process.paused = False
@@ -301,7 +269,7 @@ class _Launcher:
         self._world.note(f"{process.role.value} paused for {seconds:.3g} s", process.known_as)
         process.paused = True
         wound = f"pause at {self._agenda.now_s}"
-        if process.role is FaultRole.SERVER:
+        if process.role is faults.FaultRole.SERVER:
             self._wounds.add(wound)
         if seconds >= self._spec.timing.silent_after_s:
             self._agenda.after(self._spec.timing.silent_after_s, notice)

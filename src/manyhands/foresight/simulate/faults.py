@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
 
 from manyhands.errors import UserError
 
 __all__ = [
-    "Fault",
-    "FaultRole",
-    "Kill",
-    "Pause",
-    "SlowLink",
-    "WorkerComes",
-    "WorkerGoes",
-    "draw_faults",
-    "draw_storm",
+    *("Fault", "FaultRole", "Kill", "Pause", "SlowLink", "WorkerComes", "WorkerGoes"),
+    *("draw_faults", "draw_storm"),
 ]
 
 
@@ -98,18 +92,12 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
         kind, role, pick = draw.choice(kinds), draw.choice(list(FaultRole)), draw.randrange(2**16)
         seconds = draw.choice([0.02, 0.2, 1.0]) * until_s * draw.random()
         factor = draw.choice([3.0, 30.0, 300.0]) if kind is SlowLink else 1.0
-        faults.append(_made(kind, at_s, role, pick, seconds, factor))
+        faults.append(_made(kind, at_s=at_s, role=role, pick=pick, seconds=seconds, factor=factor))
     return tuple(faults)
 
 
-def _made(kind: type[Fault], at_s: float, role: FaultRole, pick: int, seconds: float, factor: float) -> Fault:
-    if kind is Kill:
-        return Kill(at_s=at_s, role=role, pick=pick)
-    if kind is Pause:
-        return Pause(at_s=at_s, seconds=seconds, role=role, pick=pick)
-    if kind is SlowLink:
-        return SlowLink(at_s=at_s, seconds=seconds, factor=factor, role=role, pick=pick)
-    return WorkerComes(at_s=at_s) if kind is WorkerComes else WorkerGoes(at_s=at_s, pick=pick)
+def _made(kind: type[Fault], **drawn: Any) -> Fault:
+    return kind(**{one.name: drawn[one.name] for one in fields(kind)})
 
 
 def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault, ...]:
@@ -126,13 +114,13 @@ def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault
     faults: list[Fault] = []
     at_s = 0.0
     for _ in range(draw.randint(1, 14)):
-        in_a_burst = faults and draw.random() < 0.4
-        at_s = (
-            at_s + draw.choice([0.002, 0.02, 0.2]) * draw.random() if in_a_burst else draw.uniform(0, until_s)
-        )
+        if faults and draw.random() < 0.4:  # in a burst
+            at_s += draw.choice([0.002, 0.02, 0.2]) * draw.random()
+        else:
+            at_s = draw.uniform(0, until_s)
         kind = draw.choices(kinds, weights)[0]
         role, pick = draw.choice(list(FaultRole)), draw.randrange(2**16)
         seconds = until_s * 10 ** draw.uniform(-2.5, 0.3)
         factor = 300 ** draw.random() if kind is SlowLink else 1.0
-        faults.append(_made(kind, at_s, role, pick, seconds, factor))
+        faults.append(_made(kind, at_s=at_s, role=role, pick=pick, seconds=seconds, factor=factor))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -12,14 +12,13 @@ nothing where it hides behind backward. Slices go by the rule of a live run (`Se
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
 from manyhands.strategies.allreduce.priority.sender import SendOrder
 
-__all__ = ["ORDERS", "Burst", "LayeredStep", "gain_bound", "push_at_once", "step_seconds"]
+__all__ = ["ORDERS", "LayeredStep", "gain_bound", "step_seconds"]
 
 
 ORDERS = ("after", "overlapped", "priority")
@@ -110,29 +109,3 @@ def _exchanged(step: LayeredStep, order: str, made: Sequence[float], end: float)
             sent += 1
     assert sent == len(slices), "every slice is sent once"
     return arrived if order == "priority" else [max(arrived, default=0.0)] * len(arrived)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Burst:
-    """The result of one push of every worker to every shard."""
-
-    messages: int  # the time until the last has come in, in messages' times
-    longest_queue: int  # the most messages that a server had to take in at one moment
-
-
-def push_at_once(workers: int, shards: int, order: Callable[[int, int], Sequence[int]]) -> Burst:
-    """Simulate that each of `workers` sends one message to each of `shards`, in `order(worker, shards)`, at once."""
-    # A message is at the server's link when it begins to leave: both are busy with it at once.
-    comes = sorted(
-        (turn, worker, shard) for worker in range(workers) for turn, shard in enumerate(order(worker, shards))
-    )
-    ends: dict[int, list[int]] = {shard: [] for shard in range(shards)}
-    longest = last = 0
-    for turn, _, shard in comes:
-        queue = ends[shard]
-        while queue and queue[0] <= turn:
-            heapq.heappop(queue)
-        end = max([turn, *queue]) + 1
-        heapq.heappush(queue, end)
-        longest, last = max(longest, len(queue)), max(last, end)
-    return Burst(messages=last, longest_queue=longest)

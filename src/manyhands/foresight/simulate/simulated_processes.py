@@ -7,20 +7,21 @@ process was busy with an item; what it sends meanwhile leaves when that work is 
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 import random
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from manyhands.errors import ManyhandsError
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Gradient, Store
-from manyhands.foresight.simulate.network import Agenda, Network
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, WorkerTimes
-from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.foresight.simulate.simulated_spec import NetworkModel, SimulationSpec
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.strategies.ps.log_rows import Row
@@ -65,8 +66,7 @@ class SimulatedMessage(NamedTuple):
     sent_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One complete shard: the payload of an Install and the content of a snapshot."""
 
     store: Any
@@ -75,46 +75,40 @@ class Copy:
     core: str  # the core's own state, as JSON text
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(NamedTuple):
     """The launcher tells a server to continue from this snapshot."""
 
     shard: int
     copy: Copy
 
 
-@dataclass(frozen=True, slots=True)
-class ShardsToLeave:
+class ShardsToLeave(NamedTuple):
     """The launcher tells a server that training is over: leave those of these shards that it serves."""
 
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """The launcher assigns a worker its identity and slot."""
 
     member: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeDone:
+class ComputeDone(NamedTuple):
     """A worker's computation has ended; ignored if the worker was reassigned since."""
 
     member: int
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
-class FlushDone:
+class FlushDone(NamedTuple):
     """What a worker sent has arrived, and can no longer be lost with it."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
+class Retry(NamedTuple):
     """A delay has passed: ask this shard again."""
 
     member: int
@@ -122,6 +116,75 @@ class Retry:
 
 
 Item = SimulatedMessage | Restore | ShardsToLeave | Assignment | ComputeDone | FlushDone | Retry
+
+
+class Network:
+    """The state of all links at a moment of virtual time."""
+
+    def __init__(self, model: NetworkModel, seed: int) -> None:
+        self._model = model
+        self._draw = random.Random(f"network {seed}")
+        self._leaves_s: dict[int, float] = {}
+        self._enters_s: dict[int, float] = {}
+        self._last_s: dict[tuple[int, int], float] = {}
+        self._slow: dict[int, tuple[float, float]] = {}
+
+    def slow_down(self, member: int, until_s: float, factor: float) -> None:
+        """Multiply the duration of everything to and from `member` by `factor`."""
+        self._slow[member] = (until_s, factor)
+
+    def arrival_s(self, source: int, to: int, num_bytes: int, now_s: float) -> float:
+        model = self._model
+        travel_s = model.latency_s
+        if model.jitter_s:
+            travel_s += model.jitter_s * self._draw.random()
+        if self._slow:
+            travel_s *= max(self._slowness(source, now_s), self._slowness(to, now_s))
+        at_s = now_s + travel_s
+        if num_bytes and model.bandwidth_bytes_per_s < math.inf:
+            wire_s = num_bytes / model.bandwidth_bytes_per_s
+            self._leaves_s[source] = left_s = max(now_s, self._leaves_s.get(source, 0.0)) + wire_s
+            at_s = max(left_s + travel_s, self._enters_s.get(to, 0.0) + wire_s)
+            self._enters_s[to] = at_s
+        pair = (source, to)
+        last_s = self._last_s.get(pair, 0.0)
+        self._last_s[pair] = at_s = at_s if at_s > last_s else last_s
+        return at_s
+
+    def _slowness(self, member: int, now_s: float) -> float:
+        until_s, factor = self._slow.get(member, (0.0, 1.0))
+        return factor if now_s < until_s else 1.0
+
+
+class Agenda:
+    """A virtual clock with scheduled calls; nothing sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_done = 0
+        self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...], bool]] = []
+        self._number = 0
+        self._num_in_earnest = 0
+
+    def at(self, at_s: float, what: Callable[..., None], *arguments: Any, idly: bool = False) -> None:
+        """Schedule `what(*arguments)`; an `idly` scheduled call runs only while other calls are scheduled."""
+        self._number += 1
+        self._num_in_earnest += not idly
+        at_s = at_s if at_s > self.now_s else self.now_s
+        heapq.heappush(self._planned, (at_s, self._number, what, arguments, idly))
+
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any, idly: bool = False) -> None:
+        self.at(self.now_s + seconds, what, *arguments, idly=idly)
+
+    def next(self) -> bool:
+        """Advance to the next scheduled call and run it; False if there is none."""
+        if not self._num_in_earnest:
+            return False
+        self.now_s, _, what, arguments, idly = heapq.heappop(self._planned)
+        self._num_in_earnest -= not idly
+        self.num_done += 1
+        what(*arguments)
+        return True
 
 
 class SimulatedWorld:
@@ -169,9 +232,8 @@ class SimulatedWorld:
 
     def instruct(self, member: int, item: Item) -> None:
         """Send what the launcher has to say to a member."""
-        self.agenda.at(
-            self.network.arrival_s(LAUNCHER, member, 0, self.agenda.now_s), self._arrive, member, item
-        )
+        at_s = self.network.arrival_s(LAUNCHER, member, 0, self.agenda.now_s)
+        self.agenda.at(at_s, self._arrive, member, item)
 
     def note(self, what: str, member: int) -> None:
         slots = (place.slot for place in self._membership.view.slots if place.member == member)
@@ -204,12 +266,9 @@ class Process(ABC):
     """The common part of servers and workers."""
 
     def __init__(self, member: int, role: FaultRole, world: SimulatedWorld) -> None:
-        self.member = member
+        self.member, self.role = member, role
         self.known_as = member  # to the launcher; a worker that gets another number learns of it later
-        self.role = role
-        self.joined = False
-        self.alive = True
-        self.paused = False
+        self.joined, self.alive, self.paused = False, True, False
         self.inbox: deque[Item] = deque()
         self._busy = False  # it is busy, or a look at its inbox is scheduled
         self._world, self._spec = world, world.spec
@@ -223,17 +282,14 @@ class Process(ABC):
             self.inbox.append(item)
             self.look()
 
-    def look(self) -> None:
-        """Empty the inbox, as far as that takes no time."""
+    def look(self, *, done: bool = False) -> None:
+        """Empty the inbox, as far as that takes no time; `done` with what took some."""
+        self._busy = self._busy and not done
         while self.inbox and self.alive and not self.paused and not self._busy:
             seconds = self.take(self.inbox.popleft())
             if seconds:
                 self._busy = True
-                self._world.agenda.after(seconds, self._done)
-
-    def _done(self) -> None:
-        self._busy = False
-        self.look()
+                self._world.agenda.after(seconds, partial(self.look, done=True))
 
 
 class ServerProcess(Process):
@@ -264,10 +320,8 @@ class ServerProcess(Process):
                 self.core.restore(shard, json.loads(copy.core))
                 return 0.0
             case ShardsToLeave(shards=shards):
-                seconds = self._spec.timing.leave_s
-                self._world.agenda.after(
-                    seconds, self._leave, tuple(sorted(self._serving.intersection(shards)))
-                )
+                seconds, own = self._spec.timing.leave_s, tuple(sorted(self._serving.intersection(shards)))
+                self._world.agenda.after(seconds, self._leave, own)
                 return seconds
             case _:
                 raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
@@ -313,11 +367,9 @@ class ServerProcess(Process):
             self._serving.discard(shard)
         elif shard not in self._serving:
             self._serving.add(shard)
-            world = self._world
-            world.serving[shard] = self
-            world.observer.serves(
-                shard, self.member, self.stores[shard], self.held[shard], world.agenda.now_s
-            )
+            self._world.serving[shard] = self
+            store, held, now_s = self.stores[shard], self.held[shard], self._world.agenda.now_s
+            self._world.observer.serves(shard, self.member, store, held, now_s)
 
     def _leave(self, shards: tuple[int, ...]) -> None:
         if self.alive:
@@ -335,7 +387,6 @@ class ServerProcess(Process):
         return {shard: self.copy(shard) for shard in shards}
 
     def copy(self, shard: int) -> Copy:
-        """Return the current state of the shard."""
         replica = self.core.replicas[shard]
         waiting = replica.core.steps.waiting
         held = {name: gradient for name, gradient in self.held[shard].items() if name in waiting}
@@ -375,13 +426,9 @@ class WorkerProcess(Process):
     def take(self, item: Item) -> float:
         """Let the core decide, then execute its actions in order."""
         if isinstance(item, Assignment):
-            self.member, self.slot = item.member, item.slot
-            self.core = ClientCore(
-                slot=item.slot,
-                member=item.member,
-                num_shards=self._spec.shards,
-                confirms=self._spec.policy.lockstep and self._spec.shards > 1,
-            )
+            (self.member, self.slot), shards = item, self._spec.shards
+            confirms = self._spec.policy.lockstep and shards > 1
+            self.core = ClientCore(slot=self.slot, member=self.member, num_shards=shards, confirms=confirms)
             return 0.0
         core = self.core
         if core is None:

@@ -87,7 +87,7 @@ class RunBook(Observer):
         self._take_rows, self._take_computed, self._evaluate_every = take_rows, take_computed, evaluate_every
         self._workers, self._servers, self._shards = workers, servers, model.layout.shards
         self._roles: dict[int, int] = {}  # roles of servers, by member
-        self._asked_s: dict[tuple[int, int], float] = {}  # by slot and shard: when its Read came
+        self._reads_s: dict[tuple[int, int], float] = {}  # by slot and shard: when its Read came
         self._losses = LossBook()
         self._began_s: float | None = None
         self._pushed: dict[int, int] = {}  # by slot: bytes pushed since it computed
@@ -123,9 +123,8 @@ class RunBook(Observer):
         if found is not None:
             metrics, samples = found
             self._events.at(slot, EventKind.EVALUATE, now_s, now_s, step=work.batch - 1, count=samples)
-            row = self._losses.add_evaluation(
-                Evaluated(step=work.batch, metrics=metrics), self.training_s(now_s)
-            )
+            evaluated = Evaluated(step=work.batch, metrics=metrics)
+            row = self._losses.add_evaluation(evaluated, self.training_s(now_s))
             self._take_rows([row] if row is not None else [])
 
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
@@ -162,18 +161,10 @@ class RunBook(Observer):
             self._record_message(EventKind.SEND, message.slot, self._roles[to], message, now_s)
         elif isinstance(message, Parameters):
             role = self._roles[source]
-            asked_s = self._asked_s.pop((message.slot, message.shard), now_s)
+            came_s = self._reads_s.pop((message.slot, message.shard), now_s)
             if message.waited_for != NOBODY:
-                self._events.at(
-                    role,
-                    EventKind.HOLD,
-                    asked_s,
-                    now_s,
-                    step=message.work.batch,
-                    peer=message.slot,
-                    count=message.shard,
-                    value=message.waited_for,
-                )
+                fields = {"step": message.work.batch, "peer": message.slot, "count": message.shard}
+                self._events.at(role, EventKind.HOLD, came_s, now_s, value=message.waited_for, **fields)
             self._record_message(EventKind.SEND, role, message.slot, message, now_s)
         elif isinstance(message, Read):
             self.sent += Traffic(messages_sent=1)
@@ -181,7 +172,7 @@ class RunBook(Observer):
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
         del num_bytes
         if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
-            self._asked_s[message.slot, message.shard] = now_s
+            self._reads_s[message.slot, message.shard] = now_s
         if isinstance(message, Push):
             self._record_message(EventKind.RECEIVE, self._roles[to], message.slot, message, now_s)
         elif isinstance(message, Parameters):
@@ -190,18 +181,10 @@ class RunBook(Observer):
     def _record_message(
         self, kind: EventKind, role: int, peer: int, message: Push | Parameters, now_s: float
     ) -> None:
-        self._events.at(
-            role,
-            kind,
-            now_s,
-            now_s,
-            step=message.batch if isinstance(message, Push) else message.work.batch,
-            peer=peer,
-            num_bytes=self._model.layout.range_bytes(message.shard),
-            count=1,
-            message=message_number(message, self._shards),
-            wire=self._wire,
-        )
+        step = message.batch if isinstance(message, Push) else message.work.batch
+        number, size = message_number(message, self._shards), self._model.layout.range_bytes(message.shard)
+        fields = {"num_bytes": size, "count": 1, "message": number, "wire": self._wire}
+        self._events.at(role, kind, now_s, now_s, step=step, peer=peer, **fields)
 
     def _computed_row(self, process: int, push: Push) -> ComputedRow:
         made = self._model.made[push.slot]
@@ -223,17 +206,10 @@ class RunBook(Observer):
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
         """Record every update of the step as applied; the last has the step's duration."""
         for number, update in enumerate(row.updates, 1):
-            is_last = number == len(row.updates)
-            self._events.at(
-                self._roles[server],
-                EventKind.APPLY,
-                began_s,
-                began_s + took_s if is_last else began_s,
-                step=update.batch,
-                peer=update.slot,
-                count=row.shard,
-                value=update.staleness,
-            )
+            end_s = began_s + took_s if number == len(row.updates) else began_s
+            fields = {"step": update.batch, "peer": update.slot, "count": row.shard}
+            role, stale = self._roles[server], update.staleness
+            self._events.at(role, EventKind.APPLY, began_s, end_s, value=stale, **fields)
 
     def ends(self, at_s: float) -> None:
         self._events.everybody(EventKind.LEAVE, at_s, at_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -13,17 +13,34 @@ from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.faults import Fault
 from manyhands.foresight.simulate.models import Ledger, Model
-from manyhands.foresight.simulate.network import NetworkModel
 from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps.ps_messages import Work
 from manyhands.transport.liveness import SILENT_AFTER_S
 
-__all__ = ["ComputeModel", "SimulatedConditions", "SimulationSpec", "Timing"]
+__all__ = ["ComputeModel", "NetworkModel", "SimulatedConditions", "SimulationSpec", "Timing"]
 
 
 def _positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise UserError(f"{name}={value}: must be positive and finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkModel:
+    """The wires: all alike. `jitter_s` is the most that is added to a latency; what one member sends another keeps
+    its order all the same.
+    """
+
+    latency_s: float = 1e-4
+    jitter_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency_s", self.latency_s), ("jitter_s", self.jitter_s)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name}={value}: must be finite and not negative")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise UserError(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}: must be positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +95,9 @@ class Timing:
     def __post_init__(self) -> None:
         if not 0 <= self.apply_s < math.inf:
             raise UserError(f"apply_s={self.apply_s}: must be finite and not negative")
-        for name in (
-            "start_s",
-            "death_noticed_s",
-            "silent_after_s",
-            "leave_s",
-            "retry_s",
-            "snapshot_every_s",
-            "limit_s",
-        ):
-            _positive(name, getattr(self, name))
+        for one in fields(self):
+            if one.name != "apply_s":
+                _positive(one.name, getattr(self, one.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +144,7 @@ class SimulationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedConditions:
-    """What a simulated run of a task is told of its machines, which there are none of."""
+    """The machines of a simulated run of a task."""
 
     step_s: float | None = None
     """Seconds in which one worker computes a whole global batch; None: as long as one takes here, measured."""
@@ -148,25 +158,15 @@ class SimulatedConditions:
         self.compute(self.step_s or 1.0)
         if self.step_s == 0:
             raise UserError("step_s=0.0: must be positive and finite")
-        self.timing()
+        Timing(apply_s=self.apply_s)
 
     def compute(self, measured_s: float) -> ComputeModel:
         """Return the compute model, where a whole batch takes `measured_s` unless set otherwise."""
         step_s = measured_s if self.step_s is None else self.step_s
         return ComputeModel(step_s=step_s, slow=self.slow, spread=self.spread)
 
-    def timing(self) -> Timing:
-        return Timing(apply_s=self.apply_s)
-
-    def require_workers(self, workers: int) -> None:
-        """Raise UserError where a slowed worker does not exist."""
-        for slow in self.slow:
-            if slow.worker >= workers:
-                raise UserError(f"slow: there is no worker {slow.worker} among {workers}; they count from 0")
-
     def to_dict(self) -> dict[str, Any]:
-        network = self.network
-        rate = network.bandwidth_bytes_per_s
+        network, rate = self.network, self.network.bandwidth_bytes_per_s
         return {
             "step_s": self.step_s,
             "slow": [{name: getattr(one, name) for name in one.__slots__} for one in self.slow],

@@ -7,7 +7,6 @@ starting take as long as the conditions say. There is one process, and no worker
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -32,7 +31,7 @@ from manyhands.errors import UserError
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_recording import EventBook, RunBook
 from manyhands.foresight.simulate.simulated_run import SimulatedRun
-from manyhands.foresight.simulate.simulated_spec import SimulatedConditions, SimulationSpec
+from manyhands.foresight.simulate.simulated_spec import SimulatedConditions, SimulationSpec, Timing
 from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
 from manyhands.native.threads import with_threads
 from manyhands.observe.record.event_ring import EventRing
@@ -102,15 +101,28 @@ class SimulatedTraining(Training):
             parts = ReplayStage(request.plan.task, record, self._strategy)
             model = SimulatedTask(stack.enter_context(parts))
             step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
-            files = stack.enter_context(
-                _Files(stage.run_path, replace(record, layout=layout_digest(parts.layout)))
-            )
-            rings = self._rings(stack)
+            record = replace(record, layout=layout_digest(parts.layout))
+            files = stack.enter_context(_Files(stage.run_path, record))
+            workers, servers = request.workers, self._strategy.num_server_processes
+            names = [f"worker-{n}" for n in range(workers)] + [f"server-{n}" for n in range(servers)]
+            rings = {
+                name: stack.enter_context(EventRing.create(role=role, capacity=_RING_EVENTS))
+                for role, name in enumerate(names)
+            }
             events = EventBook(list(rings.values()), time.monotonic_ns())
             clock = partial(getattr, events, "newest_ns")
             collector = stack.enter_context(stage.collector(rings, request.workers, clock))
             events.flush = collector.flush
-            book = self._book(model, stage, files, events)
+            book = RunBook(
+                model,
+                events,
+                take_rows=stage.take_rows,
+                take_computed=files.computed,
+                evaluate_every=request.plan.evaluate_every,
+                workers=workers,
+                servers=servers,
+                wire=wire_of(Wire.TCP, "raw"),
+            )
             shards = [{"shard": n, "bytes": model.layout.range_bytes(n)} for n in range(model.layout.shards)]
             stage.take_event({"event": "layout", "shards": shards})
             sentence = f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms"
@@ -138,29 +150,9 @@ class SimulatedTraining(Training):
             seed=request.plan.seed,
             compute=conditions.compute(step_s),
             network=conditions.network,
-            timing=conditions.timing(),
+            timing=Timing(apply_s=conditions.apply_s),
             gradient_bytes=model.layout.num_bytes,
             model=model,
-        )
-
-    def _rings(self, stack: ExitStack) -> dict[str, EventRing]:
-        workers, servers = self._request.workers, self._strategy.num_server_processes
-        names = [f"worker-{n}" for n in range(workers)] + [f"server-{n}" for n in range(servers)]
-        return {
-            name: stack.enter_context(EventRing.create(role=role, capacity=_RING_EVENTS))
-            for role, name in enumerate(names)
-        }
-
-    def _book(self, model: SimulatedTask, stage: Stage, files: _Files, events: EventBook) -> RunBook:
-        return RunBook(
-            model,
-            events,
-            take_rows=stage.take_rows,
-            take_computed=files.computed,
-            evaluate_every=self._request.plan.evaluate_every,
-            workers=self._request.workers,
-            servers=self._strategy.num_server_processes,
-            wire=wire_of(Wire.TCP, "raw"),
         )
 
     def _record(self) -> RunRecord:
@@ -213,16 +205,8 @@ class SimulatedTraining(Training):
         outcome = LaunchOutcome(recorded=kept)
         for shard, store in enumerate(run.stores):
             assert isinstance(store, TaskStore), "of a SimulatedTask"
-            stale: Counter[int] = run.staleness(shard)
-            outcome.shards.append(
-                {
-                    "shard": shard,
-                    "staleness": sorted(stale.items()),
-                    "nbytes": store.store.nbytes,
-                    "sha256": store.digest,
-                    "version": store.version,
-                }
-            )
+            sums = {"nbytes": store.store.nbytes, "sha256": store.digest, "version": store.version}
+            outcome.shards.append({"shard": shard, "staleness": sorted(run.staleness(shard).items()), **sums})
         return outcome
 
 
@@ -283,9 +267,10 @@ def fit_simulated(
     options = replace(options or Options(), allow_overload=True)  # no worker takes room
     if options.slow is not None:
         raise UserError("options.slow slows live workers; give conditions=SimulatedConditions(slow=…)")
-    asked = Request.make(task, chosen, workers, length or Length(), seed, options, check_device("cpu"))
-    conditions.require_workers(workers)
-    request = SimulatedRequest(
-        conditions=conditions, **{one.name: getattr(asked, one.name) for one in fields(asked)}
-    )
+    made = Request.make(task, chosen, workers, length or Length(), seed, options, check_device("cpu"))
+    for slow in conditions.slow:
+        if slow.worker >= workers:
+            raise UserError(f"slow: there is no worker {slow.worker} among {workers}; they count from 0")
+    given = {one.name: getattr(made, one.name) for one in fields(made)}
+    request = SimulatedRequest(conditions=conditions, **given)
     return run_session(request, out, False, train=SimulatedTraining)

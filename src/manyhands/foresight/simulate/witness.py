@@ -1,8 +1,7 @@
 """Independent checker of simulated runs: what workers read and servers held, against the consistency's guarantees.
 
 It looks at the stores of a symbolic model (`Ledger`) and at what servers acknowledge, and never asks a core or a
-policy. So a bug
-in a core, or in the auditor that reads its log, is not repeated here.
+policy. So a bug in a core, or in the auditor that reads its log, is not repeated here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen, Store
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.strategies.ps.actions import Ack, Outcome
@@ -52,27 +50,20 @@ class Witness(Observer):
         self._promise = promise
         self._readings: list[_Reading] = []
         self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that was restored from a snapshot
+        self.at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that was restored from a snapshot
         self._reached: dict[int, int] = {}  # by slot: the clock after the last update that any shard answered
         self._life: dict[int, set[LedgerStore]] = defaultdict(set)
         """By shard: the stores that were read since it last went back to a snapshot."""
         self._at_end: dict[int, tuple[int, set[tuple[int, int]]]] = {}
         """By shard, when all was over: how many steps it had taken, and what was in none."""
         self._lost_at_takeover: list[str] = []
-        self._happenings: list[SimulatedHappening] = []
-
-    @property
-    def lost_replicas(self) -> bool:
-        """Whether any shard was restored from a snapshot."""
-        return bool(self._at_risk)
+        self.happenings: list[SimulatedHappening] = []  # victims of faults, and when they were recovered
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        """Record what the worker had read."""
         del now_s
         self._readings.append(_Reading(slot, work, tuple(read)))
 
     def acknowledges(self, ack: Ack) -> None:
-        """Record which updates were acknowledged as safe."""
         self._reached[ack.slot] = max(self._reached.get(ack.slot, 0), ack.clock + 1)
         # An applied update counts; an accepted one may be late, except at the lead.
         is_sure = ack.shard == LEAD or not self._promise.late
@@ -83,7 +74,6 @@ class Witness(Observer):
     def serves(
         self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
     ) -> None:
-        """Check that a new primary has everything that was acknowledged."""
         assert isinstance(store, LedgerStore)
         self._life[shard].add(store)
         self._lost_at_takeover += [
@@ -96,44 +86,14 @@ class Witness(Observer):
         """Record a restore: acknowledged updates may be lost, but the log must say so."""
         self._life.pop(shard, None)
         self._at_end.pop(shard, None)
-        self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
+        self.at_risk[shard] = self.at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
     def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
-        """Record the final state: from here on nothing may change."""
         assert isinstance(store, LedgerStore)
         self._at_end[shard] = len(store.groups), set(held)
 
     def happens(self, happening: SimulatedHappening) -> None:
-        """Record the victims of faults, and when they were recovered."""
-        self._happenings.append(happening)
-
-    def struck(self, role: FaultRole) -> int:
-        """Return how often processes of this role were killed or stopped; for workers, the maximum over slots."""
-        strikes = [
-            happening.slot
-            for happening in self._happenings
-            if happening.what.startswith((f"{role.value} killed", f"{role.value} paused"))
-        ]
-        if role is FaultRole.SERVER:
-            return len(strikes)
-        return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
-
-    def needless_restores(self, noticed_s: float) -> list[str]:
-        """With replicas: every return to a snapshot without two deaths of servers before all copies were there.
-
-        A death is known `noticed_s` later: that all copies are there may be said in between.
-        """
-        found = []
-        deaths_s = [0.0]  # the first copies are in transit
-        for happening in self._happenings:
-            whole = happening.what == "recovered every shard"
-            if whole or (happening.what == "first copies" and len(deaths_s) == 1):
-                deaths_s = [at_s for at_s in deaths_s if at_s >= happening.at_s - noticed_s]
-            elif happening.what == "server killed":
-                deaths_s.append(happening.at_s)
-            elif happening.what.endswith("restored") and len(deaths_s) < 2:
-                found.append(f"{happening.what} at {happening.at_s:g} s, although a copy of it was left")
-        return found
+        self.happenings.append(happening)
 
     def complaints(self, run: SimulatedRun) -> list[str]:
         """Return all violations; empty for a correct run."""
@@ -154,9 +114,9 @@ class Witness(Observer):
             found += self._misreported(shard, store, run)
             found += self._diverged(shard, store)
             found += self._too_stale(shard, store)
-            if shard not in self._at_risk:
+            if shard not in self.at_risk:
                 found += self._misread(shard, run)
-            if not self._at_risk:
+            if not self.at_risk:
                 found += self._incomplete(shard, store)
         return found + self._torn(run)
 
@@ -166,7 +126,7 @@ class Witness(Observer):
         Unless a server died: with a worker, it may have taken down what this worker had sent it.
         """
         promise = self._promise
-        if promise.bound != 0 or promise.late or any(h.what == "server killed" for h in self._happenings):
+        if promise.bound != 0 or promise.late or any(h.what == "server killed" for h in self.happenings):
             return []
         applied = set.intersection(*map(_names, run.stores))
         return [
@@ -226,7 +186,7 @@ class Witness(Observer):
             for slot, start in starts.items()
             for clock in range(start, min(self._reached.get(slot, 0), ends.get(slot) or _EVER))
         }
-        wanted |= {name for name in self._at_risk.get(shard, ()) if name[1] >= starts.get(name[0], _EVER)}
+        wanted |= {name for name in self.at_risk.get(shard, ()) if name[1] >= starts.get(name[0], _EVER)}
         found = [
             f"shard {shard} lost update {clock} of slot {slot} and does not say so"
             for slot, clock in sorted(wanted - names - logged.keys())
@@ -286,7 +246,7 @@ class Witness(Observer):
             if reading.seen[shard].store not in self._life[shard]:
                 continue  # what it had read is no longer in the history
             length, clock = reading.seen[shard].length, reading.work.clock
-            if self._at_risk and (reading.slot, clock) not in position:
+            if self.at_risk and (reading.slot, clock) not in position:
                 continue  # begun before a restore, and in no step: its read had no effect
             who = f"slot {reading.slot} read {length} steps of shard {shard} for its update {clock}"
             own = position.get((reading.slot, clock - 1), -1)

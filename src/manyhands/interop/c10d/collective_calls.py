@@ -18,36 +18,9 @@ from manyhands.native.dtypes import BY_CODE, CODES
 from manyhands.native.segment import CACHE_LINE, PAGE, round_up
 
 __all__ = [
-    "ABORT_OFFSET",
-    "ARRIVED",
-    "COMPARED_WORDS",
-    "DONE",
-    "EXTENT_WORD",
-    "HALF_BYTES",
-    "HEADER_WORDS",
-    "MAGIC",
-    "RECORDS",
-    "RECORD_BYTES",
-    "RECORD_WORDS",
-    "REGIONS",
-    "STATE_LEFT",
-    "STATE_WAIT",
-    "TABLES",
-    "VERSION",
-    "WAKEUP",
-    "CallKind",
-    "CollectiveCall",
-    "MemoryLayout",
-    "Reduction",
-    "block_items",
-    "call_of",
-    "chunk_bytes",
-    "describe_lateness",
-    "describe_mismatch",
-    "describe_uneven",
-    "dtype_code",
-    "layout_of",
-]
+    *("CallKind", "CollectiveCall", "MemoryLayout", "Reduction", "block_items", "call_of", "chunk_bytes"),
+    *("describe_lateness", "describe_mismatch", "describe_uneven", "dtype_code", "layout_of"),
+]  # and the words of the layout below, which the stage and its kernels call by `calls.…`
 
 Label = Callable[[int], str]  # how a rank is called in a sentence
 
@@ -137,8 +110,8 @@ def call_of(
     kind: CallKind,
     tensors: Sequence[torch.Tensor],
     items: int,
-    extent_bytes: int,
-    reduction: Reduction = Reduction.NONE,
+    extent_bytes: int = 0,
+    reduction: int = Reduction.NONE,
     root: int = _NO_ROOT,
 ) -> CollectiveCall:
     """The record of a call; tensors to be reduced must have one shape (up to sizes of 1) on all ranks."""

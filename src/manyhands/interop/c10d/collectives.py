@@ -148,8 +148,8 @@ class Collectives:
         flat = _dense(tensor).view(-1)
         reducer = compiled_reducer(tensor.dtype, reduction)
         here = self._rank == root
-        facts = {"root": root, "extent_bytes": 0 if here else flat.nbytes}
-        call = self._call(CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, **facts)
+        facts = {"root": root, "extent_bytes": 0 if here else flat.nbytes, "reduction": reduction}
+        call = self._call(CallKind.REDUCE, [tensor], flat.numel(), **facts)
         if reducer is None:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
@@ -257,27 +257,18 @@ class Collectives:
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        splits: tuple[Sequence[int], Sequence[int]],
+        out: Sequence[int],
+        into: Sequence[int],
         timeout_s: float,
     ) -> None:
-        """As `all_to_all`, of tensors cut along their first dimension; without `splits` (out, in) into equal parts."""
-        room = _dense(output)
-        pieces = self._cut("input", _dense(tensor), splits[1])
-        self.all_to_all(self._cut("output", room, splits[0]), pieces, timeout_s)
+        """As `all_to_all`, of tensors cut along their first dimension; without sizes into equal parts."""
+        room, pieces = _dense(output), self._cut("input", _dense(tensor), into)
+        self.all_to_all(self._cut("output", room, out), pieces, timeout_s)
         _give_back(room, output)
 
-    def _call(
-        self,
-        kind: CallKind,
-        tensors: _Tensors,
-        items: int,
-        *,
-        reduction: Reduction = Reduction.NONE,
-        root: int = -1,
-        extent_bytes: int = 0,
-    ) -> CollectiveCall:
+    def _call(self, kind: CallKind, tensors: _Tensors, items: int, **facts: int) -> CollectiveCall:
         self._number += 1
-        return call_of(self._number, kind, tensors, items, extent_bytes, reduction, root)
+        return call_of(self._number, kind, tensors, items, **facts)
 
     def _reduce_by_torch(
         self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
@@ -305,8 +296,9 @@ class Collectives:
 
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
-            wanted = f"there must be one for each of {self._world} ranks"
-            raise UserError(f"{name} list of {len(tensors)} tensors: {wanted}")
+            raise UserError(
+                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
+            )
         for rank, tensor in enumerate(tensors):
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:
@@ -326,8 +318,10 @@ class Collectives:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._world:
-                wrong = f"{rows} rows, which do not divide among {self._world} ranks"
-                raise UserError(f"{name} has {wrong}; give split sizes")
+                ranks = f"{self._world} ranks"
+                raise UserError(
+                    f"{name} has {rows} rows, which do not divide among {ranks}; give split sizes"
+                )
             splits = [rows // self._world] * self._world
         if len(splits) != self._world or sum(splits) != rows:
             wanted = f"one for each of {self._world} ranks, {rows} in sum"

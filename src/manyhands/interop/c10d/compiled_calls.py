@@ -1,8 +1,8 @@
 """Rounds in which ranks lay data out, synchronize, and read from each other: the basis of compiled calls.
 
-A call (`exchange` or `direct`) is one block of int64 words in this process's memory: its record (see `calls`), where it
-stands, and what its kind needs. Every wait ends at `deadline_ns` at the latest with TIMED_OUT, and the same call may be
-made again to continue: that is how Python sees signals during a long wait.
+A call (`all_reduce` or `exchange`) is one block of int64 words in this process's memory: its record (see
+`collective_calls`), where it stands, and what its kind needs. Every wait ends at `deadline_ns` at the latest with
+TIMED_OUT, and the same call may be made again to continue: that is how Python sees signals during a long wait.
 """
 
 from __future__ import annotations
@@ -16,19 +16,7 @@ from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.interop.c10d.collective_calls import (
-    ABORT_OFFSET,
-    ARRIVED,
-    COMPARED_WORDS,
-    DONE,
-    EXTENT_WORD,
-    RECORD_BYTES,
-    RECORD_WORDS,
-    RECORDS,
-    REGIONS,
-    TABLES,
-    WAKEUP,
-)
+from manyhands.interop.c10d import collective_calls as calls
 from manyhands.native.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.native.decorators import njit
 from manyhands.native.group.reduction_kernels import ALL, SCRATCH_BYTES, call_reducer
@@ -45,30 +33,8 @@ from manyhands.native.waiting import (
 )
 
 __all__ = [
-    "ADDRESS",
-    "BEGIN",
-    "GATHER",
-    "MISMATCH",
-    "PHASE",
-    "ROUND",
-    "SCRATCH_ROOM",
-    "SETTLE",
-    "STEP",
-    "Chunk",
-    "Read",
-    "RoundReducer",
-    "abort",
-    "all_reduce",
-    "call_head",
-    "copy",
-    "exchange",
-    "exchange_words",
-    "leave",
-    "leave_round",
-    "most_words",
-    "record",
-    "reduce",
-    "region",
+    *("Chunk", "Read", "RoundReducer", "abort", "all_reduce", "call_head", "exchange", "exchange_words"),
+    *("leave_round", "most_words"),
 ]
 
 MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records differ, and nothing was read
@@ -91,11 +57,11 @@ SCRATCH_ROOM: Final = max(SCRATCH_BYTES, LEAVE_BYTES)
 _PART_EVERY_NS = 1_000_000  # moving costs some 20 microseconds
 
 # A call: its record, where it stands, and the reducer's address, operation and size of an item, or zeros.
-PHASE, ROUND, STEP, REDUCER, _OPERATION, ITEM_BYTES = range(RECORD_WORDS, RECORD_WORDS + 6)
-CALL_WORDS: Final = RECORD_WORDS + 6
+PHASE, ROUND, STEP, REDUCER, _OPERATION, ITEM_BYTES = range(calls.RECORD_WORDS, calls.RECORD_WORDS + 6)
+CALL_WORDS: Final = calls.RECORD_WORDS + 6
 BEGIN: Final = 0  # nothing is laid out yet
 GATHER: Final = 1  # this rank has laid its data out and waits until all have arrived
-SETTLE: Final = 2  # this rank has reduced its slice and waits until all are done
+REDUCED: Final = 2  # this rank has reduced its slice and waits until all are done
 
 
 class RoundReducer(NamedTuple):
@@ -122,7 +88,7 @@ def copy(_typing: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # noqa
 
 @njit(nogil=True, inline="always")
 def region(stage: Any, rank: int) -> int:
-    return stage[CONTROL] + REGIONS + rank * stage[_REGION_BYTES]  # type: ignore[no-any-return]
+    return stage[CONTROL] + calls.REGIONS + rank * stage[_REGION_BYTES]  # type: ignore[no-any-return]
 
 
 @njit(nogil=True, inline="always")
@@ -132,7 +98,8 @@ def half(stage: Any, rank: int, number: int) -> int:
 
 @njit(nogil=True, inline="always")
 def record(stage: Any, rank: int, number: int) -> Any:
-    return array_at(region(stage, rank) + RECORDS + (number & 1) * RECORD_BYTES, RECORD_WORDS, int64)
+    address = region(stage, rank) + calls.RECORDS + (number & 1) * calls.RECORD_BYTES
+    return array_at(address, calls.RECORD_WORDS, int64)
 
 
 @njit(nogil=True)
@@ -140,7 +107,7 @@ def _part_from(stage: Any, word: int) -> None:
     """Move to another core if the rank that writes `word` runs on this one, unless that was tried just now."""
     now_ns = clock_ns()
     if now_ns >= stage[_PART_NS] and on_my_core(word):
-        leave_cores(region(stage, 0) + ARRIVED, stage[WORLD], stage[_REGION_BYTES], stage[_SCRATCH])
+        leave_cores(region(stage, 0) + calls.ARRIVED, stage[WORLD], stage[_REGION_BYTES], stage[_SCRATCH])
         stage[_PART_NS] = now_ns + _PART_EVERY_NS
 
 
@@ -153,7 +120,7 @@ def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
             continue
         if rank < stage[RANK]:  # of two on one core, the higher leaves
             _part_from(stage, word)
-        status = wait_until(word, number, stage[CONTROL] + ABORT_OFFSET, deadline_ns, stage[_SPINS])
+        status = wait_until(word, number, stage[CONTROL] + calls.ABORT_OFFSET, deadline_ns, stage[_SPINS])
         if status != REACHED:
             return status  # type: ignore[no-any-return]
     return REACHED
@@ -162,12 +129,12 @@ def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
 @njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
     stage[_ROUND] = number
-    announce(region(stage, stage[RANK]) + ARRIVED, number)
+    announce(region(stage, stage[RANK]) + calls.ARRIVED, number)
 
 
 @njit(nogil=True)
 def leave(stage: Any, number: int) -> None:
-    announce(region(stage, stage[RANK]) + DONE, number)
+    announce(region(stage, stage[RANK]) + calls.DONE, number)
 
 
 @njit(nogil=True)
@@ -176,7 +143,7 @@ def begin(stage: Any, call: Any) -> int:
     number = stage[_ROUND] + 1
     call[ROUND] = number
     own = record(stage, stage[RANK], number)
-    for word in range(RECORD_WORDS):
+    for word in range(calls.RECORD_WORDS):
         own[word] = call[word]
     return number  # type: ignore[no-any-return]
 
@@ -186,7 +153,7 @@ def all_agree(stage: Any, call: Any, number: int) -> bool:
     """Whether all ranks have begun the same call in round `number`, at which all have arrived."""
     for rank in range(stage[WORLD]):
         other = record(stage, rank, number)
-        for word in range(COMPARED_WORDS):
+        for word in range(calls.COMPARED_WORDS):
             if other[word] != call[word]:
                 return False
     return True
@@ -208,9 +175,9 @@ def leave_round(stage_address: int) -> None:
 def abort(stage_address: int, word: int) -> None:
     """Store `word` (not 0) as the reason to stop, unless there is one, and wake everyone."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
-    compare_swap_u32(stage[CONTROL] + ABORT_OFFSET, uint32(0), uint32(word))
+    compare_swap_u32(stage[CONTROL] + calls.ABORT_OFFSET, uint32(0), uint32(word))
     for rank in range(stage[WORLD]):
-        for which in (ARRIVED, DONE, WAKEUP):
+        for which in (calls.ARRIVED, calls.DONE, calls.WAKEUP):
             futex_wake(region(stage, rank) + which)
 
 
@@ -271,7 +238,7 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an all-reduce, from where it stands to its end: REACHED, or why not."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     call = array_at(call_address, _PARTS, int64)
-    if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
+    if load_u32(stage[CONTROL] + calls.ABORT_OFFSET) != 0:
         return ABORTED
     steps = (call[_COUNT] + call[_BLOCK_ITEMS] - 1) // call[_BLOCK_ITEMS]
     if call[PHASE] == BEGIN:
@@ -282,18 +249,18 @@ def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
     while True:
         number = call[ROUND]
         if call[PHASE] == GATHER:
-            status = wait_for_all(stage, ARRIVED, number, deadline_ns)
+            status = wait_for_all(stage, calls.ARRIVED, number, deadline_ns)
             if status != REACHED:
                 return status  # type: ignore[no-any-return]
             if call[STEP] == 0 and not all_agree(stage, call, number):
                 return MISMATCH
             _reduce_block(stage, call, call_address, number)
             leave(stage, number)
-            call[PHASE] = SETTLE
+            call[PHASE] = REDUCED
             if call[STEP] + 1 < steps:
                 _stage_block(stage, call, call[STEP] + 1, number + 1, False)
                 arrive(stage, number + 1)
-        status = wait_for_all(stage, DONE, number, deadline_ns)
+        status = wait_for_all(stage, calls.DONE, number, deadline_ns)
         if status != REACHED:
             return status  # type: ignore[no-any-return]
         _stage_block(stage, call, call[STEP], number, True)
@@ -335,7 +302,7 @@ def most_words(world: int) -> int:
 def _brought(stage: Any, rank: int, number: int) -> Any:
     """What `rank` brings for each rank, then what it expects from each, in bytes."""
     size = 2 * stage[WORLD]
-    return array_at(region(stage, rank) + TABLES + (number & 1) * 8 * size, size, int64)
+    return array_at(region(stage, rank) + calls.TABLES + (number & 1) * 8 * size, size, int64)
 
 
 @njit(nogil=True)
@@ -400,14 +367,6 @@ def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
     reduce(stage, call, parts_address, min(room, call[at + 3] - first) // call[ITEM_BYTES], stage[RANK])
 
 
-@njit(nogil=True)
-def _steps(stage: Any, call: Any, number: int) -> int:
-    longest = 0
-    for rank in range(stage[WORLD]):
-        longest = max(longest, record(stage, rank, number)[EXTENT_WORD])
-    return (longest + call[_CHUNK_BYTES] - 1) // call[_CHUNK_BYTES]  # type: ignore[no-any-return]
-
-
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
 def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an exchange, from where it stands to its end: REACHED, or why not."""
@@ -415,7 +374,7 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
     head = array_at(call_address, _TABLE, int64)
     words = _TABLE + head[_CHUNKS] * _CHUNK_WORDS + head[_READS] * _READ_WORDS
     call = array_at(call_address, words, int64)
-    if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
+    if load_u32(stage[CONTROL] + calls.ABORT_OFFSET) != 0:
         return ABORTED
     while True:
         if call[PHASE] == BEGIN:
@@ -429,13 +388,16 @@ def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
             arrive(stage, call[ROUND])
             call[PHASE] = GATHER
         number = call[ROUND]
-        status = wait_for_all(stage, ARRIVED, number, deadline_ns)
+        status = wait_for_all(stage, calls.ARRIVED, number, deadline_ns)
         if status != REACHED:
             return status  # type: ignore[no-any-return]
         if call[STEP] == 0:
             if not all_agree(stage, call, number) or (call[_EVEN] == 0 and not _tables_agree(stage, number)):
                 return MISMATCH
-            call[_STEPS] = _steps(stage, call, number)
+            longest = 0
+            for rank in range(stage[WORLD]):
+                longest = max(longest, record(stage, rank, number)[calls.EXTENT_WORD])
+            call[_STEPS] = (longest + call[_CHUNK_BYTES] - 1) // call[_CHUNK_BYTES]
         if call[REDUCER] == 0:
             _read(stage, call, number)
         else:

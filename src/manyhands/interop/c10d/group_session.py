@@ -63,13 +63,6 @@ class FallbackGroup:
         self._made: set[str] = set()
         self.has_cuda = torch.cuda.is_available()
 
-    def open(self, *, several_hosts: bool) -> None:
-        """Collective: create the backends that must exist before they are used."""
-        if several_hosts:
-            self.for_device(torch.device("cpu"))
-        if self.has_cuda and not dist.is_nccl_available():
-            self.for_device(torch.device("cuda"))
-
     def for_device(self, device: torch.device) -> dist.ProcessGroup:
         """The group, with a backend for `device`; collective when Gloo is needed for the first time."""
         if device.type not in ("cpu", "cuda"):
@@ -147,14 +140,12 @@ class Session:
         self._resources.pop_all()
 
 
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
 def _disown_all() -> None:
     for session in list(_open_sessions):
         session.disown()
 
 
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_disown_all)
 
 
@@ -163,9 +154,8 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
     fallback = FallbackGroup(store, place.rank, place.world, timeout)
     with ExitStack() as resources:
         prefixed = c10d.PrefixStore("rendezvous/", store)
-        rendezvous = resources.enter_context(
-            meet(prefixed, rank=place.rank, world=place.world, name=place.name, timeout_s=timeout_s)
-        )
+        met = meet(prefixed, rank=place.rank, world=place.world, name=place.name, timeout_s=timeout_s)
+        rendezvous = resources.enter_context(met)
         several_hosts = len(rendezvous.hosts) > 1
         if several_hosts and options.algorithm != SHARED:
             raise UserError(
@@ -173,7 +163,10 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
                 f"{len(rendezvous.hosts)}: {list(map(list, rendezvous.hosts))}"
             )
         resources.callback(fallback.close)
-        fallback.open(several_hosts=several_hosts)
+        if several_hosts:  # backends that connect all ranks must exist before they are used
+            fallback.for_device(torch.device("cpu"))
+        if fallback.has_cuda and not dist.is_nccl_available():
+            fallback.for_device(torch.device("cuda"))
         local = None if several_hosts else _open_local(rendezvous, place, options, timeout_s, resources)
         return Session(place, local, fallback, resources.pop_all())
 

@@ -16,41 +16,10 @@ from typing import Final, NoReturn
 import numpy as np
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.interop.c10d import collective_calls as calls
 from manyhands.interop.c10d import compiled_calls
-from manyhands.interop.c10d.collective_calls import (
-    ABORT_OFFSET,
-    ARRIVED,
-    COMPARED_WORDS,
-    DONE,
-    HALF_BYTES,
-    HEADER_WORDS,
-    MAGIC,
-    RECORD_BYTES,
-    RECORD_WORDS,
-    RECORDS,
-    REGIONS,
-    STATE_LEFT,
-    STATE_WAIT,
-    TABLES,
-    VERSION,
-    WAKEUP,
-    CallKind,
-    CollectiveCall,
-    block_items,
-    chunk_bytes,
-    describe_lateness,
-    describe_mismatch,
-    describe_uneven,
-    layout_of,
-)
-from manyhands.interop.c10d.compiled_calls import (
-    Chunk,
-    Read,
-    RoundReducer,
-    exchange,
-    exchange_words,
-    most_words,
-)
+from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall
+from manyhands.interop.c10d.compiled_calls import Chunk, Read, RoundReducer, exchange_words, most_words
 from manyhands.native.segment import Segment
 from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
 
@@ -77,7 +46,7 @@ class ReductionPlan:
     def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
         self.call = call
         head = compiled_calls.call_head(call.words(), reducer)
-        block = block_items(call.items, reducer.item_bytes)
+        block = calls.block_items(call.items, reducer.item_bytes)
         # the address is set for each call, a word for each rank by the kernel
         self.words = np.array([*head, 0, call.items, block, *(0,) * world], np.int64)
         self.address = self.words.ctypes.data
@@ -85,15 +54,12 @@ class ReductionPlan:
 
 def create_segment(world: int, *, first_round: int = 1) -> Segment:
     """The memory of a group of `world` ranks, whose rounds are numbered from `first_round`; for all of them."""
-    where = layout_of(world)
+    where, before = calls.layout_of(world), (first_round - 1) & 0xFFFFFFFF
     segment = Segment.create(where.num_bytes, "a process group")
-    before = (first_round - 1) & 0xFFFFFFFF
-    header = (MAGIC, VERSION, world, before)
-    segment.array(0, HEADER_WORDS, np.uint32)[:] = header
+    segment.array(0, calls.HEADER_WORDS, np.uint32)[:] = calls.MAGIC, calls.VERSION, world, before
     for rank in range(world):
-        for which in (ARRIVED, DONE):
-            offset = REGIONS + rank * where.region_bytes + which
-            segment.array(offset, 1, np.uint32)[0] = before
+        for which in (calls.ARRIVED, calls.DONE):
+            segment.array(calls.REGIONS + rank * where.region_bytes + which, 1, np.uint32)[0] = before
     return segment
 
 
@@ -110,37 +76,33 @@ class CollectiveStage:
         self._lock = threading.Lock()  # nobody unmaps what another thread is about to write
         self._closing = self._closed = False
         self._segment = Segment.attach(descriptor)
-        where = layout_of(world)
-        is_ours = self._segment.num_bytes == where.num_bytes
-        header = self._u32(0, HEADER_WORDS) if is_ours else []
-        if header[:-1] != [MAGIC, VERSION, world]:
+        where = calls.layout_of(world)
+        header = self._u32(0, calls.HEADER_WORDS) if self._segment.num_bytes == where.num_bytes else []
+        if header[:-1] != [calls.MAGIC, calls.VERSION, world]:
             self._segment.close()
             raise ManyhandsError(f"the shared memory is not that of a process group of {world}")
-        self._regions = [REGIONS + one * where.region_bytes for one in range(world)]
+        self._regions = [calls.REGIONS + one * where.region_bytes for one in range(world)]
         self._scratch = np.zeros(compiled_calls.SCRATCH_ROOM, np.uint8)
         control, scratch = self._segment.address, self._scratch.ctypes.data
-        areas = control + where.areas
-        memory = [control, where.region_bytes, areas, HALF_BYTES]
-        words = [*memory, rank, world, self.spins, scratch, header[-1], 0]  # see `compiled_calls.CONTROL`
-        self._stage = np.array(words, np.int64)
+        memory = [control, where.region_bytes, control + where.areas, calls.HALF_BYTES]
+        # in the order of `compiled_calls.CONTROL` and what follows it
+        self._stage = np.array([*memory, rank, world, self.spins, scratch, header[-1], 0], np.int64)
         self._address = self._stage.ctypes.data
         self._call = np.zeros(most_words(world), np.int64)  # the exchange under way
         self._call_address = self._call.ctypes.data
 
     def wakeup_address(self, rank: int) -> int:
-        return self._segment.address + self._regions[rank] + WAKEUP
+        return self._segment.address + self._regions[rank] + calls.WAKEUP
 
     @property
     def abort_address(self) -> int:
-        return self._segment.address + ABORT_OFFSET
+        return self._segment.address + calls.ABORT_OFFSET
 
     def all_reduce(self, plan: ReductionPlan, number: int, address: int, timeout_s: float) -> None:
         """Collective: the items at `address` become those of all ranks, combined in rank order."""
         words = plan.words
-        words[0] = number
-        words[compiled_calls.PHASE] = compiled_calls.BEGIN
-        words[compiled_calls.STEP] = 0
-        words[compiled_calls.ADDRESS] = address
+        words[0], words[compiled_calls.PHASE] = number, compiled_calls.BEGIN
+        words[compiled_calls.STEP], words[compiled_calls.ADDRESS] = 0, address
         self._run(compiled_calls.all_reduce, words, plan.address, plan.call, timeout_s)
 
     def exchange(
@@ -160,16 +122,16 @@ class CollectiveStage:
         Without `even`, what each rank brings for each is compared with what that one expects. With a `reducer`, all
         reads are of one chunk to one place, where this rank's own contribution lies.
         """
-        room = chunk_bytes(self.world if per_rank else 1)
+        room = calls.chunk_bytes(self.world if per_rank else 1)
         head = compiled_calls.call_head(call.words(), reducer)
         words = exchange_words(head, chunks, reads, even=even, chunk_bytes=room)
         self._call[: len(words)] = words
-        self._run(exchange, self._call, self._call_address, call, timeout_s)
+        self._run(compiled_calls.exchange, self._call, self._call_address, call, timeout_s)
 
     def waiting_in(self, kind: CallKind | None, peer: int = 0, tag: int = 0) -> None:
         """Show the others what this rank waits for outside collectives, or that it no longer does."""
-        offset = self._regions[self.rank] + STATE_WAIT
-        self._segment.array(offset, 3, np.int64)[:] = kind or 0, peer, tag
+        state = self._segment.array(self._regions[self.rank] + calls.STATE_WAIT, 3, np.int64)
+        state[:] = kind or 0, peer, tag
 
     def abort(self, rank: int, reason: StageReason) -> None:
         """Stop the group because of `rank`, on all ranks; the first reason stands."""
@@ -179,10 +141,10 @@ class CollectiveStage:
 
     @property
     def has_stopped(self) -> bool:
-        return self._u32(ABORT_OFFSET, 1) != [0]
+        return self._u32(calls.ABORT_OFFSET, 1) != [0]
 
     def stopped(self, what: str) -> ManyhandsError:
-        (word,) = self._u32(ABORT_OFFSET, 1)
+        (word,) = self._u32(calls.ABORT_OFFSET, 1)
         rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, StageReason(word >> _REASON_SHIFT)
         who = f"rank {self._label(rank)}"
         if reason is StageReason.DIED:
@@ -196,22 +158,23 @@ class CollectiveStage:
         return Aborted(f"{what}: stopped, because {who} {cause}")
 
     def has_left(self, rank: int) -> bool:
-        return self._u32(self._regions[rank] + STATE_LEFT, 1) != [0]
+        return self._u32(self._regions[rank] + calls.STATE_LEFT, 1) != [0]
 
     def last_seen(self, rank: int) -> str:
         region = self._regions[rank]
         if self.has_left(rank):
             return "has left the group"
-        kind, peer, tag = self._segment.array(region + STATE_WAIT, 3, np.int64).tolist()
+        kind, peer, tag = self._segment.array(region + calls.STATE_WAIT, 3, np.int64).tolist()
         if kind:
             whom = "any rank" if peer < 0 else f"rank {self._label(peer)}"
             way = "to" if kind == CallKind.SEND else "from"
             return f"waits in {CallKind(kind).name.lower()} {way} {whom} (tag {tag})"
-        records = self._segment.array(region + RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
-        last = max(map(CollectiveCall.from_words, (records[:RECORD_WORDS], records[RECORD_WORDS:])))
+        records = self._segment.array(region + calls.RECORDS, 2 * calls.RECORD_WORDS, np.int64).tolist()
+        halves = records[: calls.RECORD_WORDS], records[calls.RECORD_WORDS :]
+        last = max(map(CollectiveCall.from_words, halves))
         if not last.number:
             return "has made no call yet"
-        arrived, done = (self._u32(region + at, 1) for at in (ARRIVED, DONE))
+        arrived, done = (self._u32(region + at, 1) for at in (calls.ARRIVED, calls.DONE))
         return f"is in {'' if arrived != done else 'no call since '}{last} #{last.number}"
 
     def interrupt(self) -> None:
@@ -224,7 +187,7 @@ class CollectiveStage:
             if self._closed:
                 return
             self._closed = True
-            self._segment.array(self._regions[self.rank] + STATE_LEFT, 1, np.uint32)[0] = 1
+            self._segment.array(self._regions[self.rank] + calls.STATE_LEFT, 1, np.uint32)[0] = 1
             self._segment.close()
 
     def _run(
@@ -281,29 +244,30 @@ class CollectiveStage:
 
     def _late(self, words: np.ndarray) -> list[int]:
         phase, number = words[[compiled_calls.PHASE, compiled_calls.ROUND]].tolist()
-        which = DONE if phase == compiled_calls.SETTLE else ARRIVED
+        which = calls.DONE if phase == compiled_calls.REDUCED else calls.ARRIVED
         seen = [self._u32(self._regions[rank] + which, 1)[0] for rank in range(self.world)]
         return [rank for rank, word in enumerate(seen) if (word - number) & 0x80000000]
 
     def _lateness(self, call: CollectiveCall, began_ns: int, late: Sequence[int]) -> str:
         where = [(rank, self.last_seen(rank)) for rank in late]
-        return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
+        return calls.describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
 
     def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
-        calls, tables = [], []
+        made, tables = [], []
         for rank in range(self.world):
             region, size = self._regions[rank], 2 * self.world
-            record = region + RECORDS + slot * RECORD_BYTES
-            words = self._segment.array(record, RECORD_WORDS, np.int64).tolist()
-            calls.append(CollectiveCall.from_words(words))
-            table = region + TABLES + slot * 8 * size
+            record = region + calls.RECORDS + slot * calls.RECORD_BYTES
+            words = self._segment.array(record, calls.RECORD_WORDS, np.int64).tolist()
+            made.append(CollectiveCall.from_words(words))
+            table = region + calls.TABLES + slot * 8 * size
             tables.append(self._segment.array(table, size, np.int64).tolist())
         compiled_calls.leave_round(self._address)
-        if any(other[:COMPARED_WORDS] != call[:COMPARED_WORDS] for other in calls):
-            raise UserError(describe_mismatch(calls, self._label))
+        compared = slice(calls.COMPARED_WORDS)
+        if any(other[compared] != call[compared] for other in made):
+            raise UserError(calls.describe_mismatch(made, self._label))
         brought = [table[: self.world] for table in tables]
         expected = [table[self.world :] for table in tables]
-        raise UserError(describe_uneven(f"{call.name} #{call.number}", brought, expected, self._label))
+        raise UserError(calls.describe_uneven(f"{call.name} #{call.number}", brought, expected, self._label))
 
     def _u32(self, offset: int, count: int) -> list[int]:
         words: list[int] = self._segment.array(offset, count, np.uint32).tolist()

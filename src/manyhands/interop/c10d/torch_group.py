@@ -133,8 +133,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
 
     def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
         (rooms,), (tensor,), given = outputs, inputs, (outputs, inputs)
-        args = (rooms, tensor)
-        return self._route(tensor, "allgather", given, opts, rooms, Collectives.all_gather, *args)
+        return self._route(tensor, "allgather", given, opts, rooms, Collectives.all_gather, rooms, tensor)
 
     def allgather_coalesced(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
         def each(on: Collectives, timeout_s: float) -> None:
@@ -178,10 +177,8 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> c10d.Work:
-        given = (output, tensor, list(output_splits), list(input_splits))
-        args = (output, tensor, (output_splits, input_splits))
-        split = Collectives.all_to_all_split
-        return self._route(tensor, "alltoall_base", given, opts, [output], split, *args)
+        given, split = (output, tensor, list(output_splits), list(input_splits)), Collectives.all_to_all_split
+        return self._route(tensor, "alltoall_base", given, opts, [output], split, *given)
 
     def barrier(self, opts: Any = None) -> c10d.Work:
         """Wait until every rank is here, and on GPUs also until the queued work of `device_ids` is done."""

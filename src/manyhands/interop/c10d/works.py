@@ -44,8 +44,8 @@ class FinishedWork(c10d.Work):
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> None:
-        """None."""
+    def exception(self) -> BaseException | None:
+        return None
 
     def result(self) -> list[torch.Tensor]:
         return list(self._result)
@@ -59,12 +59,11 @@ class FinishedWork(c10d.Work):
         return future
 
 
-class PendingWork(c10d.Work):
+class PendingWork(FinishedWork):
     """A call under way; completed once, by the thread that runs it."""
 
     def __init__(self, result: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._result = result
+        super().__init__(result)
         self._complete = threading.Event()
         self._error: BaseException | None = None
         self._future: Future[Any] = Future()
@@ -79,9 +78,9 @@ class PendingWork(c10d.Work):
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Wait for the end, and raise what the call raised; TimeoutError after `timeout`, unless that is zero."""
-        if not self._complete.wait(timeout.total_seconds() if timeout > _AT_ONCE else None):
-            after = f"{timeout.total_seconds():g} s"
-            raise TimeoutError(f"timed out: the call is not complete after the timeout of {after}")
+        seconds = timeout.total_seconds()
+        if not self._complete.wait(seconds if timeout > _AT_ONCE else None):
+            raise TimeoutError(f"timed out: the call is not complete after the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
@@ -94,9 +93,6 @@ class PendingWork(c10d.Work):
 
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return list(self._result)
 
     def synchronize(self) -> None:
         self.wait()

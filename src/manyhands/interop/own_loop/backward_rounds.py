@@ -30,7 +30,7 @@ from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.loop_buffers import BufferKeeper
 from manyhands.interop.own_loop.readings import Draws, Readings
-from manyhands.interop.own_loop.scaler import detecting_scalers, require_prepared_scaler
+from manyhands.interop.own_loop.scaler import declaring, require_prepared_scaler
 from manyhands.interop.own_loop.small_sums import Call, Word, Words, require_same
 from manyhands.places.local.status import State
 
@@ -47,19 +47,13 @@ class RoundClock:
     """
 
     def __init__(
-        self,
-        words: Words,
-        exchange: Exchange,
-        worker_context: WorkerContext,
-        take_input_ns: Callable[[], int],
+        self, words: Words, exchange: Exchange, context: WorkerContext, take_input_ns: Callable[[], int]
     ) -> None:
         self._words, self._exchange = words, exchange
-        self._worker_context, self._take_input_ns = worker_context, take_input_ns
+        self._worker_context, self._take_input_ns = context, take_input_ns
         self.rounds = 0  # how many exchanges this worker has taken part in
-        self._sent = Traffic()
-        self._started_ns = self._computed_ns = self._overlapped_ns = 0
-        self._waited_before: Counter[int] = Counter()
-        self._input_ns = 0
+        self._sent, self._waited_before = Traffic(), Counter[int]()
+        self._started_ns = self._computed_ns = self._overlapped_ns = self._input_ns = 0
 
     def start(self) -> None:
         self._worker_context.mark(self.rounds + 1, State.COMPUTING)
@@ -95,9 +89,8 @@ class RoundClock:
     def _take(self) -> tuple[int, Counter[int], Mapping[int, PeerTraffic]]:
         """Nanoseconds spent reducing, and waiting for each worker, and the exchange's messages, since the last look."""
         times = (self._exchange.meter.take_times(), self._words.collective.take_times())
-        waited: Counter[int] = Counter()
-        for one in times:
-            waited.update(one.wait_ns)
+        waited = Counter(times[0].wait_ns)
+        waited.update(times[1].wait_ns)
         return sum(one.exchange_ns for one in times), waited, times[0].posts
 
 
@@ -190,9 +183,8 @@ class Rounds:
         self._model = model
         self._buffers = BufferKeeper(model, buffers, self.words)
         if self._check_every and self.world > 1:
-            self._agreement = Agreement(
-                model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
-            )
+            named, total = model.named_parameters, self.words.total
+            self._agreement = Agreement(named, rank=self.rank, world=self.world, total=total)
         self.readings.weigh(self.readings.part.share)
         self._watch_backward()
         for one in models:
@@ -200,7 +192,8 @@ class Rounds:
         if self.exchange.steps_itself:
             self._optimizer, self._watch = optimizer, GradientWatch(model)
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
-            self._hooks.enter_context(detecting_scalers(optimizer))
+            # A GradScaler that was not prepared then shows in the optimizer's step.
+            self._hooks.enter_context(declaring(optimizer, handles_scales=True))
         else:
             self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._average()).remove)
         self.clock.start()
@@ -228,10 +221,7 @@ class Rounds:
         return norm
 
     def unscale(self, optimizer: Optimizer, factor: torch.Tensor) -> bool:
-        """Collective, where the strategy steps by itself: multiply the gradient by `factor`.
-
-        Whether any of it, on any worker, was not finite.
-        """
+        """Collective: multiply the gradient by `factor`; whether any of it, on any worker, was not finite."""
         if optimizer is not self._optimizer or self._watch is None:
             raise UserError(
                 f"the GradScaler of a group is for its own optimizer, not for another {type(optimizer).__name__}; "
@@ -274,8 +264,8 @@ class Rounds:
 
     def require_one_batch(self, mark: int) -> None:
         """Collective: UserError unless the batch that all workers have read is the same."""
-        words = self.words.meet(Call.EPOCH, mark)
-        _require_one_batch({rank: int(word.value) for rank, word in enumerate(words)})
+        found = enumerate(self.words.meet(Call.EPOCH, mark))
+        _require_one_batch({rank: int(word.value) for rank, word in found})
 
     def leave(self) -> None:
         """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.
@@ -350,8 +340,7 @@ class Rounds:
             return
         assert self._buffers is not None
         part, news = self.readings.part, self._buffers.news()
-        word = Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
-        self.words.say(word)
+        self.words.say(Word(Call.BACKWARD, self._says_stop, part.last, part.mark, news))
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 

@@ -35,7 +35,6 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.options import TLS_VARIABLE, Options
-from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
@@ -46,7 +45,6 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.external.links import address_towards, no_group, open_links, share_group, share_links
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.rendezvous import Rendezvous, meet
-from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy
 from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
@@ -55,7 +53,7 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "Recorded", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
+__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
 
 _log = logging.getLogger("manyhands")
 
@@ -114,8 +112,8 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
             address = address_of_interface(interface) if interface else None
             address = address or address_towards(place.master or "", socket.AF_UNSPEC)
             far = _reach_others(rendezvous, store, place, interface, address, timeout_s)
-            beats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
-            connection = _on_several_hosts(rendezvous, strategy, far, beats, timeout_s, stack)
+            heartbeats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
+            connection = _on_several_hosts(rendezvous, strategy, far, heartbeats, timeout_s, stack)
         return replace(connection, local_rank=rendezvous.local_rank, close=stack.pop_all().close)
 
 
@@ -124,8 +122,9 @@ def _on_one_host(
 ) -> GroupConnection:
     words = stack.enter_context(share_group(rendezvous, "words", timeout_s))
     gradients = stack.enter_context(share_group(rendezvous, "gradients", timeout_s))
-    uses_links = strategy.facts.uses_links
-    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if uses_links else {}
+    links: Mapping[int, Link] = {}
+    if strategy.facts.uses_links:
+        links = share_links(rendezvous, timeout_s, network=strategy.uses_network)
     resources = Resources(
         rank=rendezvous.local_rank,
         world=len(rendezvous.here),
@@ -138,12 +137,8 @@ def _on_one_host(
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    connection = GroupConnection(
-        strategy=strategy,
-        words=Words(SharedCollective(words)),
-        exchange=exchange_for(strategy, resources),
-        abort=abort,
-    )
+    both, exchange = Words(SharedCollective(words)), exchange_for(strategy, resources)
+    connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed
     return connection
@@ -198,7 +193,7 @@ def _on_several_hosts(
     rendezvous: Rendezvous,
     strategy: Strategy,
     far: Mapping[int, FarLink],
-    beats: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
+    heard: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
     timeout_s: float,
     stack: ExitStack,
 ) -> GroupConnection:
@@ -222,7 +217,7 @@ def _on_several_hosts(
         link = far[rank]  # whether it has said goodbye, as far as that is known without a receive
         return isinstance(link, TorchLink) and link.left_in_peace
 
-    own, places, secret = beats
+    own, places, secret = heard
     theirs = {rank: places[rank] for rank in far}
     heartbeats = Heartbeats(rendezvous.rank, own, theirs, secret, on_lost=lose, in_peace=left_in_peace)
     stack.callback(heartbeats.close)
@@ -256,26 +251,13 @@ def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
 
 
 class Unwatched:
-    """The worker context of a worker without a manyhands launcher: it discards everything."""
+    """The worker context of a worker without a manyhands launcher: events go to a ring, if there is one."""
 
-    def record(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Discard the status."""
-
-    def note(self, note: WorkerNote) -> None:
-        """Discard the note."""
-
-    def stop_requested(self) -> bool:
-        return False
-
-
-class Recorded(Unwatched):
-    """The same context, with events recorded in a ring."""
-
-    def __init__(self, ring: EventRing) -> None:
-        self.record = ring.record  # type: ignore[method-assign]
+    def __init__(self, ring: EventRing | None = None) -> None:
+        self.record: Callable[..., bool] = ring.record if ring is not None else lambda *_, **__: False
+        self.mark: Callable[..., None] = lambda *_, **__: None
+        self.note = self.mark
+        self.stop_requested = lambda: False
 
 
 @contextmanager
@@ -286,12 +268,8 @@ def keeping(ring: EventRing, connection: GroupConnection, out: Path) -> Iterator
     made = RunDirectory.create(out, config) if words.rank == 0 else None
     try:
         offset, wall_offset_ns = align(words)  # and nobody writes before worker 0 has made the directory
-        with Collector(
-            {f"worker-{words.rank}": ring},
-            workers=words.world,
-            directory=out / "events",
-            wall_offset_ns=wall_offset_ns + offset.ns,
-        ):
+        rings, wall_ns = {f"worker-{words.rank}": ring}, wall_offset_ns + offset.ns
+        with Collector(rings, workers=words.world, directory=out / "events", wall_offset_ns=wall_ns):
             ring.record(EventKind.JOIN, time.monotonic_ns())
             yield
             ring.record(EventKind.LEAVE, time.monotonic_ns())

@@ -16,7 +16,7 @@ from manyhands.engine.device import check_device, device_of
 from manyhands.engine.reporting import ProcessContext, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
-from manyhands.interop.own_loop.connect import Recorded, Unwatched, connect, keeping
+from manyhands.interop.own_loop.connect import Unwatched, connect, keeping
 from manyhands.interop.own_loop.loop_buffers import check_mode
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
@@ -102,22 +102,19 @@ def open_group(
     launched = place.launched
     parsed = Strategy.parse(strategy) if strategy is not None else None
     requested = _given_once("strategy", parsed, launched.strategy if launched is not None else None)
-    where = check_device(
-        _given_once("device", device, launched.device if launched is not None else None) or "cpu"
-    )
+    device = _given_once("device", device, launched.device if launched is not None else None)
+    where = check_device(device or "cpu")
     if launched is not None and out is not None:
         raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
     with ExitStack() as stack:
-        worker_context: WorkerContext = Unwatched()
+        ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
+        worker_context: WorkerContext = Unwatched(ring)
         if launched is not None:
             launched.joins += 1
             events = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
             events.record(EventKind.JOIN, time.monotonic_ns())
             stack.callback(lambda: events.record(EventKind.LEAVE, time.monotonic_ns()))
             worker_context = ProcessContext(launched.context, events)
-        ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
-        if ring is not None:
-            worker_context = Recorded(ring)
         connection = connect(place, name, requested, timeout_s)
         if check_every is None:
             check_every = _CHECK_EVERY if connection.on_one_host else 0
@@ -144,6 +141,6 @@ _T = TypeVar("_T")
 
 def _given_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
     if here is not None and launcher is not None and here != launcher:
-        asked = f"the script asks for {what}={here} and the launcher for {launcher}"
-        raise UserError(f"{asked}; say it in one place")
+        both = f"the script asks for {what}={here} and the launcher for {launcher}"
+        raise UserError(f"{both}; say it in one place")
     return here if here is not None else launcher

@@ -12,9 +12,8 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
-from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.control import Finished, RoleContext
-from manyhands.places.local.host import check_watchdog_s
+from manyhands.places.local.host import check_capacity, check_watchdog_s, of_processes
 from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.place import LAUNCHER_VARIABLE
@@ -39,25 +37,19 @@ from manyhands.strategy import Strategy
 __all__ = ["launch"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """What every worker of a launch runs."""
-
-    path: Path
-    arguments: tuple[str, ...]
-    strategy: Strategy | None
-    device: str | None
-
-
-def run_script(context: RoleContext, script: Script) -> Mapping[str, Any]:
-    path = str(script.path)
-    sys.argv = [path, *script.arguments]
-    sys.path.insert(0, str(script.path.resolve().parent))
-    process_place.launched = launched = process_place.Launched(
-        context=context, strategy=script.strategy, device=script.device
-    )
+def run_script(
+    context: RoleContext,
+    script: Path,
+    arguments: Sequence[str],
+    strategy: Strategy | None,
+    device: str | None,
+) -> Mapping[str, Any]:
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    launched = process_place.Launched(context=context, strategy=strategy, device=device)
+    process_place.launched = launched
     try:
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
@@ -95,7 +87,7 @@ def launch(
         check_device(device)
     check_watchdog_s(watchdog_s)
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
-    job = Script(path=path, arguments=tuple(arguments), strategy=requested, device=device)
+    job = partial(run_script, script=path, arguments=tuple(arguments), strategy=requested, device=device)
     with ExitStack() as stack:
         directory = None
         if out is not None:
@@ -128,7 +120,10 @@ def launch(
 
 
 def _run(
-    job: Script, workers: int, watchdog_s: float, directory: RunDirectory | None
+    job: Callable[[RoleContext], Mapping[str, Any]],
+    workers: int,
+    watchdog_s: float,
+    directory: RunDirectory | None,
 ) -> tuple[list[Finished], dict[str, Any]]:
     """Run the workers to their end: their reports, and where their time went; events are on disk then."""
     with ExitStack() as stack:
@@ -138,7 +133,7 @@ def _run(
         roles = [
             Role(
                 name=f"worker {rank}",
-                target=partial(run_script, script=job),
+                target=job,
                 descriptors={"store": store, "events": ring.descriptor},
                 env={LAUNCHER_VARIABLE: __version__},
             )

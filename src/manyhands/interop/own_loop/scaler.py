@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 
-__all__ = ["PartsScaler", "detecting_scalers", "require_prepared_scaler"]
+__all__ = ["PartsScaler", "declaring", "require_prepared_scaler"]
 
 _HANDLES_SCALES: Final = "_step_supports_amp_scaling"
 _OWN_KINDS: Final = (GradScaler, CpuGradScaler, CudaGradScaler)  # the latter two are older names of it
@@ -47,7 +47,7 @@ class PartsScaler(GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """All workers step, or none; an optimizer that could unscale by itself (`fused=True`) is not asked to."""
-        with _saying(optimizer, handles_scales=False):
+        with declaring(optimizer, handles_scales=False):
             return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
@@ -61,13 +61,6 @@ class PartsScaler(GradScaler):
         return {found_inf.device: found_inf}
 
 
-@contextmanager
-def detecting_scalers(optimizer: Optimizer) -> Iterator[None]:
-    """While this is open, a GradScaler that was not prepared shows in the optimizer's step."""
-    with _saying(optimizer, handles_scales=True):
-        yield
-
-
 def require_prepared_scaler(optimizer: Optimizer) -> None:
     """In a step of `optimizer`: raise UserError if a GradScaler that was not prepared has brought it about."""
     if getattr(optimizer, "found_inf", None) is not None:
@@ -78,7 +71,8 @@ def require_prepared_scaler(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _saying(optimizer: Optimizer, *, handles_scales: bool) -> Iterator[None]:
+def declaring(optimizer: Optimizer, *, handles_scales: bool) -> Iterator[None]:
+    """While this is open, torch's scalers take the optimizer for one that handles scales, or for one that does not."""
     before = vars(optimizer).get(_HANDLES_SCALES)
     setattr(optimizer, _HANDLES_SCALES, handles_scales)
     try:

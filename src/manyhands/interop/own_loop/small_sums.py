@@ -11,9 +11,8 @@ All words lie side by side in one small bucket in which each worker fills its ow
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum, unique
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -50,10 +49,6 @@ class Call(IntEnum):
     UNSCALE = 12
     ALIGN = 13
 
-    @property
-    def sentence(self) -> str:
-        return _SENTENCES.get(self, f"is in {self.name.lower()}()")
-
 
 _SENTENCES: Final = {
     Call.STEP: "is in optimizer.step()",
@@ -65,24 +60,24 @@ _SENTENCES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """One worker's status word."""
+class Word(NamedTuple):
+    """One worker's status word, in the order of its fields in the table."""
 
     call: Call
     stop: bool = False  # it wants all to stop
     last: bool = False  # its stream of batches has no other after this one
     mark: int = 0  # a checksum of the global batch it reads; 0 where batches are not split
-    news: int = 0  # which buffers changed; see `buffers.py`
+    news: int = 0  # which buffers changed; see `loop_buffers.py`
     value: float = 0.0  # a number that belongs to the call
 
 
 def require_same(words: Sequence[Word]) -> None:
     """Raise UserError naming what each worker does, unless all workers are in the same call."""
     if len({word.call for word in words}) > 1:
-        found = ", ".join(f"worker {rank} {word.call.sentence}" for rank, word in enumerate(words))
+        found = (_SENTENCES.get(word.call, f"is in {word.call.name.lower()}()") for word in words)
+        each = ", ".join(f"worker {rank} {sentence}" for rank, sentence in enumerate(found))
         raise UserError(
-            f"the workers went different ways: {found}; every worker must make the same calls in the same order, so "
+            f"the workers went different ways: {each}; every worker must make the same calls in the same order, so "
             "look for one that hangs on the rank or on this worker's own data"
         )
 
@@ -98,10 +93,9 @@ class Words:
         self._table, *self._carriers = collective.allocate(parcels)
 
     def say(self, word: Word) -> None:
-        row = [word.call, word.stop, word.last, word.mark, word.news, word.value]
         self._table.zero_()
         begin = self.rank * _FIELDS
-        self._table[begin : begin + _FIELDS] = torch.tensor(row, dtype=torch.float64)
+        self._table[begin : begin + _FIELDS] = torch.tensor(word, dtype=torch.float64)
         if word.call is Call.BACKWARD:
             self.collective.begin(0)  # it leaves before the gradients of this backward do
         self.collective.launch(0)
@@ -110,14 +104,7 @@ class Words:
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         return tuple(
-            Word(
-                call=Call(int(call)),
-                stop=stop > 0,
-                last=last > 0,
-                mark=int(mark),
-                news=int(news),
-                value=value,
-            )
+            Word(Call(int(call)), stop > 0, last > 0, int(mark), int(news), value)
             for call, stop, last, mark, news, value in rows
         )
 

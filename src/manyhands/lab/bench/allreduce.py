@@ -24,7 +24,7 @@ from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.lab.bench.allreduce_worker import GLOO, ITEM_BYTES, AllReducePlan
 from manyhands.lab.bench.harness import Workers, host_facts, percentiles, ratio_text, time_text
 from manyhands.native.group.shared_group import SharedGroupFiles
-from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.host import check_capacity, of_processes
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.transport.link.mesh import SharedMesh
 

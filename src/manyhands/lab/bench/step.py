@@ -36,8 +36,7 @@ from manyhands.lab.bench.step_worker import (
     StepPlan,
 )
 from manyhands.native.group.shared_group import SharedGroupFiles, warm
-from manyhands.places.local.capacity import check_capacity, of_processes
-from manyhands.places.local.host import threads_per_role
+from manyhands.places.local.host import check_capacity, of_processes, threads_per_role
 
 DEFAULT_STEPS = 40
 _BLOCK = 4  # measured steps in a turn

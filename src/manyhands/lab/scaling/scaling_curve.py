@@ -15,7 +15,8 @@ from typing import Any
 
 from manyhands.data.store.atomic import make_output
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.foresight.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec
 from manyhands.lab.compare.comparison import Trial
 from manyhands.lab.compare.run_comparison import measure
 from manyhands.lab.sweep.run_sweep import Launch, end_processes, last_said

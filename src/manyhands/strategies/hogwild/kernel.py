@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import nn
-
-from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelProcesses, kernel_task
 from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.engine.kernel_threads import KernelThreads
-from manyhands.engine.request import Request
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
@@ -19,36 +12,17 @@ from manyhands.strategy import Strategy
 __all__ = ["HogwildKernels"]
 
 
-class _Processes(KernelProcesses):
-    """Worker processes that map the same memory."""
+class HogwildKernels(Training):
+    """Runs threads or processes of this host, as the strategy's `hands` says."""
+
+    can_take_part = False  # threads cannot
 
     @classmethod
-    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        control_bytes = Control.num_bytes(group.world)
-        segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
-        control = Control(segment, group, strategy.facts.record_order or "free", task)
-        step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
-        step.segment = segment
-        return step, control
-
-
-class HogwildKernels(Training):
-    """Runs threads or processes, as the strategy's `hands` says."""
-
-    def __init__(self, request: Request, model: nn.Module) -> None:
-        super().__init__(request, model)
-        kind = KernelThreads if request.strategy.facts.in_threads else _Processes
-        self._training: Training = kind(request, model)
-
-    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        return self._training.resume(directory, config)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._training.notes
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
+        return _Threads if strategy.facts.in_threads else _Processes
 
     def run(self, stage: Stage) -> Result:
-        result = self._training.run(stage)
+        result = super().run(stage)  # type: ignore[safe-super]  # of threads or processes
         task, workers = kernel_task(self._request.plan), self._request.workers
         took_steps = sum(worker["steps"] > 0 for worker in result.observed["per_worker"])
         busy, steps = min(took_steps, task.passes.steps), task.passes.steps
@@ -60,3 +34,20 @@ class HogwildKernels(Training):
                 f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
             )
         return result
+
+
+class _Threads(HogwildKernels, KernelThreads):
+    """Threads on the memory of one process."""
+
+
+class _Processes(HogwildKernels, KernelProcesses):
+    """Worker processes that map the same memory."""
+
+    @classmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        control_bytes = Control.num_bytes(group.world)
+        segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
+        control = Control(segment, group, strategy.facts.record_order or "free", task)
+        step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
+        step.segment = segment
+        return step, control

@@ -167,13 +167,10 @@ class SharedStepper:
         layout = FlatLayout.of(model, optimizer, 1, sparse) if sparse else None
         self.shared = SharedModel(group, model, optimizer, control_bytes + Gate.NUM_BYTES)
         self._first = Gate(self.shared.segment, control_bytes, group, "make the state of a parameter")
+        self.take_waits = self._first.take_waits
         self._optimizer = optimizer
-        self._parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        every = (parameter for settings in optimizer.param_groups for parameter in settings["params"])
+        self._parameters = [parameter for parameter in every if parameter.requires_grad]
         self._tables = WorkerTables(model, layout, sparse) if layout is not None else None
         named = dict(model.named_parameters())
         self._rows = {
@@ -181,14 +178,10 @@ class SharedStepper:
             for table in (layout.tables if layout is not None else ())
         }
         tables = [table.parameter for table in self._rows.values()]
-        for module in model.modules():  # gradients of the rows that were looked up, not of the whole table
-            if (
-                not isinstance(module, nn.Embedding)
-                or module.max_norm is not None
-                or module.scale_grad_by_freq
-            ):
-                continue
-            if any(module.weight is table for table in tables):
+        lookups = (one for one in model.modules() if isinstance(one, nn.Embedding))
+        for module in lookups:  # gradients of the rows that were looked up, not of the whole table
+            plain = module.max_norm is None and not module.scale_grad_by_freq
+            if plain and any(module.weight is table for table in tables):
                 module.sparse = True
 
     def read(self, batch: Any) -> None:
@@ -213,9 +206,6 @@ class SharedStepper:
         for slot in self.shared.slots.values():
             self.shared.adopt(slot)  # all that is published; the optimizer's `state_dict()` is then complete
         return self._optimizer.state_dict()
-
-    def take_waits(self) -> dict[int, int]:
-        return self._first.take_waits()
 
     def close(self) -> None:
         self._rows = {}

@@ -74,21 +74,17 @@ class Hogwild(Strategy):
     @property
     def facts(self) -> Facts:
         """Each worker takes its own steps; one may be half written when its worker dies, so the run ends then."""
+        lazily = "those of one process; of tables, as far as lazy rows are dense ones"
+        in_some_order = "those of one process on the same batches in some other order"
         same = {
-            "turns": Promise(
-                answer=Answer.YES,
-                words="those of one process; of tables, as far as lazy rows are dense ones",
-            ),
-            "locked": Promise(
-                answer=Answer.NO, words="those of one process on the same batches in some other order"
-            ),
+            "turns": Promise(answer=Answer.YES, words=lazily),
+            "locked": Promise(answer=Answer.NO, words=in_some_order),
             "free": BY_CHANCE,
         }
         return Facts(
             promises=replace(IN_STEP, same_numbers=same[self.order]),
-            stepping=(
-                Stepping.IN_PIECES,
-            ),  # while one worker steps, others write to items of the same tensors
+            # while one worker steps, others write to items of the same tensors
+            stepping=(Stepping.IN_PIECES,),
             waits_for=Waits.NOBODY,
             straggler_advice="",
             stepwise=False,

@@ -10,10 +10,11 @@ the last one. All replicas are equal afterwards, so a checkpoint taken there is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,6 @@ class LocalExchange(Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.hooks = Replica(self._collective, model, optimizer, self._outer)
-        self.hooks.broadcast()
         keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: Tensor, share: float) -> None:
@@ -109,10 +109,7 @@ class LocalExchange(Exchange):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective if an average is due: combine the reports since the last one.
-
-        `average` averages the parameters.
-        """
+        """Collective if an average is due: combine the reports since the last one; `average` averages parameters."""
         if not self._losses:
             self._replica.begin()
         self._collective.step = local.step
@@ -145,8 +142,7 @@ class LocalExchange(Exchange):
             self._meets = False
             self._gossip.meet(self._step, self._replica.parameters)
             return True
-        plainly = self._step <= self._first
-        self._replica.average(self._weight / len(self._losses), plainly=plainly)
+        self._replica.average(self._weight / len(self._losses), plainly=self._step <= self._first)
         self._weight, self._losses, self._due = 0.0, [], False
         return True
 
@@ -180,9 +176,8 @@ class LocalExchange(Exchange):
     def _take_times(self) -> Times:
         assert self._gossip is not None, "or the collective's alone are taken"
         times = self._collective.take_times()
-        waits = dict(times.wait_ns)
-        for worker, waited_ns in self._gossip.group.take_waits().items():
-            waits[worker] = waits.get(worker, 0) + waited_ns
+        waits = Counter(times.wait_ns)
+        waits.update(self._gossip.group.take_waits())
         posts = {**self._gossip.group.take_traffic()}
         for worker, post in times.posts.items():
             posts.setdefault(worker, PeerTraffic()).add(post)
@@ -210,12 +205,12 @@ _KIND = 61  # of messages; the averages over the same links have other ones
 # Gossip between averages: after a step each worker and one partner take the mean of the two.
 # Partners follow a round-robin tournament in which every two workers are paired once: in each round all are in pairs,
 # except one worker that rests if their number is odd.
-def partner(rank: int, world: int, rendezvous: int) -> int | None:
-    """Return the partner of worker `rank` of `world` in round `rendezvous`, counted from 0; None: it rests."""
+def partner(rank: int, world: int, number: int) -> int | None:
+    """Return the partner of worker `rank` of `world` in round `number`, counted from 0; None: it rests."""
     places = world + world % 2
     if places < 2:
         return None
-    last, at = places - 1, rendezvous % (places - 1)
+    last, at = places - 1, number % (places - 1)
     other = {last: at, at: last}.get(rank, (2 * at - rank) % last)
     return other if other < world else None
 
@@ -266,8 +261,7 @@ class Gossip:
 _SMALLEST_STATUS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _Held(NamedTuple):
     """One tensor: a parameter, or, if `state` is set, a tensor that the optimizer keeps for it."""
 
     number: int  # the parameter's number among the trainable ones
@@ -276,13 +270,11 @@ class _Held:
     dtype: torch.dtype
 
     @property
-    def exact(self) -> bool:
-        """Whether it is sent unencoded, in double precision."""
+    def exact(self) -> bool:  # sent unencoded, in double precision
         return self.state is not None and not self.shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Place:
+class _Place(NamedTuple):
     """Where one tensor lies in a bucket, flat; and its value at the last average, if changes are sent."""
 
     held: _Held
@@ -291,7 +283,7 @@ class _Place:
 
 
 class Replica:
-    """One worker's replica, from construction (collective) to `close`; the hooks of its gradients."""
+    """One worker's replica, from construction (collective: all get worker 0's) to `close`; its gradients' hooks."""
 
     weight = 1.0  # of no effect: each worker steps with the mean over its own part
 
@@ -315,17 +307,16 @@ class Replica:
             for parcel in parcels
             if collective.rounds(parcel)
         }
-        self._places = [
-            place
-            for number, (layout, _) in enumerate(layouts)
-            for place in _places(held, layout, self._buckets[number], self._before.get(number))
-        ]
+        self._places: list[_Place] = []
+        for number, (layout, _) in enumerate(layouts):
+            before = dict(layout.views(self._before[number])) if number in self._before else {}
+            rooms_here = layout.views(self._buckets[number])
+            self._places += [_Place(held[index], room, before.get(index)) for index, room in rooms_here]
         self.on_next_gradient: Callable[[], None] | None = None  # called once, at the next gradient
         self._tap = GradientTap(self.parameters, self._note)
-
-    def broadcast(self) -> None:
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        broadcast(self._collective, len(self._buckets), self._status, tensors)
+        self.close = self._tap.close
+        tensors = [*model.parameters(), *model.buffers()]
+        broadcast(collective, len(self._buckets), self._status, tensors)  # worker 0's
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -389,20 +380,14 @@ class Replica:
     def residuals(self) -> Mapping[str, Any]:
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
-    def close(self) -> None:
-        self._tap.close()
-
     def _held(self) -> list[_Held]:
         """Return everything that is averaged; UserError for state that cannot be."""
         numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
-        held = [
-            _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
-            for number, parameter in enumerate(self.parameters)
-        ]
+        held = [_Held(number, None, one.shape, one.dtype) for one, number in numbers.items()]
         kept = {} if self._outer.keeps_apart else kept_by(self._optimizer)
         for parameter, states in kept.items():
             held += [
-                _Held(number=numbers[parameter], state=one.name, shape=one.shape, dtype=one.dtype)
+                _Held(numbers[parameter], one.name, one.shape, one.dtype)
                 for one in states
                 if one.dtype is not None and parameter in numbers
             ]
@@ -437,11 +422,3 @@ def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLa
         kind = (torch.float64 if one.exact else one.dtype, as_is)
         kinds.setdefault(kind, []).append((index, one.shape.numel()))
     return [(bucket_of(dtype, tensors), exact) for (dtype, exact), tensors in kinds.items()]
-
-
-def _places(
-    held: Sequence[_Held], layout: BucketLayout, bucket: Tensor, before: Tensor | None
-) -> Iterator[_Place]:
-    kept = dict(layout.views(before)) if before is not None else {}
-    for index, room in layout.views(bucket):
-        yield _Place(held=held[index], room=room, before=kept.get(index))

@@ -81,9 +81,8 @@ class Nesterov(OuterStep):
             velocity = self._velocity[number] = gradient.clone()
         else:
             velocity.mul_(self._momentum).add_(gradient)
-        parameter.copy_(self._before[number]).add_(
-            gradient.add(velocity, alpha=self._momentum), alpha=-self._rate
-        )
+        step = gradient.add(velocity, alpha=self._momentum)
+        parameter.copy_(self._before[number]).add_(step, alpha=-self._rate)
 
     def memory(self) -> dict[str, Tensor]:
         return {str(number): velocity for number, velocity in self._velocity.items()}
@@ -158,9 +157,8 @@ def outer_step(text: str, world: int) -> OuterStep:
         try:
             numbers[index] = float(one)
         except ValueError:
-            raise UserError(
-                f"outer={text}: {name} {one!r} is not a number; {usual} is the usual one"
-            ) from None
+            reason = f"{name} {one!r} is not a number; {usual} is the usual one"
+            raise UserError(f"outer={text}: {reason}") from None
         allowed, fits = _ALLOWED[name]
         if not fits(numbers[index]):
             raise UserError(f"outer={text}: {name}={one} must lie {allowed}; {usual} is the usual one")

@@ -29,14 +29,11 @@ class LocalTraining(ExchangeTraining):
             return SingleExchange()  # an average of one
         links = resources.links() if strategy.facts.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
-        if strategy.uses_network:
-            arrive = barrier_in(resources.group())
-            collective: Collective = over_links(
-                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback, arrive=arrive
-            )
-        else:
-            collective = SharedCollective(resources.group())
-        return _end(strategy, collective, links, resources.timeout_s)
+        if not strategy.uses_network:
+            return _end(strategy, SharedCollective(resources.group()), links, resources.timeout_s)
+        ring, codec, arrive = ALGORITHMS["ring"], strategy.codec, barrier_in(resources.group())
+        replicas = over_links(ring, resources, codec, feedback=strategy.feedback, arrive=arrive)
+        return _end(strategy, replicas, links, resources.timeout_s)
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:

@@ -47,10 +47,8 @@ class StandIn(nn.Module):
         super().__init__()
         self._what, self._output, self._leaves = what, output, leaves
         self._called = False
-        for name in _NOT_HERE:
-            object.__setattr__(
-                self, name, partial(_refuse, what, name)
-            )  # not of self: a cycle would keep the output
+        for name in _NOT_HERE:  # `_refuse` is not a method: a cycle would keep the output
+            object.__setattr__(self, name, partial(_refuse, what, name))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Stand in for the model's forward; UserError unless there is exactly one positional input."""

@@ -46,9 +46,8 @@ def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None =
     try:
         _check_places(schedule)
         _check_needs(schedule, _checked_ticks(schedule))
-        allowed = most_held or MOST_HELD.get(
-            schedule.name, lambda whole, _: whole.microbatches * whole.chunks
-        )
+        every = schedule.microbatches * schedule.chunks
+        allowed = most_held or MOST_HELD.get(schedule.name, lambda *_: every)
         most = [allowed(schedule, stage) for stage in range(schedule.stages)]
         for item, held in held_during(schedule):
             if held > most[item.stage]:
@@ -105,9 +104,8 @@ def _check_places(schedule: Schedule) -> None:
         if before is not None and (before.tick, before.stage) >= (item.tick, item.stage):
             if (before.tick, before.stage) == (item.tick, item.stage):
                 raise ScheduleError(f"{_named(item)} is at the same time as {_named(before)}")
-            raise ScheduleError(
-                f"{_named(item)} stands behind {_named(before)}; items stand by tick, then by stage"
-            )
+            order = "items stand by tick, then by stage"
+            raise ScheduleError(f"{_named(item)} stands behind {_named(before)}; {order}")
         before = item
 
 
@@ -199,13 +197,9 @@ def equal_times(
     schedule: Schedule, *, forward: float = 1, backward: float = 1, weights: float = 1, send: float = 0
 ) -> PartTimes:
     """The times of equal stages; a stage's compute time is split among its chunks, that of a message is not."""
-
-    def each(stage_time: float) -> tuple[float, ...]:
-        return (stage_time / schedule.chunks,) * schedule.parts
-
-    return PartTimes(
-        forward=each(forward), backward=each(backward), weights=each(weights), send=(send,) * schedule.parts
-    )
+    each = [(stage_time / schedule.chunks,) * schedule.parts for stage_time in (forward, backward, weights)]
+    send_times = (send,) * schedule.parts
+    return PartTimes(forward=each[0], backward=each[1], weights=each[2], send=send_times)
 
 
 def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()) -> PipelineCost:

@@ -17,18 +17,8 @@ from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.schedule import ScheduleError
 
 __all__ = [
-    "MOST_HELD",
-    "SCHEDULES",
-    "PartTimes",
-    "Pass",
-    "Schedule",
-    "StageWork",
-    "gpipe",
-    "interleaved",
-    "naive",
-    "one_forward_one_backward",
-    "play",
-    "wavefront",
+    *("MOST_HELD", "SCHEDULES", "PartTimes", "Pass", "Schedule", "StageWork"),
+    *("gpipe", "interleaved", "naive", "one_forward_one_backward", "play", "wavefront"),
 ]
 
 
@@ -116,10 +106,7 @@ def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[
     while left:
         before = left
         for stage in sweep:
-            begun = begins[stage]
-            at = len(begun)
-            player.advance(stage, orders[stage], begun)
-            left -= len(begun) - at
+            left -= player.advance(stage, orders[stage], begins[stage])
         if left == before:
             stage = next(stage for stage, order in enumerate(orders) if len(begins[stage]) < len(order))
             work, microbatch, chunk = orders[stage][len(begins[stage])]
@@ -141,21 +128,21 @@ class _Player:
         took = times.of_work(schedule)
         self._forward_s, self._backward_s = took[Pass.FORWARD], took[Pass.BACKWARD]
         self._weights_s, self._send_s = took[Pass.WEIGHTS], times.send
-        cells = self._parts * self._count
-        self._forward: list[float | None] = [None] * cells
-        self._backward: list[float | None] = [None] * cells
-        self._output: list[float | None] = [None] * cells
-        self._gradient: list[float | None] = [None] * cells
+        unknown: list[float | None] = [None] * (self._parts * self._count)
+        self._forward, self._backward = unknown.copy(), unknown.copy()
+        self._output, self._gradient = unknown.copy(), unknown.copy()
         self._free: list[float] = [0] * self._stages
         self._wire: tuple[list[float], list[float]] = ([0] * self._stages, [0] * self._stages)
 
-    def advance(self, stage: int, order: Order, begun: list[float]) -> None:
-        for work, microbatch, chunk in islice(order, len(begun), None):
+    def advance(self, stage: int, order: Order, begun: list[float]) -> int:
+        """Begin the items of a stage whose needs are met, in order; how many were begun."""
+        before = len(begun)
+        for work, microbatch, chunk in islice(order, before, None):
             part = chunk * self._stages + stage
             cell = part * self._count + microbatch
             need = self._need(work, part, microbatch, cell)
             if need is None:
-                return
+                break
             begin = max(need, self._free[stage])
             begun.append(begin)
             if work is Pass.FORWARD:
@@ -167,6 +154,7 @@ class _Player:
             else:
                 end = begin + self._weights_s[part]
             self._free[stage] = end
+        return len(begun) - before
 
     def _need(self, work: Pass, part: int, microbatch: int, cell: int) -> float | None:
         """When everything that a work item needs is there; None while that is not known."""

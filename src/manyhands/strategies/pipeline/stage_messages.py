@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, unique
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
+from manyhands.engine.exchange import MicrobatchTime
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.pipeline.schedules import Schedule, StageWork
@@ -75,6 +76,7 @@ class StageMessages:
         """Called with each receive that had to wait."""
         self._workers = tuple(workers)
         self._mailbox = _StageMailbox(stage, self._workers, links, timeout_s)
+        self.traffic, self.take_traffic = self._mailbox.traffic, self._mailbox.take_traffic
         self._pass = 0
         self._checked = True
         self._unsent: list[LinkMessage] = []
@@ -132,10 +134,8 @@ class StageMessages:
             self._mailbox.doing = f"micro-batch {microbatch}, {flow.words}"
             while key not in self._early:
                 self._take_next(worker)
-            end_ns = time.monotonic_ns()
-            self.on_wait(
-                MicrobatchTime(begin_ns=begin_ns, end_ns=end_ns, microbatch=microbatch, waited_for=worker)
-            )
+            times = {"begin_ns": begin_ns, "end_ns": time.monotonic_ns()}
+            self.on_wait(MicrobatchTime(**times, microbatch=microbatch, waited_for=worker))
         return self._early.pop(key)
 
     def _take_next(self, worker: int) -> None:
@@ -143,10 +143,8 @@ class StageMessages:
         part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
         payload = message.payload
         if message.step != self._pass or payload is None or message.kind not in tuple(Flow):
-            self._mailbox.refuse(
-                worker,
-                f"a message of kind {message.kind}, pass {message.step}; due was one of pass {self._pass}",
-            )
+            found = f"a message of kind {message.kind}, pass {message.step}"
+            self._mailbox.refuse(worker, f"{found}; due was one of pass {self._pass}")
         flow = Flow(message.kind)
         if flow is Flow.SHAPE:
             self._received_shapes[part] = tuple(payload.tolist())
@@ -161,12 +159,6 @@ class StageMessages:
         """Wait until the links have taken everything that was sent; PeerTimeout where a link makes no progress."""
         self._mailbox.flush(self._unsent, ())
         self._unsent = []
-
-    def traffic(self) -> Traffic:
-        return self._mailbox.traffic()
-
-    def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._mailbox.take_traffic()
 
 
 class ChainPart:
@@ -230,12 +222,11 @@ class StageBorders:
         stage: int,
         parts: Sequence[ChainPart],
         post: StageMessages,
-        device: torch.device | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.schedule, self.stage = schedule, stage
+        self.schedule, self.stage, self.post = schedule, stage, post
         self.parts = {part.number: part for part in parts}
-        self.post = post
-        self._device = device if device is not None else torch.device("cpu")
+        self._device = torch.device(device)
         self._times: list[MicrobatchTime] = []
         self._begin_ns: int | None = None  # start of the work item, until it was slowed down
         self.passed: Callable[[], Passed] = Passed
@@ -301,16 +292,9 @@ class StageBorders:
         for number, (duration_ns, worker) in enumerate(parts, 1):
             # What was neither computed nor waited for is the exchange's, and counts with the last.
             exchange_ns = spent_ns - sum(waits_ns.values()) if number == len(parts) else 0
-            end_ns = begin_ns + duration_ns
-            self._times.append(
-                MicrobatchTime(
-                    begin_ns=begin_ns,
-                    end_ns=end_ns,
-                    microbatch=item.microbatch,
-                    waited_for=worker,
-                    exchange_ns=exchange_ns,
-                )
-            )
+            end_ns, number = begin_ns + duration_ns, item.microbatch
+            time_of = partial(MicrobatchTime, begin_ns=begin_ns, end_ns=end_ns, microbatch=number)
+            self._times.append(time_of(waited_for=worker, exchange_ns=exchange_ns))
             begin_ns = end_ns
 
     def _be_slow(self) -> None:
@@ -320,6 +304,5 @@ class StageBorders:
             self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
 
     def take_times(self) -> list[MicrobatchTime]:
-        times = self._times.copy()
-        self._times.clear()
+        times, self._times[:] = self._times.copy(), []
         return times

@@ -78,13 +78,10 @@ class Pipeline(Strategy):
             raise UserError(f"data={self.data}: must be at least 1, or 0 for as many as fit the workers")
         table = self.table()
         if table.over_time and self.recompute:
-            raise UserError(
-                f"recompute=yes: schedule={self.schedule} cannot; it needs the states of all slices"
-            )
+            why = "it needs the states of all slices"
+            raise UserError(f"recompute=yes: schedule={self.schedule} cannot; {why}")
         if self.cuts and self.memory:
-            raise UserError(
-                "cuts and memory: cuts of your own are taken as they are; leave one of the two out"
-            )
+            raise UserError("cuts and memory: cuts of your own are taken as they are; leave one out")
         if self.cuts:
             check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
 
@@ -115,7 +112,6 @@ class Pipeline(Strategy):
         return self.assignment(found, layers)
 
     def shares(self, workers: int) -> int:
-        """One for each replica."""
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
@@ -137,12 +133,10 @@ class Pipeline(Strategy):
         ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """The workers must fill the grid, and layers are those of a network."""
         super().check(workers, device, compiled=compiled)
         if compiled:
-            raise UserError(
-                "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
-            )
+            instead = "use hogwild or allreduce"
+            raise UserError(f"strategy pipeline: a compiled step has no layers to cut; {instead}")
         self.grid(workers)
 
     @property

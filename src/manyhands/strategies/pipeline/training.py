@@ -21,8 +21,8 @@ from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.pipeline.cuts import check_cuts
 from manyhands.strategies.pipeline.exchange import PipelineExchange
+from manyhands.strategies.pipeline.stage_worker import check_over_time
 from manyhands.strategies.pipeline.strategy import Pipeline
-from manyhands.strategies.pipeline.wave import check_over_time
 from manyhands.strategies.tensor.moves import sum_layer_traffic
 from manyhands.strategies.tensor.slicing import check_plan
 from manyhands.task import Task

@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,17 +28,9 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
+from manyhands.strategies.common.sharding import visits
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
-from manyhands.strategies.common.sharding.visits import (
-    Action,
-    Await,
-    Fetch,
-    Hand,
-    Release,
-    UnitFlow,
-    UnitVisits,
-)
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
@@ -52,22 +44,20 @@ _SMALLEST_MOVED = 1 << 12  # bytes of a saved tensor that is worth moving
 class OffloadExchange(Exchange):
     """One process that swaps layers; uses at most `limit` bytes of `device`, and `place`: the host, or a folder."""
 
-    rank = 0
-    world = 1
+    rank, world = 0, 1
     part = WorkerPart(index=0, count=1)
-    steps_itself = True
-    builds_on_host = True
+    steps_itself = builds_on_host = True
+    _optimizer: Optimizer
+    _visits: visits.UnitVisits
 
     def __init__(self, limit: int, device: torch.device, place: str = HOST) -> None:
         self.parts = GradientParts(held=self._waiting, counted=self._waiting, total=self.total)
         self._limit, self._device, self._place = limit, device, place
         self._mover: Mover = mover_for(device)
-        self._optimizer: Optimizer | None = None
         self._layers: list[_Layer] = []
         self._places: list[tuple[_Layer, int]] = []
-        self._flow = UnitFlow(0)
-        self._visits: UnitVisits | None = None
-        self._tap: GradientTap | None = None
+        self._flow = visits.UnitFlow(0)
+        self._attached = ExitStack()
         self._saved = OffloadedTensors(self._mover, 0)
         self._defers, self._steps, self._backward = False, True, False
         self._left: deque[_Layer] = deque()
@@ -93,30 +83,30 @@ class OffloadExchange(Exchange):
             for unit in units
         ]
         budget = plan_budget(self._limit, sizes, sum(buffer.nbytes for buffer in model.buffers()))
-        self._layers = [
-            _Layer(UnitMemory(unit, self._device), self._mover, self._place, optimizer) for unit in units
-        ]
+        memories = [UnitMemory(unit, self._device) for unit in units]
+        self._layers = [_Layer(memory, self._mover, self._place, optimizer) for memory in memories]
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
-        self._flow = UnitFlow(len(units), lasting, ahead=budget.ahead)
-        memories = [layer.memory for layer in self._layers]
-        self._visits = UnitVisits(model, memories, self._flow, self._carry_out)
+        self._flow = visits.UnitFlow(len(units), lasting, ahead=budget.ahead)
+        self._visits = visits.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
         parameters = [layer.unit.parameters[number] for layer, number in self._places]
-        self._tap = GradientTap(parameters, self._on_gradient)
+        self._attached.callback(self._show_host_values)
+        self._attached.callback(GradientTap(parameters, self._on_gradient).close)
+        self._attached.callback(self._visits.close)
         self._saved = OffloadedTensors(self._mover, budget.activations)
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         self._defers = computer.task.clips or computer.task.microbatches > 1
         self._flow.begin("training")
-        with self._watching():
+        with self._visits.watching(self._saved):
             return super().compute(computer, model, step)
 
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
         self._flow.begin("evaluation")
-        with self._watching():
+        with self._visits.watching(self._saved):
             found = super().evaluate(computer, model, alike=alike)
         self._carry_out(self._flow.end())
         return found
@@ -158,7 +148,7 @@ class OffloadExchange(Exchange):
 
     def optimizer_state(self) -> dict[str, Any] | None:
         self._mover.finish()
-        return self._need_optimizer().state_dict()
+        return self._optimizer.state_dict()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         self._mover.finish()
@@ -177,27 +167,23 @@ class OffloadExchange(Exchange):
         return values
 
     def close(self) -> None:
-        if self._visits is not None and self._tap is not None:
-            self._visits.close()
-            self._tap.close()
-            self._show_host_values()
-        self._visits = self._tap = None
+        self._attached.close()
         self._mover.close()
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _carry_out(self, actions: Iterable[visits.Action]) -> None:
         for action in actions:
             match action:
-                case Fetch(unit):
+                case visits.Fetch(unit):
                     self._keep_pace()
                     self._layers[unit].fetch(with_state=self._backward and self._steps)
-                case Await(unit):
+                case visits.Await(unit):
                     self._layers[unit].arrive()
-                case Hand(unit):
+                case visits.Hand(unit):
                     if self._steps:
                         self._step(self._layers[unit])
                     else:
                         self._layers[unit].keep_gradients()
-                case Release(unit):
+                case visits.Release(unit):
                     self._layers[unit].let_go()
 
     def _step(self, layer: _Layer) -> None:
@@ -206,7 +192,7 @@ class OffloadExchange(Exchange):
         if not is_here:
             self._keep_pace()
             layer.fetch(with_state=True)
-        layer.step(self._need_optimizer())
+        layer.step(self._optimizer)
         self._left.append(layer)
         if not is_here:
             layer.let_go()
@@ -225,21 +211,11 @@ class OffloadExchange(Exchange):
         if not layer.missing:
             self._carry_out(self._flow.complete(layer.unit.number))
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        assert self._visits is not None, "attach comes first"
-        with self._visits.watching(self._saved):
-            yield
-
     def _show_host_values(self) -> None:
         self._mover.finish()
         for layer in self._layers:
             for parameter, value in zip(layer.unit.parameters, layer.host_values(), strict=True):
                 parameter.data = value
-
-    def _need_optimizer(self) -> Optimizer:
-        assert self._optimizer is not None, "attach comes first"
-        return self._optimizer
 
 
 class _Layer:

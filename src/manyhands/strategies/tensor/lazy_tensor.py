@@ -191,10 +191,10 @@ def _loss_of(
     valid = target[target != ignore_index]
     if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
         return None  # the whole tensor lets torch report what is wrong
-    exact = (
+    part = (
         scores._part.float() if scores.dtype in HALVES else scores._part
     )  # as torch's: 16 bits lose the sum
-    losses = cross_entropy(exact, target, port, sum(sizes[: port.index]), ignore_index)
+    losses = cross_entropy(part, target, port, sum(sizes[: port.index]), ignore_index)
     if not torch.is_autocast_enabled(scores.device.type):
         losses = losses.to(scores.dtype)
     if reduction == "none":

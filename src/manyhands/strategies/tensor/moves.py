@@ -28,15 +28,8 @@ from manyhands.engine.exchange import Traffic
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 
 __all__ = [
-    "LayerTraffic",
-    "Port",
-    "SliceState",
-    "copied",
-    "gathered",
-    "layer_traffic",
-    "scattered",
-    "sum_layer_traffic",
-    "summed",
+    *("LayerTraffic", "Port", "SliceState", "copied", "gathered", "layer_traffic", "scattered"),
+    *("sum_layer_traffic", "summed"),
 ]
 
 
@@ -104,12 +97,10 @@ class Port:
         result = work()
         self.state.spent_ns += time.monotonic_ns() - begin
         sent = self.group.traffic() - before
-        if backward or self.trains:
-            traffic = self.traffic
-            if backward:
-                traffic.backward += sent
-            else:
-                traffic.forward += sent
+        if backward:
+            self.traffic.backward += sent
+        elif self.trains:
+            self.traffic.forward += sent
         return result
 
 
@@ -142,8 +133,7 @@ def _applied(function: Any, port: Port, x: Tensor, *rest: Any) -> Tensor:
 
 
 def _part(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
-    begin = sum(sizes[: port.index])
-    return x.narrow(dim, begin, sizes[port.index])
+    return x.narrow(dim, sum(sizes[: port.index]), sizes[port.index])
 
 
 class _Copied(torch.autograd.Function):
@@ -215,10 +205,7 @@ def layer_traffic(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[
 
 
 def sum_layer_traffic(finished: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum the workers' final reports into one row per layer, under `layers`; an empty dict where none reported.
-
-    Layers keep the order in which they were reported.
-    """
+    """Sum the workers' final reports into one row per layer, in their order, under `layers`; {} where none reported."""
     found: dict[str, dict[str, Any]] = {}
     for one in finished:
         for row in one.get("layers", ()):

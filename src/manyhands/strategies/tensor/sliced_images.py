@@ -24,16 +24,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.held import Cut
+from manyhands.strategies.tensor import sliced_layers
 from manyhands.strategies.tensor.lazy_tensor import as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, scattered, summed
-from manyhands.strategies.tensor.sliced_layers import (
-    ATTENTION,
-    EMBEDDING,
-    LINEAR,
-    SlicedModule,
-    along,
-    whole_attribute,
-)
+from manyhands.strategies.tensor.sliced_layers import SlicedModule, along, whole_attribute
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
 __all__ = ["KINDS", "why_not"]
@@ -198,8 +192,7 @@ class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, port: Port, has: Sequence[range], needs: Sequence[range]) -> Tensor:
         ctx.place = port, has, needs
-        me = port.index
-        own = has[me]
+        me, own = port.index, has[port.index]
         to = {other: _rows(x, own, _common(own, needs[other])) for other in range(port.world) if other != me}
         shapes = {other: _sized(x, len(_common(has[other], needs[me]))) for other in to}
         came = _passed(port, to, shapes, x, backward=False)
@@ -210,17 +203,15 @@ class _Fetched(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         port, has, needs = ctx.place
-        me = port.index
-        wanted = needs[me]
-        others = [other for other in range(port.world) if other != me]
+        me, wanted = port.index, needs[port.index]
+        others = (other for other in range(port.world) if other != me)
         to = {other: _rows(gradient, wanted, _common(has[other], wanted)) for other in others}
         shapes = {other: _sized(gradient, len(_common(has[me], needs[other]))) for other in to}
         came = _passed(port, to, shapes, gradient, backward=True)
         came[me] = _rows(gradient, wanted, _common(has[me], wanted))
         total = gradient.new_zeros(_sized(gradient, len(has[me])))
         for index in sorted(came):
-            common = _common(has[me], needs[index])
-            _rows(total, has[me], common).add_(came[index])
+            _rows(total, has[me], _common(has[me], needs[index])).add_(came[index])
         return total, None, None, None
 
 
@@ -335,15 +326,13 @@ class SpatialGroupNorm(SpatialModule, nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entered(x)
-        own = self.shares(self.port.state.height)
-        self.expect(x, _ROWS, len(own[self.port.index]), "rows")
+        self.expect(x, _ROWS, len(self.shares(self.port.state.height)[self.port.index]), "rows")
         groups = x.reshape(x.shape[0], self.num_groups, -1)
         count = groups.shape[2] // x.shape[_ROWS] * self.port.state.height
         total = copied(summed(groups.sum(2, keepdim=True), self.port), self.port)
         centred = groups - total / count
         squares = copied(summed(centred.square().sum(2, keepdim=True), self.port), self.port)
-        variance = squares / count
-        y = (centred * torch.rsqrt(variance + self.eps)).view(x.shape)
+        y = (centred * torch.rsqrt(squares / count + self.eps)).view(x.shape)
         if self.affine:
             shape = (-1, *(1,) * (x.dim() - 2))
             y = y * copied(self.weight, self.port).view(shape) + copied(self.bias, self.port).view(shape)
@@ -367,11 +356,17 @@ def why_not(module: nn.Module) -> str:
     return ""
 
 
+_LINEAR: dict[SliceKind, type[SlicedModule]] = {
+    SliceKind.COLUMN: sliced_layers.ColumnLinear,
+    SliceKind.HEADS: sliced_layers.ColumnLinear,
+    SliceKind.ROW: sliced_layers.RowLinear,
+    SliceKind.VOCABULARY: sliced_layers.VocabularyLinear,
+}
 KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
-    nn.Linear: LINEAR,
-    NonDynamicallyQuantizableLinear: LINEAR,  # what torch's attention has for its output
-    nn.Embedding: EMBEDDING,
-    nn.MultiheadAttention: ATTENTION,
+    nn.Linear: _LINEAR,
+    NonDynamicallyQuantizableLinear: _LINEAR,  # what torch's attention has for its output
+    nn.Embedding: {SliceKind.VOCABULARY: sliced_layers.VocabularyEmbedding},
+    nn.MultiheadAttention: {SliceKind.HEADS: sliced_layers.HeadsAttention},
     nn.Dropout: {SliceKind.INSIDE: SlicedDropout},
     nn.GroupNorm: {SliceKind.INSIDE: ChannelGroupNorm, SliceKind.SPATIAL: SpatialGroupNorm},
     nn.MaxPool2d: {SliceKind.SPATIAL: SpatialMaxPool2d},

@@ -20,7 +20,10 @@ from manyhands.strategies.tensor.lazy_tensor import LazyWhole, as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, summed
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
-__all__ = ["ATTENTION", "EMBEDDING", "LINEAR", "LayerSlice", "SlicedModule", "along", "whole_attribute"]
+__all__ = [
+    *("ColumnLinear", "HeadsAttention", "LayerSlice", "RowLinear", "SlicedModule", "VocabularyEmbedding"),
+    *("VocabularyLinear", "along", "whole_attribute"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,6 @@ class ColumnLinear(SlicedModule, nn.Linear):
 
     @classmethod
     def cuts(cls, module: nn.Linear, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Cut the rows of the weight, and the bias."""
         parts = parts_of(module.out_features // how.fused, how.units, slices)
         return {name: along(0, parts, how.fused) for name in ("weight", "bias")}
 
@@ -150,7 +152,6 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
 
     @classmethod
     def cuts(cls, module: nn.Embedding, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Cut the rows of the table."""
         return {"weight": along(0, parts_of(module.num_embeddings, how.units, slices))}
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -162,15 +163,6 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
         here = padding - cut.begin if padding is not None and cut.begin <= padding < cut.end else None
         rows = F.embedding((tokens - cut.begin).where(mine, 0), weight, here)
         return summed(rows * mine[..., None], self.port)
-
-
-LINEAR: dict[SliceKind, type[SlicedModule]] = {
-    SliceKind.COLUMN: ColumnLinear,
-    SliceKind.HEADS: ColumnLinear,
-    SliceKind.ROW: RowLinear,
-    SliceKind.VOCABULARY: VocabularyLinear,
-}
-EMBEDDING: dict[SliceKind, type[SlicedModule]] = {SliceKind.VOCABULARY: VocabularyEmbedding}
 
 
 class HeadsAttention(SlicedModule, nn.MultiheadAttention):
@@ -225,11 +217,10 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         elif not self.batch_first:
             inputs = [one.transpose(0, 1) for one in inputs]
         weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
+        biases = bias.chunk(3) if bias is not None else [None] * 3
         q, k, v = (
             F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for one, part, its_bias in zip(
-                inputs, weight.chunk(3), bias.chunk(3) if bias is not None else [None] * 3, strict=True
-            )
+            for one, part, its_bias in zip(inputs, weight.chunk(3), biases, strict=True)
         )
         mask = self._mask(attn_mask, key_padding_mask, q, k, alone=alone)
         dropout = self.dropout if self.training else 0.0
@@ -273,6 +264,3 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype is torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
     return mask.to(dtype)
-
-
-ATTENTION: dict[SliceKind, type[SlicedModule]] = {SliceKind.HEADS: HeadsAttention}

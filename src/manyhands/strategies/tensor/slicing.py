@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from torch import nn
 
@@ -20,10 +20,7 @@ __all__ = ["Sliced", "check_plan", "slice_modules"]
 
 
 def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModule]:
-    """Return the class that slices `module` as `how` says.
-
-    Raises UserError where this module type cannot be sliced this way, or where the module's settings rule it out.
-    """
+    """The class that slices `module` as `how` says; UserError where its type or its settings rule that out."""
     known = KINDS.get(type(module), {})
     if how.kind not in known:
         ways = ", ".join(kind.value for kind in known)
@@ -31,16 +28,13 @@ def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModul
             f"tensor_plan: module {name!r} is a {type(module).__name__}, which cannot be {how.kind.value}; "
             f"{f'it can be {ways}' if ways else 'leave it whole'}"
         )
-    reason = why_not(module) if how.kind is SliceKind.SPATIAL else ""
-    if reason:
-        raise UserError(
-            f"tensor_plan: module {name!r} cannot be spatial: {reason}; say 'whole', or channels_out"
-        )
+    if how.kind is SliceKind.SPATIAL and (reason := why_not(module)):
+        instead = "say 'whole', or channels_out"
+        raise UserError(f"tensor_plan: module {name!r} cannot be spatial: {reason}; {instead}")
     return known[how.kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CutParameter:
+class CutParameter(NamedTuple):
     """A parameter of which this slice has a part."""
 
     whole: nn.Parameter
@@ -87,7 +81,7 @@ class Sliced:
         known = self.cut.get(id(whole))
         if known is None:
             local = nn.Parameter(cut.of(whole.detach()), requires_grad=whole.requires_grad)
-            known = self.cut[id(whole)] = CutParameter(whole=whole, local=local, cut=cut)
+            known = self.cut[id(whole)] = CutParameter(whole, local, cut)
         elif known.cut != cut:
             raise UserError(
                 f"tensor_plan: module {name!r} shares a parameter that another module slices in another way; slice "
@@ -108,11 +102,9 @@ def slice_modules(
     plan = find_plan(model, group.world, part) if plan is None else plan
     sliced = Sliced(plan, group)
     named = dict(model.named_modules())
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    """By parameter: the modules that have it, and its name there."""
-    for path, module in chain.from_iterable(
-        one.named_modules() for one in ([model] if part is None else part)
-    ):
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}  # by parameter: who has it, and its name there
+    inside = (one.named_modules() for one in ([model] if part is None else part))
+    for path, module in chain.from_iterable(inside):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((path, module, name))
     for name, how in plan.items():

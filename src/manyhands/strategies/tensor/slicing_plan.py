@@ -226,8 +226,7 @@ class _Finder:
             how = self._alone(module)
             if how is not None:
                 plan[path] = how
-                return
-            if not isinstance(module, nn.MultiheadAttention):
+            elif not isinstance(module, nn.MultiheadAttention):
                 self._visit_children(module, plan)
 
     def visit_part(self, part: Sequence[nn.Module], plan: dict[str, Slicing]) -> None:
@@ -359,12 +358,9 @@ def pair_up(chain: Sequence[Named], slices: int) -> tuple[Plan, int]:
                 for one in inside
             }
             return plan | {between: Slicing(kind=closes, units=units)}, number + 1
-        if type(module) is nn.Dropout:
-            inside.append(between)
-        elif not flat and type(module) is nn.GroupNorm:
+        if not flat and type(module) is nn.GroupNorm:
             units = gcd(units, module.num_groups)
-            inside.append(between)
-        elif not flat and type(module) in _BATCH_NORMS:
+        if type(module) is nn.Dropout or (not flat and type(module) in (nn.GroupNorm, *_BATCH_NORMS)):
             inside.append(between)
         elif not flat and type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             flat = True

@@ -30,7 +30,7 @@ from manyhands.engine.training import Keeping
 from manyhands.errors import UserError
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars
-from manyhands.places.local.capacity import Amount, MemoryCost, check_capacity, of_processes
+from manyhands.places.local.host import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import AfterPass, CompiledResult, Rows, train_compiled
 from manyhands.workloads.glove.cooccurrence_files import record_count, shuffle_records, temporary_folder

@@ -20,8 +20,8 @@ from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
-from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity import check_capacity as check_host_capacity
+from manyhands.places.local.host import Amount, MemoryCost, of_processes
+from manyhands.places.local.host import check_capacity as check_host_capacity
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import AfterPass, CompiledResult, report_passes, train_compiled
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples

@@ -16,7 +16,7 @@ from manyhands.engine.fitting import await_workers
 from manyhands.engine.training import Keeping
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
-from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.host import check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import AfterPass, CompiledResult, Rows, train_compiled
 from manyhands.workloads.svd.krylov import KrylovSpace

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,7 @@ class RoleMembers(ExternalMembers):
         if ended.failure is not None and reported is not None and reported.kind == UserError.__name__:
             raise ended.failure.error()  # it cannot do its work, here or in any successor: the port is taken, say
         payload = self._keeper.counted(ended.payload) if ended.payload is not None else None
-        return replace(ended, name=self._ranks.names[rank], payload=payload)
+        return ended._replace(name=self._ranks.names[rank], payload=payload)
 
 
 def _require_tensors(data: bytearray) -> None:

@@ -1,4 +1,4 @@
-"""What the consistencies are for, in simulated experiments: stragglers, and staleness-aware rates.
+"""What the consistencies are for, in simulated experiments: `python benchmarks/consistency.py` prints the tables.
 
 Stragglers: one worker that is slow for good holds everybody back under any bound (in the long run all clocks advance
 alike), and under `async` nobody but itself; delays that pass are what a bound hides.
@@ -23,18 +23,6 @@ from manyhands.foresight.simulate.simulated_spec import ComputeModel, Simulation
 from manyhands.native.threads import with_threads
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.workloads.tasks.digits import read_digits
-
-__all__ = [
-    "BOUNDS",
-    "LEARNERS",
-    "PASSING",
-    "PERMANENT",
-    "LearningRow",
-    "StragglerRow",
-    "learn_digits",
-    "render_stragglers",
-    "straggler_table",
-]
 
 BOUNDS = ("bounded:0", "bounded:1", "bounded:2", "bounded:4", "bounded:8", "bounded:16", "async")
 """The consistencies of the straggler tables, from the strictest to none."""
@@ -173,3 +161,10 @@ def _digits_model(rate: float, seed: int, batch_size: int) -> SimulatedTrained:
         return torch.optim.SGD(parameters, lr=rate)
 
     return SimulatedTrained(module, loss, optimizer, weight)
+
+
+if __name__ == "__main__":
+    for title, slow in (("one worker slow for good", PERMANENT), ("delays that pass", PASSING)):
+        print(f"{title}\n{render_stragglers(straggler_table(slow))}\n")
+    for name in ("sync", "softsync:30", "aware:softsync:30"):
+        print(f"{name:<20}" + "".join(f"{learn_digits(name, seed=seed).accuracy:>8.1%}" for seed in range(3)))
