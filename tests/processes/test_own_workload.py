@@ -1,4 +1,4 @@
-"""Adding a workload is a folder and a line: docs/internals/extending.md's recipe, in the registry or by an entry point."""
+"""Adding a workload is a folder and a line: the recipe of docs/internals/extending.md, in the registry or elsewhere."""
 
 from __future__ import annotations
 
