@@ -17,7 +17,7 @@ from manyhands.cli.program import spare_the_compiler
 from manyhands.errors import format_bytes
 
 if TYPE_CHECKING:
-    from manyhands.strategies.ps.audit_files import AuditedRun
+    from manyhands.strategies.ps.audit import AuditedRun
 
 __all__ = ["audit_command", "replay_command"]
 
@@ -42,7 +42,7 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
 
     Exit status: 0 for the first two, 3 for incomplete, 1 for broken.
     """
-    from manyhands.strategies.ps.audit_files import audit_run
+    from manyhands.strategies.ps.audit import audit_run
 
     audited = audit_run(run)
     found = audited.found

@@ -15,8 +15,7 @@ from manyhands.foresight.simulate.simulated_run import Observer
 from manyhands.foresight.simulate.task_model import SimulatedTask
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
-from manyhands.strategies.ps.live.losses import LossBook
-from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed
 from manyhands.strategies.ps.live.worker_mail import message_number
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import LEAD, Message, Parameters, Push, Read, Work

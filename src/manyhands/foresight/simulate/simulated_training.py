@@ -101,7 +101,7 @@ class SimulatedTraining(Training):
             parts = ReplayStage(request.plan.task, record, self._strategy)
             model = SimulatedTask(stack.enter_context(parts))
             step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
-            record = replace(record, layout=layout_digest(parts.layout))
+            record = record._replace(layout=layout_digest(parts.layout))
             files = stack.enter_context(_Files(stage.run_path, record))
             workers, servers = request.workers, self._strategy.num_server_processes
             names = [f"worker-{n}" for n in range(workers)] + [f"server-{n}" for n in range(servers)]
