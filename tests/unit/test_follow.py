@@ -11,7 +11,7 @@ import pytest
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse import follow
-from manyhands.observe.analyse.follow import ComingRun, RunFollower
+from manyhands.observe.analyse.follow import RunFollower, coming_run
 from manyhands.observe.analyse.view import Phase, Presence
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
@@ -57,10 +57,10 @@ def test_what_is_no_run_is_said_and_an_empty_directory_is_a_run_to_come(tmp_path
 
 
 def test_a_run_to_come_shows_whom_it_will_have(tmp_path: Path) -> None:
-    coming = ComingRun(tmp_path / "run", "digits", "mirrored", 2)
-    before = coming.poll()
+    coming = coming_run(tmp_path / "run", "digits", "mirrored", 2)
+    before = coming()
     with RunDirectory.create(tmp_path / "run", CONFIG):
-        assert coming.poll().workers == before.workers
+        assert coming().workers == before.workers
     assert [(worker.name, worker.presence) for worker in before.workers] == [
         ("worker 0", Presence.STARTING),
         ("worker 1", Presence.STARTING),

@@ -229,9 +229,8 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
                 raise UserError(f"input {number} is no text; it must be {self.takes}")
             for name in fields:
                 if name not in _FIELDS:
-                    raise UserError(
-                        f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
-                    )
+                    why = f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
+                    raise UserError(why)
             try:
                 prompts.append(Prompt(**{"prompt": "", **fields}))
             except UserError as error:

@@ -42,9 +42,8 @@ class FederatedTraining(ExchangeTraining):
             ("sparse", bool(task.sparse)),
         ):
             if wanted:
-                raise UserError(
-                    f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
-                )
+                why = f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
+                raise UserError(why)
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()
