@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.array_files import disk_errors, mapped_arrays

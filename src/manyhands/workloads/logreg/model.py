@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
+from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
 from manyhands.errors import DataError, UserError
