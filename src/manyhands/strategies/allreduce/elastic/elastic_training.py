@@ -29,23 +29,11 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import MORE_WORKERS, Command
+from manyhands.strategies.allreduce.elastic import elastic_membership as core
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     ElasticMembers,
     ExternalElasticMembers,
     LocalElasticMembers,
-)
-from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    ArrivedInEpoch,
-    BeginEpoch,
-    Done,
-    ElasticAction,
-    ElasticMembership,
-    EndSoon,
-    EpochView,
-    LeaveEpoch,
-    MemberReady,
-    Notify,
-    RunOver,
 )
 from manyhands.strategies.allreduce.elastic.epochs import Wiring
 from manyhands.strategies.allreduce.elastic.member_control import ORDERS, REPORTS
@@ -65,7 +53,7 @@ class ElasticLog(MemberLog):
         self, on_event: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(on_event, clock)
-        self._view = EpochView(epoch=0, seats=())
+        self._view = core.EpochView(epoch=0, seats=())
         self._arrived: set[int] = set()
         self._redone = 0  # steps computed twice up to the last reported epoch
         self._num_lost = self._num_joined = 0
@@ -76,12 +64,12 @@ class ElasticLog(MemberLog):
         self._num_lost += event == "died"
         self.lost(event, member, self.names[member], sentence)
 
-    def published(self, view: EpochView) -> None:
+    def published(self, view: core.EpochView) -> None:
         self._view, self._arrived = view, set()
         seats = [{"slot": seat.slot, "member": seat.member, "fresh": seat.fresh} for seat in view.seats]
         self.view(view.epoch, [], seats, [seat.member for seat in view.seats])
 
-    def arrived(self, report: ArrivedInEpoch, redone: int) -> None:
+    def arrived(self, report: core.ArrivedInEpoch, redone: int) -> None:
         """Record that a member takes part in an epoch; with the last one the run is complete again.
 
         `redone` steps were computed twice so far.
@@ -110,7 +98,7 @@ class ElasticLog(MemberLog):
         sentence = f"{there} after step {report.step}, {{seconds}} s after {what} {were} lost{twice}"
         self.recovered(view.seats[0].member, what, sentence)
 
-    def summary(self, membership: ElasticMembership) -> dict[str, Any]:
+    def summary(self, membership: core.ElasticMembership) -> dict[str, Any]:
         return {
             "epochs": membership.view.epoch,
             "changes": membership.changes,
@@ -127,12 +115,12 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
     report, `on_event` what happens to members. Commands, from any thread, change the slots during the run.
     """
 
-    _membership: ElasticMembership
+    _membership: core.ElasticMembership
     _log: ElasticLog
 
     def __init__(
         self,
-        membership: ElasticMembership,
+        membership: core.ElasticMembership,
         rings: Sequence[EventRing],
         assemble: Callable[[Watched], _Members],
         *,
@@ -156,10 +144,10 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         self._membership, self._log = membership, ElasticLog(on_event)
         self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
-        self._done: Done | None = None
+        self._done: core.Done | None = None
         self._ending = False
 
-    def run(self) -> tuple[Done, SentFor, dict[str, Any]]:
+    def run(self) -> tuple[core.Done, SentFor, dict[str, Any]]:
         """Return what the member that left the weights reported, what all sent, and what happened to members."""
         self._run()
         assert self._done is not None, "a run is over when somebody is done"
@@ -176,7 +164,7 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         if not self._ending:
             self._ending = True
             for member in self._members.members:
-                self._send(member, EndSoon())
+                self._send(member, core.EndSoon())
 
     def _hear(self, member: int, report: Any) -> None:
         if isinstance(report, WorkerNote):
@@ -185,12 +173,12 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         if self._closing:
             return
         match report:
-            case Done():
+            case core.Done():
                 self._done = report
-            case ArrivedInEpoch():
+            case core.ArrivedInEpoch():
                 self._log.arrived(report, self._membership.redone)
-            case MemberReady() if self._ending:
-                self._send(member, EndSoon())  # it was not there when the others were told
+            case core.MemberReady() if self._ending:
+                self._send(member, core.EndSoon())  # it was not there when the others were told
         self._do(self._membership.handle(report))
 
     def _lost(self, event: str, member: int, sentence: str) -> None:
@@ -209,19 +197,19 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
     def _failed(self, sentence: str) -> Exception:
         return WorkerFailed(sentence, worker_rank=self._last_lost)
 
-    def _act(self, action: ElasticAction) -> None:
+    def _act(self, action: core.ElasticAction) -> None:
         match action:
-            case Notify(members=members, order=order):
-                if isinstance(order, LeaveEpoch):
+            case core.Notify(members=members, order=order):
+                if isinstance(order, core.LeaveEpoch):
                     self._members.abort()
                 for member in members:
                     self._send(member, order)
-            case BeginEpoch(view=view):
+            case core.BeginEpoch(view=view):
                 self._members.begin(view)  # each member has the resources of the epoch before its view
                 for seat in view.seats:
                     self._send(seat.member, view)
                 self._log.published(view)
-            case RunOver():
+            case core.RunOver():
                 self._over = True
 
     def _finish(self) -> None:
@@ -317,7 +305,7 @@ class ElasticTraining(Training):
             named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
-                ElasticMembership(request.workers, options.min_workers or 1),
+                core.ElasticMembership(request.workers, options.min_workers or 1),
                 rings,
                 partial(assemble, rings, weights),
                 timeout_s=options.timeout_s,

@@ -115,12 +115,10 @@ class PriorityExchange(Exchange):
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of this worker's weighted loss, once the last step has arrived; full slices are sent meanwhile."""
-        self.finish()
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        self.finish()
         self._begin()
         self._gradients.fill_rest()
         with self._waiting():
@@ -181,7 +179,8 @@ class PriorityExchange(Exchange):
         self._gradients.close()
 
     def _begin(self) -> None:
-        """Open the next step unless it is open: at its first backward, or in `agree` if it has none."""
+        """Finish the last step, and open the next unless it is open: by its first backward, or `agree`."""
+        self.finish()
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()
