@@ -17,13 +17,7 @@ from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from manyhands.errors import Hang, PeerTimeout, UserError, printable
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
-from manyhands.places.external.control_server import (
-    ControlEvent,
-    ControlServer,
-    Delivered,
-    ProcessRejected,
-    Warned,
-)
+from manyhands.places.external import control_server as control
 from manyhands.places.local import supervisor
 from manyhands.places.local.control import TypedNotes, Unread
 from manyhands.places.local.failure import Failure
@@ -31,7 +25,7 @@ from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import AddWorker, Command
-from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
+from manyhands.strategies.common import membership as core
 
 __all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]
 
@@ -113,7 +107,7 @@ class ExternalMembers(ABC):
 
     def __init__(
         self,
-        control_server: ControlServer,
+        control_server: control.ControlServer,
         child: ChildMembers | None,
         say: Callable[[str], None],
         come_within_s: float | None = None,
@@ -198,13 +192,13 @@ class ExternalMembers(ABC):
         self._give_part(rank, member)
         self._unreported.append(supervisor.Started(member, self._control_server.known[rank].hello.pid))
 
-    def _hear(self, event: ControlEvent) -> list[supervisor.Event | supervisor.Hung]:
+    def _hear(self, event: control.ControlEvent) -> list[supervisor.Event | supervisor.Hung]:
         match event:
             case supervisor.Started(member=rank):
                 self._take_in(rank)
             case supervisor.Said(member=rank, payload=payload) if rank in self._member_of:
                 return self._said(rank, payload)
-            case Delivered(member=rank, name=name, data=data):
+            case control.Delivered(member=rank, name=name, data=data):
                 self._receive(rank, name, data)
             case supervisor.Ended(member=rank):
                 ended = self._ended(rank, event)
@@ -214,7 +208,7 @@ class ExternalMembers(ABC):
                 del self._at[member]
                 failure = replace(ended.failure, rank=member) if ended.failure is not None else None
                 return [ended._replace(member=member, failure=failure)]
-            case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
+            case control.ProcessRejected(sentence=sentence) | control.Warned(sentence=sentence):
                 self._say(sentence)
         return []
 
@@ -279,15 +273,6 @@ class MemberLog:
         self.tell("recovered", member, **recovery, sentence=sentence.format(seconds=f"{seconds:.2f}"))
 
 
-class _Core(Protocol):
-    """A membership as its launcher drives it."""
-
-    next_slot: int
-
-    def begin(self) -> list[Any]: ...
-    def handle(self, event: Any) -> list[Any]: ...
-
-
 class RunLauncher(ABC, Generic[_M]):
     """Runs one job to its end; `_run` is called once.
 
@@ -295,7 +280,7 @@ class RunLauncher(ABC, Generic[_M]):
     those of the workers under the number of their slot. Commands, from any thread, change the slots during the run.
     """
 
-    _membership: _Core
+    _membership: core.Membership
     _members: _M
     _log: MemberLog
 
@@ -350,7 +335,7 @@ class RunLauncher(ABC, Generic[_M]):
                 case supervisor.Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._lost("silent", member, seen)
-                    self._do(self._membership.handle(MemberSilent(member=member)))
+                    self._do(self._membership.handle(core.MemberSilent(member=member)))
                 case supervisor.Hung(found=found) if not self._closing:
                     hang = Hang(
                         f"{found.sentence}\n\n{found.page}", self._slots.get(found.role, -1), found.details
@@ -396,9 +381,9 @@ class RunLauncher(ABC, Generic[_M]):
             raise failure.error()  # a task that fails in one worker would fail in its replacement
         self._lost("died", member, failure.sentence)
         error = failure.reported.error if failure.reported is not None else ""
-        actions = self._membership.handle(Died(member=member, error=error, sentence=failure.sentence))
+        actions = self._membership.handle(core.Died(member=member, error=error, sentence=failure.sentence))
         for action in actions:
-            if error and isinstance(action, Fail):
+            if error and isinstance(action, core.Fail):
                 repeated = failure.error()
                 repeated.add_note(action.sentence)
                 raise repeated
@@ -407,12 +392,12 @@ class RunLauncher(ABC, Generic[_M]):
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
             match action:
-                case StartWorker(member=member, slot=slot):
+                case core.StartWorker(member=member, slot=slot):
                     self._slots[member] = slot
                     self._log.names[member] = self._members.start_worker(member, slot)
-                case KillMember(member=member):
+                case core.KillMember(member=member):
                     self._members.kill(self._process_of(member))
-                case Fail(sentence=sentence):
+                case core.Fail(sentence=sentence):
                     raise self._failed(sentence)
                 case _:
                     self._act(action)
