@@ -6,7 +6,7 @@ import gc
 import os
 
 import warm
-from manyhands.places.local.template import kept_descriptor
+from manyhands.places.local import template
 
 __all__ = ["open_descriptors"]
 
@@ -18,4 +18,5 @@ def open_descriptors() -> set[str]:
     cycle and so go at any time. The ways to templates, which are kept for the next run, do not count.
     """
     gc.collect()
-    return set(os.listdir("/proc/self/fd")) - {str(kept_descriptor()), str(warm.descriptor())}
+    kept = str(template._kept._control.fileno()) if template._kept is not None else ""
+    return set(os.listdir("/proc/self/fd")) - {kept, str(warm.descriptor())}

@@ -184,7 +184,7 @@ def pid() -> int | None:
 
 def descriptor() -> int | None:
     """The descriptor that is kept for it."""
-    return _kept[0].fileno() if _kept else None
+    return _kept[0]._control.fileno() if _kept else None
 
 
 def _fork(

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -302,7 +302,7 @@ def handshakes(rng: random.Random) -> None:
             break
         if heard != message:  # whether an arena comes along is not signed: the descriptor says it
             assert isinstance(message, Proof), f"{heard} was believed for {message}"
-            assert replace(heard, arena=message.arena) == message, f"{heard} was believed for {message}"
+            assert heard._replace(arena=message.arena) == message, f"{heard} was believed for {message}"
         message, turn = reply, turn + 1
     if token != TOKEN:
         assert server.peer is None, "a stranger is in"

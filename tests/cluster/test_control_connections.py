@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_files import read_events
 from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind
-from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
+from manyhands.places.external.control_connection import ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import ControlEvents, ControlPing
 from manyhands.places.external.control_server import (
     ControlEvent,
@@ -31,9 +30,9 @@ from manyhands.places.external.control_server import (
     ProcessRejected,
     Warned,
     hello_of,
+    terms_of,
 )
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.register import terms_of
 from manyhands.places.local.rendezvous import meet
 from manyhands.places.local.roster import Ended, Said, Started
 from manyhands.places.local.status import State
@@ -69,9 +68,10 @@ class Party:
         self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0
     ) -> ControlConnection:
         place = ProcessPlace(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
-        contact = Contact(name="worker 0 on hostA", address=self.address, token=token)
         return self._stack.enter_context(
-            open_control_connection(place, contact, terms, timeout_s=5.0, settings=FAST)
+            open_control_connection(
+                place, "worker 0 on hostA", self.address, token, terms, timeout_s=5.0, settings=FAST
+            )
         )
 
     def until(self, done: Callable[[], Any]) -> None:
@@ -342,9 +342,10 @@ def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> N
     address = party.address
     party.close()
     place = ProcessPlace(rank=1, world=2, kind="torchrun", host="hostB")
-    contact = Contact(name="worker 0 on hostA", address=address, token=TOKEN)
     with pytest.raises((PeerTimeout, ManyhandsError), match="worker 0 on hostA"):
-        open_control_connection(place, contact, TERMS, timeout_s=0.3, settings=FAST)
+        open_control_connection(
+            place, "worker 0 on hostA", address, TOKEN, TERMS, timeout_s=0.3, settings=FAST
+        )
 
 
 def test_an_unknown_peer_tells_the_leader_nothing(make: Callable[..., Party]) -> None:
@@ -404,7 +405,7 @@ def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Part
 def test_a_wall_clock_hours_off_is_told_and_ends_nothing(make: Callable[..., Party]) -> None:
     party = make(2)
     hello = hello_of(ProcessPlace(rank=1, world=2, kind="torchrun", host="hostB"), TERMS)
-    started, remarked = party.control_server._greet(77, replace(hello, unix_s=time.time() - 7200))
+    started, remarked = party.control_server._greet(77, hello._replace(unix_s=time.time() - 7200))
     assert isinstance(started, Started)
     assert isinstance(remarked, Warned)
     assert "the clock of worker 1 on hostB is 2.0 h behind the leader's" in remarked.sentence

@@ -15,7 +15,7 @@ import torch
 
 from certificates import run_security
 from manyhands.errors import ManyhandsError
-from manyhands.places.external.send_queue import Wakeup
+from manyhands.places.external.control_messages import Wakeup
 from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.allreduce.elastic.elastic_membership import EpochSeat, EpochView, LeaveEpoch
 from manyhands.strategies.allreduce.elastic.epochs import LinkedEpochs, Wiring

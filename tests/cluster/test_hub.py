@@ -379,22 +379,22 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
     for change in (
         {},  # as it was, at another connection
         {"proof": proof.proof[:-1] + bytes([proof.proof[-1] ^ 1])},
-        {"claim": replace(proof.claim, member=3)},
-        {"claim": replace(proof.claim, role="server")},
+        {"claim": proof.claim._replace(member=3)},
+        {"claim": proof.claim._replace(role="server")},
         {"expected": 3},
     ):
         again = Handshake(mine, expected=None)
         challenge = again.handle(client.knock())
         with pytest.raises(ProtocolError, match="token"):
-            again.handle(replace(proof, **change))
+            again.handle(proof._replace(**change))
         with pytest.raises(ProtocolError, match="token"):
-            again.handle(replace(proof, proof=challenge.proof))  # type: ignore[union-attr]
+            again.handle(proof._replace(proof=challenge.proof))  # type: ignore[union-attr]
         assert (again.trusted, again.peer) == (False, None)
     welcome = server.handle(proof)
     assert isinstance(welcome, HandshakeWelcome)
     assert server.peer == proof.claim
     with pytest.raises(ProtocolError, match="token"):
-        client.handle(replace(welcome, claim=replace(welcome.claim, role="worker")))
+        client.handle(welcome._replace(claim=welcome.claim._replace(role="worker")))
     assert client.handle(welcome) is None
     assert client.peer == welcome.claim
 
@@ -456,11 +456,11 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "magic"),
         (encode_header(1, 1, 1 << 20, 0), "body_bytes"),
         (encode_header(1, 1, 0, 1), "payload_bytes"),
-        (encode_header(6, 1, 0, 0), "out of turn"),
-        (control(HandshakeWelcome(claim=CLAIM, proof=bytes(32))), "out of turn"),
-        (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of turn"),
+        (encode_header(6, 1, 0, 0), "out of order"),
+        (control(HandshakeWelcome(claim=CLAIM, proof=bytes(32))), "out of order"),
+        (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of order"),
         (control(Refusal(field="x", reason="\x1b[2J")), "it refused"),
-        (raw(5, b"\1\0\0\0x\3\0\0\0\xed\xa0\x80"), "is no UTF-8"),
+        (raw(5, b"\1\0\0\0x\3\0\0\0\xed\xa0\x80"), "is not UTF-8"),
         (raw(9, bytes(63)), "Knock.seal"),
         (raw(9, bytes(65)), "ends 1 bytes before its body"),
         (GOOD, "before the handshake"),

@@ -52,7 +52,7 @@ def sayings() -> list[bytes]:
     old = [7, "worker", __version__, "task", "ab" * 32]
     return [
         control(knock),
-        control(replace(knock, seal=bytes(32))),
+        control(knock._replace(seal=bytes(32))),
         raw(9, bytes(64)),
         raw(9, b"\xff" * 63),
         raw(1, json.dumps(old).encode()),

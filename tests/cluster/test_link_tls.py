@@ -147,7 +147,7 @@ def test_a_server_that_says_something_else_after_the_handshake_is_refused() -> N
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(say_no, server._context)
         with pytest.raises(
-            TlsRefused, match=r"worker 1: TLS failed \(.*it said something else than the handsh"
+            TlsRefused, match=r"worker 1: TLS failed \(.*it sent something else than the handsh"
         ):
             run_security(HOSTS[1]).wrap(near, "worker 1", server_side=False)
         said.result(PATIENCE_S)

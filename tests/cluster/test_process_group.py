@@ -19,12 +19,13 @@ from certificates import run_security
 from manyhands.engine.external_workers import ControlListener
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.places.external import process_group as groups
-from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.control_server import terms_of
 from manyhands.places.external.links import _admit, open_links
 from manyhands.places.external.process_group import join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace, under_torchrun
-from manyhands.places.external.register import terms_of
+from manyhands.places.external.run_store import KeyValueStore
 from manyhands.places.local.host import host_identity
+from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.link.interface import Message, Received
 from manyhands.transport.security import Security
 
@@ -126,7 +127,7 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
 
     led, report = together(leads, joins)
     assert isinstance(led, WorkerFailed)
-    assert "which leads, could not hear the others any more: ZeroDivisionError('of nothing')" in str(led)
+    assert "which leads, cannot listen to the others any more: ZeroDivisionError('of nothing')" in str(led)
     assert report == str(led).partition("\n")[0]
 
 
@@ -227,7 +228,7 @@ def test_a_process_with_another_token_is_rejected_at_once(monkeypatch: pytest.Mo
     first, second = (replace(place, leader=address, kind="specification") for place in places(2))
     call = {"security": Security.loopback(), "timeout_s": 20.0}
     with lead_group(first, TERMS, "a", **call) as leading:
-        monkeypatch.setattr(groups, "_open_token", lambda leader: TOKEN)
+        monkeypatch.setattr(groups, "_token", lambda leader, security: TOKEN)
         began = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(lambda: join_group(second, TERMS, "a", **call))
@@ -285,7 +286,8 @@ def test_links_listen_where_a_name_only_leads_to_this_host() -> None:
 def test_who_says_who_it_is_byte_by_byte_has_no_more_time_than_others() -> None:
     near, far = socket.socketpair()
     with near, far, ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(_admit, near, 0, TOKEN, time.monotonic() + 0.2)
+        mine = Credentials(member=0, role="rank 0", token=TOKEN, fingerprint="a link")
+        admitted = pool.submit(_admit, near, mine, time.monotonic() + 0.2)
         sent = 0
         while not admitted.done() and sent < 39:  # one less than it must say; each comes well before 0.2 s
             sent += far.send(b"x")
@@ -303,7 +305,7 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
     )
     assert isinstance(first, PeerTimeout)
     assert "rank 1 did not connect in time" in str(first)
-    assert "who answers at rank 0's address" in str(second)
+    assert "what answers at rank 0's address" in str(second)
     assert "is not of this run" in str(second)
     with pytest.raises(PeerTimeout, match="rank 0 did not say where it listens in time"):
         open_links(1, [0], KeyValueStore(), token=TOKEN, **{**call, "timeout_s": 0.1})

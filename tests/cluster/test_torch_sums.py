@@ -20,9 +20,8 @@ from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, WorkerFailed
 from manyhands.native.group.shared_group import SharedGroupFiles
-from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.links import no_group
-from manyhands.places.external.torch_store import RunStore
+from manyhands.places.external.run_store import KeyValueStore, RunStore
 from manyhands.strategies.allreduce import gpu_sums
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.gpu_sums import GpuSeat, TorchCollective, done_in_time

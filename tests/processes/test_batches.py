@@ -70,7 +70,7 @@ def ended(children: Children, count: int) -> dict[int, int]:
 def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int) -> None:
     report = []
     with Children(capacity=3, world=3) as children:
-        with children.together():
+        with children.batch():
             pids = [children.start(rank, role, job) for rank, role in enumerate(ROLES)]
             assert len(set(pids)) == 3
             assert between() not in pids
@@ -89,7 +89,7 @@ def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int)
 
 def test_they_begin_when_the_batch_is_left(job: int) -> None:
     with Children(capacity=1, world=1) as children:
-        with children.together():
+        with children.batch():
             pid = children.start(0, ROLES[0], job)
             assert children.wait(0.2) == []
             assert exists(pid)
@@ -98,7 +98,7 @@ def test_they_begin_when_the_batch_is_left(job: int) -> None:
 
 def test_a_killed_process_in_between_is_told_of_and_the_next_batch_has_another(job: int) -> None:
     with Children(capacity=3, world=3) as children:
-        with children.together():
+        with children.batch():
             children.start(0, ROLES[0], job)
             first = kept_pid()
             os.kill(between(), signal.SIGKILL)
@@ -118,7 +118,7 @@ from manyhands.places.local.template import kept_pid
 role = Role(name="worker 0", target=lambda context: time.sleep(60))
 with Children(capacity=1, world=1) as children:
     job = pack([role.target])
-    with children.together():
+    with children.batch():
         pid = children.start(0, role, job)
         print(pid, kept_pid(), flush=True)
         time.sleep(60)

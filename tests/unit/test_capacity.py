@@ -22,7 +22,7 @@ from manyhands.interop.own_loop.launch_script import launch
 from manyhands.lab.bench import allreduce as bench_allreduce
 from manyhands.lab.bench import step as bench_step
 from manyhands.lab.compare.run_comparison import CompareSettings, compare
-from manyhands.places.local.capacity import (
+from manyhands.places.local.host import (
     PROCESS_BYTES,
     Amount,
     MemoryCost,

@@ -69,7 +69,7 @@ class Play:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self.roster.members
+        return tuple(self.roster.known)
 
     @property
     def failures(self) -> list[Failure]:

@@ -148,7 +148,7 @@ def test_a_tuple_of_plain_numbers_is_one_struct_too() -> None:
         coder.encode(Quick(1 << 63, 0.0))
     slow = MessageCoder({1: Slow})
     assert slow.decode(*slow.encode(Slow("ä"))) == Slow("ä"), "any other tuple is a list, as a dataclass is"
-    with pytest.raises(UserError, match="tuple is no dataclass and no NamedTuple"):
+    with pytest.raises(UserError, match="tuple is neither a dataclass nor a NamedTuple"):
         MessageCoder({1: tuple})
 
 
@@ -277,7 +277,7 @@ class Unsendable:
         ({0: Flat}, "kind 0 of Flat: must be from 1"),
         ({1 << 16: Flat}, "must be from 1 to 65535"),
         ({1: Flat, 2: Flat}, "Flat has two kinds"),
-        ({1: int}, "int is no dataclass"),
+        ({1: int}, "int is neither a dataclass"),
         ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] cannot travel"),
     ],
 )

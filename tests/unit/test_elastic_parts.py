@@ -14,8 +14,8 @@ from torch import nn
 
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.exchanging import exchanging
 from manyhands.engine.training import training_class
+from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.facts import Answer
 from manyhands.strategies.allreduce.elastic.elastic_membership import (

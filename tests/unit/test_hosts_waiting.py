@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.run_store import comes_true
 
 
 def test_it_is_asked_until_it_is_so_and_no_longer() -> None:

@@ -17,7 +17,7 @@ CLASSES = {home.value.partition(":")[2]: home.value.split(".")[1] for home in ST
 
 WORKLOADS = {
     "lab/bench/server_ours.py": "Ps",
-    "lab/bench/server_worker.py": "Ps",
+    "lab/bench/bench_server.py": "Ps",
 }
 """What drives the parameter server's own parts, and takes its settings from the value."""
 
@@ -61,7 +61,7 @@ def test_modules_that_are_excused_still_need_it() -> None:
     assert {module: name for module, name in WORKLOADS.items() if name in named(module)} == WORKLOADS
 
 
-CONTENDERS = {"lab/bench/step_worker.py"}
+CONTENDERS = {"lab/bench/step.py"}
 """What is measured there is chosen by name."""
 
 

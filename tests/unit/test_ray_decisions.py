@@ -18,7 +18,8 @@ import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.places.external.process_group import join_group
 from manyhands.places.external.process_place import ProcessPlace, TorchrunPlace
-from manyhands.places.place import standing
+from manyhands.places.external.run_store import KeyValueStore
+from manyhands.places.place import using_place
 from manyhands.places.ray.actor_placement import (
     Autoscaler,
     Bounds,
@@ -30,7 +31,6 @@ from manyhands.places.ray.actor_placement import (
     bundles,
     room_for,
 )
-from manyhands.places.ray.actor_store import ActorStore, open_actor_store
 from manyhands.places.ray.ray_place import (
     ActorArguments,
     ActorKeeper,
@@ -39,9 +39,9 @@ from manyhands.places.ray.ray_place import (
     connected,
     ray_module,
 )
-from manyhands.places.ray.role_actors import RoleEnded
+from manyhands.places.ray.role_actors import RoleEnded, open_actor_store
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
-from manyhands.strategies.ps.external_roles import ps_ranks
+from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.transport.security import Security
@@ -59,9 +59,9 @@ def test_a_cluster_is_read_from_its_text() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "cluster='' is no Ray cluster; give ray, auto, ray://HOST:PORT or HOST:PORT"),
-        ("rayy", "cluster='rayy' is no Ray cluster"),
-        ("ray://head", "cluster='ray://head' is no Ray cluster"),
+        ("", "cluster='' is not a Ray cluster; give ray, auto, ray://HOST:PORT or HOST:PORT"),
+        ("rayy", "cluster='rayy' is not a Ray cluster"),
+        ("ray://head", "cluster='ray://head' is not a Ray cluster"),
         ("ray workers=near", "unknown workers 'near'"),
         ("ray worker=pack", "cluster ray has no setting 'worker'; allowed: workers, servers, cpus"),
         ("auto cpus=0", "cpus=0 must be an integer of at least 1"),
@@ -108,7 +108,7 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
-    store, chance = ActorStore(), random.Random(seed)
+    store, chance = KeyValueStore(), random.Random(seed)
     kept = open_actor_store(lambda call, *given: getattr(store, call)(*given), 1.0)
     ours = PrefixStore("run", kept)
     theirs = PrefixStore("run", HashStore())
@@ -131,7 +131,7 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    actor, troubles = ActorStore(), [None, None, "worker 1 on Ray: died"]
+    actor, troubles = KeyValueStore(), [None, None, "worker 1 on Ray: died"]
     ask = lambda call, *given: getattr(actor, call)(*given)  # noqa: E731
     kept, impatient = open_actor_store(ask, 5.0, lambda: troubles.pop(0)), open_actor_store(ask, 0.1)
     store = PrefixStore("run", kept)
@@ -271,7 +271,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
         data=torch.ones(8, 1),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    with pytest.raises(UserError, match="cluster='rya' is no Ray cluster"):
+    with pytest.raises(UserError, match="cluster='rya' is not a Ray cluster"):
         mh.fit(task, cluster="rya")
     bounded = mh.Options(max_workers=4)
     with pytest.raises(UserError, match="follow the size of a cluster; give cluster= as well"):
@@ -283,7 +283,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
     ):
         mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
-        standing(TorchrunPlace(ProcessPlace(rank=0, world=2, kind="torchrun"))),
+        using_place(TorchrunPlace(ProcessPlace(rank=0, world=2, kind="torchrun"))),
         pytest.raises(UserError, match="torchrun has started"),
     ):
         mh.fit(task, cluster="auto")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from torch.distributed import HashStore
 from manyhands.errors import PeerTimeout, UserError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import RECORD
-from manyhands.places.external.control_messages import ControlHello, StoreCall
-from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.control_messages import PIECE_BYTES, ControlHello, SendQueue, StoreCall, pieces
+from manyhands.places.external.control_server import Register, clock_notice, terms_of
 from manyhands.places.external.process_place import ProcessPlace, SpecificationPlace, TorchrunPlace
-from manyhands.places.external.register import Register, clock_notice, terms_of
-from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
-from manyhands.places.place import find_place, standing
+from manyhands.places.external.run_store import KeyValueStore
+from manyhands.places.place import find_place, using_place
 from manyhands.transport.messages import ProtocolError
 
 TERMS = {"task": "digits", "strategy": "allreduce", "steps": 10, "seed": 0, "manyhands": "1.0"}
@@ -35,7 +33,7 @@ def hello(rank: int, **fields: Any) -> ControlHello:
         unix_s=0.0,
         terms=terms_of(TERMS),
     )
-    return replace(made, **fields)
+    return made._replace(**fields)
 
 
 def test_a_rank_is_taken_once_and_free_again_when_its_process_has_left() -> None:
@@ -183,7 +181,7 @@ def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
     assert (place.rank, place.world, place.kind, place.leads) == (1, 2, "torchrun", False)
     assert place.name == f"worker 1 on {place.host}"
     given = ProcessPlace(rank=0, world=3, kind="specification", role="chief", index=0, host="a", leader="a:1")
-    with standing(SpecificationPlace(given)) as declared:
+    with using_place(SpecificationPlace(given)) as declared:
         assert find_place(environment=TORCHRUN) is declared
         assert (given.name, declared.leads, declared.world) == ("chief 0 on a", True, 3)
     assert find_place(environment={**TORCHRUN, "MANYHANDS_LAUNCHER": "1"}).world is None

@@ -90,12 +90,12 @@ def test_members_come_and_go_and_each_end_is_its_own() -> None:
     play = Play().at_work(1, 2)
     assert play.hear(2, Note(payload={"x": 1})) == [Said(2, {"x": 1})]
     assert play.hear(1, Finished(payload={"sum": 3})) == []
-    assert play.roster.members == (1, 2), "a member has ended when its process has"
+    assert tuple(play.roster.known) == (1, 2), "a member has ended when its process has"
     ended = play.exit(1, 0, "a warning")
     assert (ended.payload, ended.failure, ended.status) == ({"sum": 3}, None, 0)
     assert (ended.name, ended.last_words) == ("server 1", "a warning")
     play.at_work(7)
-    assert play.roster.members == (2, 7)
+    assert tuple(play.roster.known) == (2, 7)
     assert play.let_pass(60.0) == []
 
 
@@ -205,7 +205,7 @@ def test_one_who_can_not_be_killed_is_given_up_and_its_later_end_is_no_news() ->
     assert ended.status is None
     assert isinstance(ended.failure and ended.failure.error(), WorkerFailed)
     assert "did not end within 10 s of being killed" in str(ended.failure)
-    assert play.roster.members == ()
+    assert tuple(play.roster.known) == ()
     assert play.roster.handle(Exited(1, -9), play.now_ns) == []
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import KernelTask
 from manyhands.facts import ModelFootprint, Truth
-from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
+from manyhands.places.local.host import Amount, MemoryCost, of_processes
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.transport.link.shared_link import DEFAULT_CAPACITY_BYTES

@@ -29,9 +29,9 @@ from manyhands.engine.session import run_session
 from manyhands.engine.training import Training, training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
 from manyhands.places.external.control_messages import Term
+from manyhands.places.external.control_server import terms_of
 from manyhands.places.external.process_group import GroupMember, join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.register import terms_of
 from manyhands.places.run_commands import Command
 from manyhands.strategy import Strategy
 

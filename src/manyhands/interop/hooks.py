@@ -119,7 +119,7 @@ class _Buckets:
                     self._codec.add(parcel, came[_LENGTH : _LENGTH + length], total)
                 except BadBytes as error:
                     raise ManyhandsError(f"bucket {parcel.number}, from rank {rank}: {error}") from error
-            self._codec.settle(parcel, total)
+            self._codec.finalize(parcel, total)
             return buffer.copy_(total)
 
         future: Future[Tensor] = work.get_future().then(add_up)

@@ -33,7 +33,7 @@ __all__ = [
     "is_worker",
     "may_be_started_externally",
     "stand_alone",
-    "standing",
+    "using_place",
 ]
 
 TF_CONFIG: Final = "TF_CONFIG"
@@ -146,7 +146,11 @@ def find_place(cluster: str | Place | None = None, environment: Mapping[str, str
 
     Inside a script of `manyhands launch`, and in a worker of another run, a run starts workers of its own.
     """
-    place = _declared or _found(environment)
+    place, alone = _declared, _alone and environment is os.environ
+    if place is None and not (alone or LAUNCHER_VARIABLE in environment or is_worker()):
+        named = (one for one in PLACES.values() if one.variables and set(one.variables) <= environment.keys())
+        found = (one.load().found(environment) for one in named)
+        place = next((one for one in found if one is not None), None)
     if cluster is None:
         return place or LocalPlace()
     if place is not None:
@@ -156,22 +160,9 @@ def find_place(cluster: str | Place | None = None, environment: Mapping[str, str
     if isinstance(cluster, Place):
         return cluster
     word = cluster.split()[0] if isinstance(cluster, str) and cluster.split() else ""
-    chosen: Place = (
-        PLACES.get(word, PLACES["ray"]).load().parse(cluster)
-    )  # an address is one of a Ray cluster
+    entry = PLACES.get(word, PLACES["ray"])  # an address is one of a Ray cluster
+    chosen: Place = entry.load().parse(cluster)
     return chosen
-
-
-def _found(environment: Mapping[str, str]) -> Place | None:
-    alone = _alone and environment is os.environ
-    if alone or LAUNCHER_VARIABLE in environment or is_worker():
-        return None
-    for entry in PLACES.values():
-        if entry.variables and set(entry.variables) <= environment.keys():
-            place: Place | None = entry.load().found(environment)
-            if place is not None:
-                return place
-    return None
 
 
 def is_worker() -> bool:
@@ -186,7 +177,7 @@ def may_be_started_externally(environment: Mapping[str, str] = os.environ) -> bo
 
 
 @contextmanager
-def standing(place: Place) -> Iterator[Place]:
+def using_place(place: Place) -> Iterator[Place]:
     """While open, `find_place` returns this place, in every thread of this process."""
     global _declared
     before, _declared = _declared, place

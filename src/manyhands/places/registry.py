@@ -16,12 +16,12 @@ __all__ = ["PLACES"]
 class PlaceEntry:
     """`module:name` of a place's class, inside the package or with its full name outside of it."""
 
-    home: str
+    path: str
     variables: tuple[str, ...] = ()
     """Environment variables that are all set where the processes of a run were started at this place."""
 
     def load(self) -> Any:
-        module, _, name = self.home.partition(":")
+        module, _, name = self.path.partition(":")
         inside = module.startswith("places.")
         return getattr(import_module(f"manyhands.{module}" if inside else module), name)
 

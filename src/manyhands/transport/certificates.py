@@ -13,17 +13,15 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, TOKEN
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName
 
 __all__ = ["AUTHORITY_KEY", "make_certificates"]
@@ -40,16 +38,14 @@ _CLOCKS_MAY_DIFFER: Final = timedelta(minutes=10)
 _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 
-@dataclass(frozen=True, slots=True)
-class HostFolders:
+class HostFolders(NamedTuple):
     """What was made: a folder for each host, in their order, and when the certificates expire."""
 
     folders: tuple[Path, ...]
     end: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class _Authority:
+class _Authority(NamedTuple):
     key: EllipticCurvePrivateKey
     certificate: Certificate
     token: str
@@ -105,7 +101,9 @@ def make_certificates(
                 (made / host).rename(directory / host)
         else:
             if keep_authority:  # in one file: a `ca.pem` would make the directory look like a host's
-                pem = authority.certificate.public_bytes(_pem())
+                from cryptography.hazmat.primitives.serialization import Encoding
+
+                pem = authority.certificate.public_bytes(Encoding.PEM)
                 _write(made / AUTHORITY_KEY, _key_bytes(authority.key) + pem, 0o600)
                 _write(made / TOKEN, authority.token.encode() + b"\n", 0o600)
             made.rename(directory)  # takes the place of an empty folder
@@ -201,12 +199,6 @@ def _write_host(folder: Path, host: str, authority: _Authority, now: datetime, e
     _write(folder / TOKEN, authority.token.encode() + b"\n", 0o600)
 
 
-def _pem() -> Encoding:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return Encoding.PEM
-
-
 def _key_bytes(key: EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
@@ -230,7 +222,7 @@ def _read_authority(directory: Path) -> _Authority:
         raise UserError(f"{path}: cannot be read: {error}; make new ones in another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(
-            f"{path}: is no key that `manyhands certificates` made; make new ones in another folder"
+            f"{path}: is not a key that `manyhands certificates` made; make new ones in another folder"
         )
     return _Authority(key, certificate, token)
 

@@ -110,17 +110,16 @@ def decode_header(
         raise ProtocolError("flags", f"{flags:#06x} is not known")
     if reserved:
         raise ProtocolError("reserved", "must be zero in this version")
-    if body > max_body_bytes:
-        raise _too_long("body_bytes", body, max_body_bytes)
-    if payload > max_payload_bytes:
-        raise _too_long("payload_bytes", payload, max_payload_bytes)
+    if body > max_body_bytes or payload > max_payload_bytes:
+        field, announced, most = "body_bytes", body, max_body_bytes
+        if body <= max_body_bytes:
+            field, announced, most = "payload_bytes", payload, max_payload_bytes
+        raise ProtocolError(
+            field, f"{format_bytes(announced)} announced, at most {format_bytes(most)} allowed"
+        )
     if position and not flags & IN_ARENA:
         raise ProtocolError("position", "is for payloads in shared memory")
     return FrameHeader(kind, flags, body, payload, position)
-
-
-def _too_long(field: str, announced: int, most: int) -> ProtocolError:
-    return ProtocolError(field, f"{format_bytes(announced)} announced, at most {format_bytes(most)} allowed")
 
 
 class FrameDecoder(Generic[T]):

@@ -20,8 +20,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numba import types
@@ -37,6 +38,7 @@ from manyhands.transport.liveness import (
     HeartbeatKind,
     PeerLiveness,
     PeerLost,
+    RendezvousStore,
 )
 
 __all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "exchange_places"]
@@ -63,13 +65,6 @@ _sendto: Any = types.ExternalFunction(
 _poll: Any = types.ExternalFunction("poll", types.int32(types.int64, types.uint64, types.int32))
 
 
-class _Store(Protocol):
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def delete_key(self, key: str) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatPlace:
     """Where a rank receives heartbeats, the name of its host, and its process there."""
@@ -83,7 +78,6 @@ class BeatPlace:
 
     @property
     def words(self) -> str:
-        """Its host and process, for error sentences."""
         return f"{self.host} ({self.address})"
 
 
@@ -117,19 +111,18 @@ class Heartbeats:
         self._table = np.zeros(_ENTRIES + len(far) * _ENTRY_BYTES, np.uint8)
         for number, (peer, place) in enumerate(far.items()):
             # As the kernel wants it: sockaddr_in or sockaddr_in6.
-            family, layout = (
-                (socket.AF_INET6, "=HH4x16s4x") if ":" in place.address else (socket.AF_INET, "=HH4s8x")
-            )
+            is_ipv6 = ":" in place.address
+            family, layout = (socket.AF_INET6, "=HH4x16s4x") if is_ipv6 else (socket.AF_INET, "=HH4s8x")
             packed = socket.inet_pton(family, place.address)
             raw = struct.pack(layout, family, socket.htons(place.port), packed)
-            entry = struct.pack(f"<{_ADDRESS_BYTES}sQ", raw, len(raw)) + self._liveness.frame(
-                peer, HeartbeatKind.HEARTBEAT
-            )
+            frame = self._liveness.frame(peer, HeartbeatKind.HEARTBEAT)
+            entry = struct.pack(f"<{_ADDRESS_BYTES}sQ", raw, len(raw)) + frame
             begin = _ENTRIES + number * _ENTRY_BYTES
             self._table[begin : begin + _ENTRY_BYTES] = np.frombuffer(entry, np.uint8)
         self._ended = threading.Event()
         self._stop = Counter(self._table.ctypes.data + _STOP, self._table)
-        self._progress = Counter(self._table.ctypes.data + _PROGRESS, self._table)
+        self.mark = Counter(self._table.ctypes.data + _PROGRESS, self._table).set
+        """Set the number of the collective that was entered last."""
         self._used_by_the_loop = (self._table, _send_heartbeats)
         for used in self._used_by_the_loop:
             # A program that leaves without closing frees everything before its threads end.
@@ -143,11 +136,7 @@ class Heartbeats:
         for thread in self._threads:
             thread.start()
 
-    def mark(self, progress: int) -> None:
-        self._progress.set(progress)
-
     def close(self) -> None:
-        """Say goodbye and stop; idempotent."""
         if self._ended.is_set():
             return
         self._stop.set(1)
@@ -215,16 +204,13 @@ class Heartbeats:
     def _say(self, kind: HeartbeatKind, blamed: int = -1) -> None:
         for _ in range(_TIMES):
             for peer, place in self._far.items():
-                try:
-                    self._socket.sendto(
-                        self._liveness.frame(peer, kind, blamed=blamed), (place.address, place.port)
-                    )
-                except OSError:  # no route: the peer hears nothing from us, which tells it the same
-                    pass
+                frame = self._liveness.frame(peer, kind, blamed=blamed)
+                with suppress(OSError):  # no route: the peer hears nothing from us, which says the same
+                    self._socket.sendto(frame, (place.address, place.port))
 
 
 def exchange_places(
-    store: _Store,
+    store: RendezvousStore,
     rank: int,
     world: int,
     address: str,
@@ -247,13 +233,8 @@ def exchange_places(
         own.setblocking(False)
         if rank == 0:
             store.set(f"{prefix}secret", secrets.token_hex(32))
-        mine = BeatPlace(
-            address=address,
-            port=own.getsockname()[1],
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            pids=_pids(),
-        )
+        port, host = own.getsockname()[1], socket.gethostname()
+        mine = BeatPlace(address=address, port=port, host=host, pid=os.getpid(), pids=_pids())
         store.set(f"{prefix}place/{rank}", json.dumps(asdict(mine)))
         places = {other: BeatPlace(**json.loads(get(f"place/{other}"))) for other in range(world)}
         secret = bytes.fromhex(get("secret"))
@@ -303,9 +284,7 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
     ages: dict[str, float] = {}
     for name in os.listdir("/proc/self/fd"):
         raw, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
-        peer: ipaddress.IPv4Address | ipaddress.IPv6Address | None = (
-            None  # it is no connected internet socket
-        )
+        peer: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None  # not a connected internet socket
         if _libc.getpeername(int(name), raw, ctypes.byref(length)) == 0:
             (family,) = struct.unpack_from("=H", raw)
             if family == socket.AF_INET:
@@ -313,15 +292,12 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
             elif family == socket.AF_INET6:
                 full = ipaddress.IPv6Address(raw.raw[8:24])
                 peer = full.ipv4_mapped or full
-        info = ctypes.create_string_buffer(_TCP_INFO_BYTES)
-        length = ctypes.c_uint32(_TCP_INFO_BYTES)
-        if peer not in wanted or _libc.getsockopt(
-            int(name), socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)
-        ):
-            continue
-        (age_ms,) = struct.unpack_from("=I", info, _LAST_DATA_RECEIVED)
-        address = wanted[peer]
-        ages[address] = min(ages.get(address, float("inf")), age_ms / 1000)
+        info, size = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint32(_TCP_INFO_BYTES)
+        option = (socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
+        if peer in wanted and _libc.getsockopt(int(name), *option) == 0:
+            (age_ms,) = struct.unpack_from("=I", info, _LAST_DATA_RECEIVED)
+            address = wanted[peer]
+            ages[address] = min(ages.get(address, float("inf")), age_ms / 1000)
     return ages
 
 

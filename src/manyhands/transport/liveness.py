@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from manyhands.errors import UserError
 
@@ -45,6 +45,7 @@ __all__ = [
     "LivenessTimes",
     "PeerLiveness",
     "PeerLost",
+    "RendezvousStore",
     "forget_in_children",
 ]
 
@@ -56,9 +57,7 @@ SILENT_AFTER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessTimes:
-    """How often to send heartbeats, when a peer counts as lost, and how long a pending connection may take to
-    identify.
-    """
+    """How often to send heartbeats, when a peer counts as lost, and how long a pending connection may stay so."""
 
     heartbeat_s: float = 0.5
     silence_s: float = SILENT_AFTER_S
@@ -136,6 +135,19 @@ _TOKEN_BYTES: Final = 16
 _UNHEARD_S: Final = 30.0
 
 
+class RendezvousStore(Protocol):
+    """What ranks need of a store in which they find each other: torch's stores have it, and so does the leader's."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key if its value is as expected, or if it is absent and nothing is expected; return the result."""
+
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
 class HeartbeatKind(IntEnum):
     """What a datagram says."""
 
@@ -144,8 +156,7 @@ class HeartbeatKind(IntEnum):
     GIVEN_UP = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLost:
+class PeerLost(NamedTuple):
     """A rank of another host that is waited for in vain, and why."""
 
     rank: int
@@ -159,8 +170,7 @@ class PeerLiveness:
         self._rank = rank
         self._hosts = hosts
         self._secret = secret
-        self._silence = BETWEEN_HOSTS
-        self._liveness: LivenessMonitor[int] = LivenessMonitor(self._silence, now_s)
+        self._liveness: LivenessMonitor[int] = LivenessMonitor(BETWEEN_HOSTS, now_s)
         self._began_s = now_s
         self._heard_s: dict[int, float] = {}
         self._counts: dict[int, int] = {}
@@ -199,14 +209,13 @@ class PeerLiveness:
                     return self._silent(blamed, now_s)
                 self.left(rank)
                 sentence = f"rank {rank} on {self._hosts[rank]}"
-                if blamed == self._rank:
-                    sentence += (
-                        f" hears nothing of rank {blamed} any more, though it is heard here: the network is "
-                    )
-                    sentence += "cut in the direction from here to there"
-                else:
-                    where = f" on {self._hosts[blamed]}" if blamed in self._hosts else ""
-                    sentence += f" has left: it hears nothing of rank {blamed}{where} any more"
+                where = f" on {self._hosts[blamed]}" if blamed in self._hosts else ""
+                sentence += (
+                    f" hears nothing of rank {blamed} any more, though it is heard here: the network is cut in the "
+                    "direction from here to there"
+                    if blamed == self._rank
+                    else f" has left: it hears nothing of rank {blamed}{where} any more"
+                )
                 return PeerLost(rank=rank, sentence=sentence)
         return None
 
@@ -219,13 +228,13 @@ class PeerLiveness:
         return {
             rank: self._hosts[rank]
             for rank, heard_s in self._heard_s.items()
-            if rank not in self._gone and now_s - heard_s > self._silence.silence_s / 2
+            if rank not in self._gone and now_s - heard_s > BETWEEN_HOSTS.silence_s / 2
         }
 
     def data_came(self, host: str, at_s: float, now_s: float) -> None:
         """Data from `host` arrived at `at_s`: its ranks are excused until then, if none of its heartbeats arrive."""
         ranks = [rank for rank, where in self._hosts.items() if where == host and rank in self._heard_s]
-        if any(now_s - self._heard_s[rank] < self._silence.silence_s / 2 for rank in ranks):
+        if any(now_s - self._heard_s[rank] < BETWEEN_HOSTS.silence_s / 2 for rank in ranks):
             return
         for rank in ranks:
             if rank not in self._gone and at_s > self._heard_s[rank]:
@@ -304,10 +313,9 @@ class Alarm:
 
 
 class Holder(Protocol):
-    """Something with sockets."""
+    """Something with sockets, which a child closes without a goodbye."""
 
-    def let_go_in_child(self) -> None:
-        """Close them, in a child, without a word to anybody."""
+    def let_go_in_child(self) -> None: ...
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()

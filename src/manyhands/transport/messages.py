@@ -11,8 +11,7 @@ A message is a frozen dataclass or a NamedTuple, and its bytes are those of its 
     T | None, A | B         1 byte, which of them, then its bytes
     dataclass, NamedTuple   its fields
 
-A class of numbers alone is packed by one `struct`. Frequent messages are NamedTuples: these are much faster to
-construct.
+A class of numbers alone is packed by one `struct`. NamedTuples are much faster to construct than dataclasses.
 
 Whatever bytes arrive, `decode` returns a message whose every field has its annotated type and which `encode` would
 accept, or raises ProtocolError. No count or length is believed beyond the bytes that are there. Text must be valid
@@ -75,6 +74,8 @@ class _Input:
         return count
 
 
+_Check = tuple[int, dict[int, Any], str, Any]
+"""A number's place, the values that it may stand for, and the name and type of its field."""
 _Write = Callable[[Any], bytes]
 _Read = Callable[[_Input, str], Any]
 """Reads a value; the text names the field in errors."""
@@ -119,7 +120,7 @@ class MessageCoder:
 
 def _compile(message: type) -> tuple[_Write, Callable[[Buffer], Any]]:
     flat = _flat_fields(message, "")
-    if flat is not None:
+    if flat:
         return _as_struct(message, flat)
     write, read = _dataclass_rules(message)
 
@@ -135,7 +136,7 @@ def _compile(message: type) -> tuple[_Write, Callable[[Buffer], Any]]:
 
 def _hints(message: type) -> dict[str, Any]:
     if not _is_record(message):
-        raise UserError(f"{message.__name__} is no dataclass and no NamedTuple")
+        raise UserError(f"{message.__name__} is neither a dataclass nor a NamedTuple")
     hints = get_type_hints(message, include_extras=True)
     names = getattr(message, "_fields", None) or [field.name for field in fields(message)]
     return {name: hints[name] for name in names}
@@ -160,9 +161,6 @@ def _allowed(hint: Any) -> dict[int, Any] | None:
     return None
 
 
-# ── classes of numbers alone ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
     """Dotted names and types of all numbers in a class, in order; None if it holds anything else."""
     flat: list[tuple[str, Any]] = []
@@ -179,8 +177,6 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Callable[[Buffer], Any]]:
     layout = struct.Struct("<" + "".join(str(_code(hint)) for _, hint in flat))
-    if not flat:
-        return lambda _: b"", lambda body: _built(message, {}) if not body else _wrong_size(message, 0, body)
     values = attrgetter(*(name for name, _ in flat))
     is_tuple = hasattr(message, "_fields") and not any("." in name for name, _ in flat)
     checks: list[_Check] = []
@@ -192,20 +188,16 @@ def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Call
 
     def decode(body: Buffer) -> Any:
         if len(body) != layout.size:
-            _wrong_size(message, layout.size, body)
+            raise ProtocolError(message.__name__, f"is {layout.size} bytes, not {len(body)}")
         numbers = list(layout.unpack(body))
         for place, allowed, where, hint in checks:
             number = numbers[place]
             if number not in allowed:
-                raise ProtocolError(where, f"{number} is no {hint.__name__}")
+                raise ProtocolError(where, f"{number} is not a {hint.__name__}")
             numbers[place] = allowed[number]
         return build(numbers)
 
     return encode, decode
-
-
-_Check = tuple[int, dict[int, Any], str, Any]
-"""A number's place, the values that it may stand for, and the name and type of its field."""
 
 
 def _builder(message: type, places: Any, checks: list[_Check]) -> Callable[[list[Any]], Any]:
@@ -234,13 +226,6 @@ def _builder(message: type, places: Any, checks: list[_Check]) -> Callable[[list
         return _built(message, dict(zip(hints, values, strict=True)))
 
     return build
-
-
-def _wrong_size(message: type, expected: int, body: Buffer) -> None:
-    raise ProtocolError(message.__name__, f"is {expected} bytes, not {len(body)}")
-
-
-# ── every other class, field by field ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
@@ -275,7 +260,7 @@ def _number_rules(hint: Any) -> tuple[_Write, _Read]:
         if allowed is None:
             return layout.pack(value)
         if type(value) is not hint:
-            raise TypeError(f"{_quote(value)} is no {hint.__name__}")
+            raise TypeError(f"{_quote(value)} is not a {hint.__name__}")
         return layout.pack(next(sent for sent, one in allowed.items() if one is value))
 
     def read(given: _Input, where: str) -> Any:
@@ -283,7 +268,7 @@ def _number_rules(hint: Any) -> tuple[_Write, _Read]:
         if allowed is None:
             return number
         if number not in allowed:
-            raise ProtocolError(where, f"{number} is no {hint.__name__}")
+            raise ProtocolError(where, f"{number} is not a {hint.__name__}")
         return allowed[number]
 
     return write, read
@@ -294,9 +279,8 @@ def _sized_rules(hint: Any, fixed: int | None = None) -> tuple[_Write, _Read]:
 
     def write(value: Any) -> bytes:
         if type(value) is not hint or fixed not in (None, len(value)):
-            raise TypeError(
-                f"{_quote(value)} is no {hint.__name__}" + (f" of {fixed} bytes" if fixed else "")
-            )
+            size = f" of {fixed} bytes" if fixed else ""
+            raise TypeError(f"{_quote(value)} is not a {hint.__name__}{size}")
         data: bytes = value.encode() if hint is str else value
         return data if fixed else struct.pack("<I", len(data)) + data
 
@@ -311,7 +295,7 @@ def _text(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ProtocolError(where, f"{data[:_QUOTED]!r} is no UTF-8") from None
+        raise ProtocolError(where, f"{data[:_QUOTED]!r} is not UTF-8") from None
 
 
 def _dataclass_rules(message: type) -> tuple[_Write, _Read]:
@@ -319,7 +303,7 @@ def _dataclass_rules(message: type) -> tuple[_Write, _Read]:
 
     def write(value: Any) -> bytes:
         if type(value) is not message:
-            raise TypeError(f"{_quote(value)} is no {message.__name__}")
+            raise TypeError(f"{_quote(value)} is not a {message.__name__}")
         return b"".join([write_field(getattr(value, name)) for name, write_field, _ in rules])
 
     def read(given: _Input, where: str) -> Any:
@@ -334,7 +318,7 @@ def _tuple_rules(hints: tuple[Any, ...], where: str) -> tuple[_Write, _Read]:
 
     def write(value: Any) -> bytes:
         if type(value) is not tuple or not (is_open or len(value) == len(rules)):
-            raise TypeError(f"{_quote(value)} is no such tuple")
+            raise TypeError(f"{_quote(value)} is not such a tuple")
         if not is_open:
             return b"".join([write_item(item) for (write_item, _), item in zip(rules, value, strict=True)])
         write_item = rules[0][0]
@@ -353,20 +337,18 @@ def _mapping_rules(key_hint: Any, hint: Any, where: str) -> tuple[_Write, _Read]
 
     def write(value: Any) -> bytes:
         if not isinstance(value, Mapping):
-            raise TypeError(f"{_quote(value)} is no mapping")
+            raise TypeError(f"{_quote(value)} is not a mapping")
         items = value.items() if key_hint is str else sorted(value.items())
         rows = [write_key(key) + write_item(item) for key, item in items]
         return struct.pack("<I", len(rows)) + b"".join(rows)
 
     def read(given: _Input, where: str) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
-        last = None
         for _ in range(given.count(where)):
             key = read_key(given, where)
-            if key in found or (last is not None and key_hint is not str and key < last):
+            if key in found or (found and key_hint is not str and key < next(reversed(found))):
                 raise ProtocolError(where, f"{_quote(key)} {key} comes twice or out of order"[:_QUOTED])
             found[key] = read_item(given, where)
-            last = key
         return found
 
     return write, read
@@ -377,7 +359,7 @@ def _json_rules() -> tuple[_Write, _Read]:
 
     def write(value: Any) -> bytes:
         if not isinstance(value, Mapping):
-            raise TypeError(f"{_quote(value)} is no mapping")
+            raise TypeError(f"{_quote(value)} is not a mapping")
         return write_text(json.dumps(dict(value), separators=(",", ":"), default=_not_json))
 
     def read(given: _Input, where: str) -> dict[str, Any]:
@@ -385,7 +367,7 @@ def _json_rules() -> tuple[_Write, _Read]:
         try:
             found = json.loads(_text(data, where))
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(where, f"{data[:_QUOTED]!r} is no JSON ({type(error).__name__})") from None
+            raise ProtocolError(where, f"{data[:_QUOTED]!r} is not JSON ({type(error).__name__})") from None
         if type(found) is not dict:
             raise ProtocolError(where, f"must be a JSON object, not {_quote(found)}")
         return found

@@ -17,10 +17,9 @@ import socket
 import ssl
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.transport.tls import End, SecureSocket, why_refused
@@ -33,8 +32,7 @@ _END: Final = "-----END CERTIFICATE-----"
 _MOMENT: Final = "%Y-%m-%d %H:%M UTC"
 
 
-@dataclass(frozen=True, slots=True)
-class Validity:
+class Validity(NamedTuple):
     """The dates of a certificate, both in UTC."""
 
     begin: datetime
@@ -73,7 +71,7 @@ def validity(pem: str) -> Validity:
 def _open(data: bytes, kind: int | None = None) -> tuple[bytes, bytes]:
     """The content of the first element of DER `data`, of that `kind`, and what follows it."""
     if len(data) < 2 or kind not in (None, data[0]):
-        raise ValueError("it is no X.509 certificate")
+        raise ValueError("it is not an X.509 certificate")
     length, at = data[1], 2
     if length & 0x80:
         at += length & 0x7F
@@ -108,7 +106,7 @@ HANDSHAKE_S: Final = 10.0
 _SECRET: Final = (KEY, TOKEN)
 _LEAST_TOKEN_CHARACTERS: Final = 32
 _MOST_FILE_BYTES: Final = 1 << 20
-_MEMORY_TURNS: Final = 8
+_HANDSHAKE_ROUNDS: Final = 8
 
 
 class Security:
@@ -120,12 +118,10 @@ class Security:
 
     def __init__(self, *, anywhere: bool = False, directory: Path | None = None) -> None:
         """Use one of the class methods instead."""
-        self.directory = directory
-        """The folder of this host's certificate, None without TLS."""
+        self.directory = directory  # of this host's certificate, None without TLS
         self.token = b""
         """The run's secret, which hubs prove to each other; empty without TLS, where the run makes its own."""
-        self.anywhere = anywhere
-        """Whether connections may leave this host."""
+        self.anywhere = anywhere  # whether connections may leave this host
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
         if directory is not None:
             token = _read(directory / TOKEN).strip()
@@ -195,17 +191,16 @@ class Security:
     def __reduce__(self) -> tuple[Callable[..., Security], tuple[Any, ...]]:
         """As the way to make it again: neither key nor token travels."""
         directory = str(self.directory.absolute()) if self.directory is not None else None
-        return _made, (self.anywhere, directory)  # cloudpickle would take a class method to pieces
+        return _remade, (self.anywhere, directory)  # cloudpickle would take a class method to pieces
 
 
 _LOOPBACK: Final = Security()
 _INSECURE: Final = Security(anywhere=True)
 
 
-def _made(anywhere: bool, directory: str | None) -> Security:
-    if directory is not None:
-        return Security.from_directory(directory)
-    return _INSECURE if anywhere else _LOOPBACK
+def _remade(anywhere: bool, directory: str | None) -> Security:
+    fixed = _INSECURE if anywhere else _LOOPBACK
+    return fixed if directory is None else Security.from_directory(directory)
 
 
 def is_loopback(host: str) -> bool:
@@ -249,7 +244,7 @@ def _check_file(path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: must be a file")
     if found.st_size > _MOST_FILE_BYTES:
-        raise UserError(f"{path}: has {found.st_size} bytes, which is no {path.name}")
+        raise UserError(f"{path}: has {found.st_size} bytes, too many for a {path.name}")
     if path.name in _SECRET and found.st_mode & stat.S_IRWXO:
         raise UserError(
             f"{path}: every user of this host can read or change it (mode {stat.S_IMODE(found.st_mode):04o}); "
@@ -317,7 +312,7 @@ def _context(directory: Path, *, server_side: bool) -> ssl.SSLContext:
                 f"{key}: is not the key of {CERTIFICATE}; copy both from the same folder"
             ) from None
         raise UserError(
-            f"{key}: with {CERTIFICATE} beside it: {error.reason or 'is no PEM key'}; both must be PEM, of this host"
+            f"{key}: with {CERTIFICATE} beside it: {error.reason or 'is not a PEM key'}; both must be PEM, of this host"
         ) from None
     return context
 
@@ -326,9 +321,9 @@ def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, directory: Path) ->
     """Let a host's certificate meet itself, in memory: what others would refuse is refused here, with its file."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
-    for turn in range(_MEMORY_TURNS):
+    for number in range(_HANDSHAKE_ROUNDS):
         try:
-            ends[turn % 2].do_handshake()
+            ends[number % 2].do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:

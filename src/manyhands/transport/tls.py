@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from manyhands.errors import ManyhandsError
@@ -24,9 +25,7 @@ __all__ = ["End", "SecureSocket", "TlsRefused", "why_refused"]
 
 _RECORD_BYTES: Final = 16 << 10  # the most that TLS encrypts in one piece
 _CHUNK_BYTES: Final = 8 * _RECORD_BYTES
-_PER_CALL_BYTES: Final = (
-    512 << 10
-)  # as many as a kernel has of a plain one; then the caller looks at its deadline
+_PER_CALL_BYTES: Final = 512 << 10  # as a kernel has of a plain one; then the caller looks at its deadline
 _DRAINED_CALLS: Final = 16
 _CONTENT: Final = b"\x01"  # what the accepting end says first
 
@@ -82,9 +81,9 @@ def _reason(error: ssl.SSLError) -> str:
 class SecureSocket:
     """The parts of a socket that links and hubs use, encrypted; nothing of it waits but `complete`.
 
-    It owns `end`, which may still be connecting: `shake` is called when it is connected, and again whenever it can go
-    on, until it returns 0. Only then is anything sent or received. Where a plain socket would raise, so does this one;
-    TlsRefused besides, for what the other end must not do.
+    It owns `end`, which may still be connecting: `shake` is called when it is connected, and again whenever it can
+    continue, until it returns 0. Only then is anything sent or received. Where a plain socket would raise, so does this
+    one; TlsRefused besides, for what the other end must not do.
     """
 
     def __init__(self, end: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
@@ -118,10 +117,9 @@ class SecureSocket:
         except ssl.SSLError as error:
             self._failed = TlsRefused(why_refused(error))
             if self._server_side and _reason(error) in _NO_TLS:
-                try:  # say, as TLS does, that nothing else is spoken here; OpenSSL says nothing where it sees no TLS
+                # Say, as TLS does, that nothing else is spoken here; OpenSSL says nothing where it sees no TLS.
+                with suppress(OSError):  # it is gone, or never reads
                     socket.socket.send(self._end, _ALERT_VERSION)
-                except OSError:
-                    pass  # it is gone, or never reads
             raise self._failed from error
 
     def _shake(self) -> int:
@@ -133,10 +131,8 @@ class SecureSocket:
         self._tls.do_handshake()
         if self._server_side:
             self._tls.send(_CONTENT)
-        elif (said := self._tls.recv(1)) != _CONTENT:
-            raise (
-                ssl.SSLEOFError if not said else ssl.SSLError(0, "it said something else than the handshake")
-            )
+        elif (first := self._tls.recv(1)) != _CONTENT:
+            raise ssl.SSLError(0, "it sent something else than the handshake") if first else ssl.SSLEOFError
         self._shaken = True
         return 0
 
@@ -234,13 +230,11 @@ class SecureSocket:
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
-        try:
+        with suppress(OSError):  # nothing more, or nobody
             # Take what has arrived from the kernel: if it were left, closing would take our last word away as well.
             for _ in range(_DRAINED_CALLS if self._failed is not None else 0):
                 if not socket.socket.recv(self._end, _RECORD_BYTES):
                     break
-        except OSError:
-            pass  # nothing more, or nobody
         self._end.close()
 
     def _ready(self) -> ssl.SSLSocket:

@@ -39,9 +39,8 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live.live_training import server_summary
-from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome
-from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed
 from manyhands.strategies.ps.live.worker_mail import message_number
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import LEAD, Message, Parameters, Push, Read, Work
@@ -106,7 +105,7 @@ class SimulatedTraining(Training):
             parts = ReplayStage(request.plan.task, record, self._strategy)
             model = SimulatedTask(stack.enter_context(parts))
             step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
-            record = replace(record, layout=layout_digest(parts.layout))
+            record = record._replace(layout=layout_digest(parts.layout))
             files = stack.enter_context(_Files(stage.run_path, record))
             workers, servers = request.workers, self._strategy.num_server_processes
             names = [f"worker-{n}" for n in range(workers)] + [f"server-{n}" for n in range(servers)]

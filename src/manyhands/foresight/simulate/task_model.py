@@ -22,8 +22,7 @@ from manyhands.foresight.simulate.models import Gradient, Model, Store
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest
 from manyhands.strategies.ps.ps_messages import Work
 from manyhands.strategies.ps.replay_player import ProcessBuffers, ReplayStage
-from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_state import ShardState, merge
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState, merge
 from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 
 __all__ = ["SimulatedGradient", "SimulatedTask", "TaskStore"]

@@ -33,8 +33,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.options import TLS_VARIABLE, Options
+from manyhands.engine.worker_processes import exchanging
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
@@ -132,7 +132,7 @@ def _on_one_host(
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    both, exchange = Words(SharedCollective(words)), exchange_for(strategy, resources)
+    both, exchange = Words(SharedCollective(words)), exchanging(strategy).exchange(strategy, resources)
     connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed

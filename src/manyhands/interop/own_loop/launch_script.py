@@ -27,9 +27,8 @@ from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
-from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.control import Finished, RoleContext
-from manyhands.places.local.host import check_watchdog_s
+from manyhands.places.local.host import check_capacity, check_watchdog_s, of_processes
 from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.place import LAUNCHER_VARIABLE

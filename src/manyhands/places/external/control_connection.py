@@ -1,6 +1,6 @@
 """A process's control connection to the leader of its run: the worker context of one host, over the network.
 
-    with open_control_connection(place, contact, terms, timeout_s=60) as connection:
+    with open_control_connection(place, leader, address, token, terms, timeout_s=60) as connection:
         connection.mark(step, State.COMPUTING)
         connection.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
         connection.send({"rows": …})
@@ -20,9 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
 from manyhands.native.closeable import Closeable
@@ -39,13 +39,15 @@ from manyhands.places.external.control_messages import (
     ControlPong,
     ControlRefused,
     ControlWelcome,
+    SendQueue,
     StoreAnswer,
     StoreCall,
     Term,
+    Wakeup,
+    pieces,
 )
 from manyhands.places.external.control_server import hello_of
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
 from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
 from manyhands.places.local.status import NOBODY, State
@@ -53,7 +55,7 @@ from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
 
-__all__ = ["Contact", "ControlConnection", "RunEnding", "open_control_connection"]
+__all__ = ["ControlConnection", "RunEnding", "open_control_connection"]
 
 _LEADER: Final = 0
 _TICK_S: Final = 0.05
@@ -66,45 +68,30 @@ _FLUSH_S: Final = 10.0
 _LEAST_NUMBER, _MOST_NUMBER = 1 << 20, 1 << 62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contact:
-    """The address of a leader and the secret that admits a process to its run."""
-
-    name: str
-    """The leader's name, for error messages."""
-    address: str
-    """In the format of `transport.hub.addresses`."""
-    token: bytes
-    """The secret token of the run."""
-
-    def __repr__(self) -> str:
-        """Leave the token out of logs and tracebacks."""
-        return f"Contact(name={self.name!r}, address={self.address!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(NamedTuple):
     """Why a run ended early: the rank at fault, and a sentence that explains it."""
 
     rank: int
     sentence: str
     is_lost: bool = False
-    """True if the connection to the leader was lost: the run may continue without this process, which may rejoin."""
+    """Whether the connection to the leader was lost: the run may continue without this process, which may rejoin."""
 
 
 class RunEnding(ManyhandsError):
-    """The run of who listens there is ending, or it does not answer: the next run may begin at the same address."""
+    """The run there is ending, or its leader does not answer: the next run may begin at the same address."""
 
 
 def open_control_connection(
     place: ProcessPlace,
-    contact: Contact,
+    leader: str,
+    address: str,
+    token: bytes,
     terms: Sequence[Term],
     *,
     timeout_s: float,
     settings: Settings | None = None,
 ) -> ControlConnection:
-    """Join the run of a leader.
+    """Join the run that `leader`, as errors call it, leads at an address of the hub's, by the secret `token`.
 
     UserError if one of the two rejects the other, PeerTimeout if the leader does not answer, RunEnding if another
     attempt may succeed.
@@ -113,29 +100,26 @@ def open_control_connection(
     # A random hub member number for each process, not its rank: if two processes claim one rank, both must get as
     # far as the hello, so that the second can be told why it is rejected.
     number = _LEAST_NUMBER + secrets.randbelow(_MOST_NUMBER)
-    mine = Credentials(member=number, role=place.name, token=contact.token, fingerprint=CONTROL_FINGERPRINT)
+    mine = Credentials(member=number, role=place.name, token=token, fingerprint=CONTROL_FINGERPRINT)
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
-        hub.connect(_LEADER, contact.address)
-        welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
-        same_clock = welcome.clock == str(clock_id())
-        connection = ControlConnection(place, hub, leader=welcome.leader, same_clock=same_clock)
+        hub.connect(_LEADER, address)
+        welcome, rest = _introduce(hub, place, leader, address, terms, timeout_s)
+        connection = ControlConnection(place, hub, welcome)
         stack.pop_all()
     connection.begin(rest)
     return connection
 
 
 def _introduce(
-    hub: Hub, place: ProcessPlace, contact: Contact, terms: Sequence[Term], timeout_s: float
+    hub: Hub, place: ProcessPlace, leader: str, address: str, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
-    deadline = time.monotonic() + timeout_s
+    who, deadline = f"{place.name} (rank {place.rank})", time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise PeerTimeout(
-                f"{place.name} (rank {place.rank}): the leader, {contact.name}, did not answer at {contact.address} "
-                f"within {timeout_s:.0f} s",
-                _LEADER,
+                f"{who}: the leader, {leader}, did not answer at {address} within {timeout_s:.0f} s", _LEADER
             )
         events = hub.poll(left_s)
         for number, event in enumerate(events, 1):
@@ -149,25 +133,23 @@ def _introduce(
                 case Lost(reason=reason, final=final):
                     # A rejected token or certificate is rejected next time as well.
                     raise (UserError if final else RunEnding)(
-                        f"{place.name} (rank {place.rank}) cannot join the run of {contact.name}: {reason}"
+                        f"{who} cannot join the run of {leader}: {reason}"
                     )
                 case _:
-                    raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
+                    raise ManyhandsError(f"the leader, {leader}, sends a message before its welcome")
 
 
 class ControlConnection(Closeable):
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
-    def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:
+    def __init__(self, place: ProcessPlace, hub: Hub, welcome: ControlWelcome) -> None:
         """Take ownership of the hub; called by `open_control_connection`."""
-        self.name = place.name
-        self.rank = place.rank
-        self.world = place.world
-        self.leader = leader
+        self.name, self.rank, self.world = place.name, place.rank, place.world
+        self.leader = welcome.leader
         self.step = 0
         self._hub = hub
         self._post = partial(hub.send, _LEADER)
-        self._same_clock = same_clock
+        self._same_clock = welcome.clock == str(clock_id())
         self._brackets: deque[Bracket] = deque(maxlen=_KEPT_BRACKETS)
         self._marked: ControlMarked | None = None
         self._notes: deque[Mapping[str, Any]] = deque()
@@ -186,7 +168,6 @@ class ControlConnection(Closeable):
             stack.callback(hub.close)
             self.ring = stack.enter_context(EventRing.create(role=place.rank))
             """The events of this process; all of them reach the leader."""
-
             self._wakeup = Wakeup()
             stack.callback(self._wakeup.close)
             hub.register(self._wakeup.fileno())
@@ -198,8 +179,6 @@ class ControlConnection(Closeable):
         self.control_fileno = self._readable.fileno
         """A descriptor that is readable when `received` has messages, or when the leader asked to stop."""
 
-    # ── what a role asks of its context ───────────────────────────────────────────────────────────────────────────
-
     def send(self, payload: Mapping[str, Any]) -> None:
         """Send JSON to the leader; messages arrive in order, and all of them before the result."""
         note = encoded(Note(payload=payload), CONTROL_CODER)  # now: the caller may change it
@@ -210,10 +189,7 @@ class ControlConnection(Closeable):
     ) -> None:
         """Report what this process is doing; cheap, because only the newest mark is sent, a few times a second."""
         self.step = step
-        stage, microbatch = place if place is not None else (NOBODY, NOBODY)
-        self._marked = ControlMarked(
-            step=step, state=state, waiting_for=waiting_for, stage=stage, microbatch=microbatch
-        )
+        self._marked = ControlMarked(step, state, waiting_for, *(place or (NOBODY, NOBODY)))
 
     def received(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
         """Return the leader's messages since the last call, in order; waits at most `timeout_s` for the first."""
@@ -232,25 +208,16 @@ class ControlConnection(Closeable):
         return self.stop_requested()
 
     def give(self, name: str, chunks: Iterable[Any]) -> None:
-        """Send the leader a large object, in order with the messages; chunks are buffers, produced lazily.
-
-        The chunks are produced in the connection's thread, when there is capacity to send them.
-        """
+        """Send the leader a large object, in order with the messages; the connection's thread produces the chunks."""
         self.queue.put_all(pieces(name, chunks))
 
     def end(self, payload: Mapping[str, Any]) -> None:
-        """Report that this process has finished, with its result.
-
-        The connection stays open for what the leader gives.
-        """
+        """Report the result of this process; the connection stays open for what the leader gives."""
         result = encoded(Finished(payload=payload), CONTROL_CODER)
         self.queue.put_when_room(result, _SEND_TIMEOUT_S, self.leader)
 
     def fail(self, error: BaseException) -> None:
-        """Report that this process failed; the leader receives the error and its traceback."""
         self.queue.put(encoded(report(error, self.step), CONTROL_CODER))
-
-    # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 
     def wait_over(self, timeout_s: float) -> Broken | None:
         """Wait at most `timeout_s` for the run to end early; return the reason, or None."""
@@ -280,9 +247,8 @@ class ControlConnection(Closeable):
                 if here != seen:
                     seen, deadline = here, time.monotonic() + timeout_s
                 elif time.monotonic() >= deadline:
-                    raise PeerTimeout(
-                        f"{self.name}: {self.leader} sent no more of {name} for {timeout_s:.0f} s", _LEADER
-                    )
+                    silence = f"{self.leader} sent no more of {name} for {timeout_s:.0f} s"
+                    raise PeerTimeout(f"{self.name}: {silence}", _LEADER)
                 self.changed.wait(min(1.0, timeout_s))
             self._complete.discard(name)
             return self._large.pop(name)
@@ -299,15 +265,13 @@ class ControlConnection(Closeable):
         if self._closed:
             raise Aborted(f"{self.name} has closed its connection to {self.leader}")
 
-    # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
-
     def begin(self, events: Sequence[HubEvent] = ()) -> None:
         """Take what came with the welcome, compare clocks, and start the thread."""
         self._take(events)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._post(ControlPing(sent_ns=time.monotonic_ns()))
-            asked, deadline = len(self._brackets), time.monotonic() + 1.0
-            while len(self._brackets) == asked and time.monotonic() < deadline and self.over is None:
+            before, deadline = len(self._brackets), time.monotonic() + 1.0
+            while len(self._brackets) == before and time.monotonic() < deadline and self.over is None:
                 self._take(self._hub.poll(0.1))
         self._thread = threading.Thread(target=self._run, name="manyhands control", daemon=True)
         self._thread.start()
@@ -366,7 +330,10 @@ class ControlConnection(Closeable):
                     self._stop_requested = True
                     self._readable.ring()
                 case Arrived(_, StoreAnswer() as answer):
-                    self.store.answered(answer)
+                    with self.changed:
+                        if answer.number in self.store.answers:  # else its call has timed out
+                            self.store.answers[answer.number] = answer
+                            self.changed.notify_all()
                 case Arrived(_, ControlPiece(name=name, last=last), payload):
                     with self.changed:
                         self._large.setdefault(name, bytearray()).extend(payload)
@@ -422,8 +389,9 @@ class ControlStore:
 
     def __init__(self, connection: ControlConnection) -> None:
         self._connection = connection
-        self._answers: dict[int, StoreAnswer | None] = {}
-        self._asked = 0
+        self.answers: dict[int, StoreAnswer | None] = {}
+        """By the number of the call; None until it is answered."""
+        self._last_call = 0
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return self.ask("compare_set", [key], [expected, desired]).value.encode()
@@ -451,26 +419,17 @@ class ControlStore:
         connection, changed = self._connection, self._connection.changed
         with changed:
             connection.require_going()
-            self._asked += 1
-            number = self._asked
-            self._answers[number] = None
+            number = self._last_call = self._last_call + 1
+            self.answers[number] = None
         connection.queue.put(StoreCall(number=number, call=call, keys=tuple(keys), values=tuple(values)))
         deadline = time.monotonic() + _STORE_TIMEOUT_S
         with changed:
             try:
-                while (answer := self._answers[number]) is None:
+                while (answer := self.answers[number]) is None:
                     connection.require_going()
                     if not changed.wait(deadline - time.monotonic()):
-                        raise PeerTimeout(
-                            f"{connection.name}: {connection.leader} did not answer for {_STORE_TIMEOUT_S:.0f} s",
-                            _LEADER,
-                        )
+                        silence = f"{connection.leader} did not answer for {_STORE_TIMEOUT_S:.0f} s"
+                        raise PeerTimeout(f"{connection.name}: {silence}", _LEADER)
             finally:
-                del self._answers[number]
+                del self.answers[number]
         return answer
-
-    def answered(self, answer: StoreAnswer) -> None:
-        with self._connection.changed:
-            if answer.number in self._answers:
-                self._answers[answer.number] = answer
-                self._connection.changed.notify_all()

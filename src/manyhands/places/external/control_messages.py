@@ -1,4 +1,4 @@
-"""The messages of the control connection, which also carries those of `places.local.control`.
+"""The messages of the control connection, which also carries those of `places.local.control`, and their send queue.
 
 process                                        leader
   ControlHello(rank, who it is, terms)       ──►
@@ -16,9 +16,15 @@ process                                        leader
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
 
+from manyhands.errors import PeerTimeout
 from manyhands.places.local.control import Failed, Finished, Note, Stop
 from manyhands.places.local.status import State
 from manyhands.transport.messages import MessageCoder
@@ -35,27 +41,31 @@ __all__ = [
     "ControlPong",
     "ControlRefused",
     "ControlWelcome",
+    "SendQueue",
     "StoreAnswer",
     "StoreCall",
     "Term",
+    "Wakeup",
+    "pieces",
 ]
 
 CONTROL_FINGERPRINT: Final = "manyhands line 1"
-"""The protocol fingerprint of both ends of a control connection. The terms of the run are compared later, one by
-one.
-"""
+"""The protocol of both ends of a control connection. The terms of the run are compared later, one by one."""
+PIECE_BYTES: Final = 1 << 20
+_MOST_WAITING: Final = 4096
+
+LinkMessage = tuple[object, list[Any]]
+"""A message and its payload."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class Term(NamedTuple):
     """A setting that must be the same on every process of a run."""
 
     name: str
     value: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlHello:
+class ControlHello(NamedTuple):
     """A process's first message: its identity, its rank, and the terms it expects."""
 
     rank: int
@@ -70,8 +80,7 @@ class ControlHello:
     terms: tuple[Term, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlWelcome:
+class ControlWelcome(NamedTuple):
     """The leader admits the process to the run."""
 
     leader: str
@@ -80,31 +89,27 @@ class ControlWelcome:
     """The id of the leader's clock; a process with the same id reads the same time and needs no offset."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlRefused:
+class ControlRefused(NamedTuple):
     """The leader rejects the process; `field` names what did not match."""
 
     field: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlPing:
+class ControlPing(NamedTuple):
     """A clock reading of the process, to be answered with the leader's."""
 
     sent_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlPong:
+class ControlPong(NamedTuple):
     """The reading of the ping, and the leader's clock when it answered."""
 
     sent_ns: int
     leader_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlMarked:
+class ControlMarked(NamedTuple):
     """What the process is doing; `stage` is -1 outside of pipelines."""
 
     step: int
@@ -114,15 +119,13 @@ class ControlMarked:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlEvents:
+class ControlEvents(NamedTuple):
     """The payload is event records; `lost` more were dropped since the last message."""
 
     lost: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreCall:
+class StoreCall(NamedTuple):
     """A call to the key-value store that the leader keeps."""
 
     number: int
@@ -131,8 +134,7 @@ class StoreCall:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAnswer:
+class StoreAnswer(NamedTuple):
     """The result of a store call; `found` is False if the key does not exist."""
 
     number: int
@@ -140,16 +142,14 @@ class StoreAnswer:
     value: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlPiece:
+class ControlPiece(NamedTuple):
     """The payload is the next piece of a large object; `last` marks its end."""
 
     name: str
     last: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlOver:
+class ControlOver(NamedTuple):
     """The run has failed and all waits must end; `rank` is the process whose failure it was."""
 
     rank: int
@@ -176,3 +176,98 @@ CONTROL_CODER: Final = MessageCoder(
         16: Stop,
     }
 )
+
+
+class Wakeup:
+    """Wakes a thread that waits for its descriptor; any thread may call, `close` is idempotent."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def ring(self) -> None:
+        """Wake the thread; a no-op once closed, because the descriptor number may have been reused."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Consume the wake-ups so far; a no-op once closed."""
+        with self._lock, suppress(BlockingIOError):
+            if not self._closed:
+                os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.descriptor)
+
+
+class SendQueue:
+    """Messages in order; `wake` is called after a message was added, so that the queue gets emptied."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._batches: deque[Iterator[LinkMessage]] = deque()
+        self._next: LinkMessage | None = None
+        self._room = threading.Condition()
+        self._closed = False
+
+    def put(self, message: object, payload: Iterable[Any] = ()) -> None:
+        self.put_all(iter([(message, list(payload))]))
+
+    def put_all(self, messages: Iterator[LinkMessage]) -> None:
+        """Add messages that are produced one by one as capacity allows, in the thread that empties the queue."""
+        with self._room:
+            if self._closed:
+                return
+            self._batches.append(messages)
+        self._wake()
+
+    def put_when_room(self, message: object, timeout_s: float, peer: str) -> None:
+        """Add a message once there is capacity; PeerTimeout naming the `peer` that accepts nothing."""
+        deadline = time.monotonic() + timeout_s
+        with self._room:
+            while len(self._batches) >= _MOST_WAITING and not self._closed:
+                if not self._room.wait(deadline - time.monotonic()):
+                    raise PeerTimeout(f"{peer} has read nothing for {timeout_s:g} s", peer=0)
+        self.put(message)
+
+    def empty(self, send: Callable[[object, list[Any]], bool]) -> bool:
+        """Pass messages to `send` until it accepts no more; return whether the queue is empty."""
+        while True:
+            if self._next is None:
+                with self._room:
+                    if not self._batches:
+                        return True
+                    messages = self._batches[0]
+                self._next = next(messages, None)
+                if self._next is None:
+                    with self._room:
+                        self._batches.popleft()
+                        self._room.notify_all()
+                    continue
+            message, payload = self._next
+            if not send(message, payload):
+                return False
+            self._next = None
+
+    def close(self) -> None:
+        with self._room:
+            self._closed = True
+            self._batches.clear()
+            self._next = None
+            self._room.notify_all()
+
+
+def pieces(name: str, chunks: Iterable[Any]) -> Iterator[LinkMessage]:
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            yield ControlPiece(name=name, last=False), [view[begin : begin + PIECE_BYTES]]
+    yield ControlPiece(name=name, last=True), []

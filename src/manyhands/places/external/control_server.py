@@ -6,19 +6,20 @@
             ...
         server.tell(2, {"begin": True})
 
-It does for externally started processes what `places.local.supervisor.Supervisor` does for processes of this host:
-it reports an end as an event, and the caller decides what it means. One thread polls, several times a second; any
-thread may call `tell`, `ask_to_stop`, `give` and `break_off`.
+It is to externally started processes what `places.local.supervisor.Supervisor` is to those of this host: it reports
+an end as an event, and the caller decides what it means. One thread polls, several times a second; any thread may call
+`tell`, `ask_to_stop`, `give` and `break_off`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -40,13 +41,14 @@ from manyhands.places.external.control_messages import (
     ControlPong,
     ControlRefused,
     ControlWelcome,
+    SendQueue,
     StoreCall,
     Term,
+    Wakeup,
+    pieces,
 )
-from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.register import Register, clock_notice
-from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
+from manyhands.places.external.run_store import KeyValueStore
 from manyhands.places.local.control import Failed, Finished, Note, Stop, encoded
 from manyhands.places.local.failure import Failure, describe_status
 from manyhands.places.local.host import host_identity
@@ -57,15 +59,16 @@ from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Lost, Ready, Rejected, Settings, Shared
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]
+__all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of", "terms_of"]
 
 _MOST_LARGE: Final = 64  # large objects that one member may be sending at a time
 _MOST_LOST: Final = 1 << 40  # events that one member may report as dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36
+_SHOWN: Final = 60
+_CLOCKS_AGREE_S: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRejected:
+class ProcessRejected(NamedTuple):
     """A process that has the run's token was rejected; it received the same sentence."""
 
     sentence: str
@@ -73,16 +76,14 @@ class ProcessRejected:
     """What did not match: `rank` if another process has it, or the name of a term."""
 
 
-@dataclass(frozen=True, slots=True)
-class Warned:
+class Warned(NamedTuple):
     """A warning about a member for the user; the run continues."""
 
     member: int
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(NamedTuple):
     """A large object from a member's `ControlConnection.give`, in order with its messages."""
 
     member: int
@@ -91,6 +92,95 @@ class Delivered:
 
 
 ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
+
+
+def terms_of(values: Mapping[str, Any]) -> tuple[Term, ...]:
+    """The terms of a run as text; a long value is shortened to its beginning and a digest."""
+
+    def shown(text: str) -> str:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}… ({digest})"
+
+    return tuple(Term(name=name, value=shown(str(value))) for name, value in values.items())
+
+
+def clock_notice(name: str, theirs_unix_s: float, ours_unix_s: float) -> str | None:
+    """A warning if a process's wall clock is off by more than a minute; events are on the leader's clock anyway."""
+    off_s = theirs_unix_s - ours_unix_s
+    if abs(off_s) <= _CLOCKS_AGREE_S:
+        return None
+    much = f"{abs(off_s) / 3600:.1f} h" if abs(off_s) >= 3600 else f"{abs(off_s) / 60:.0f} min"
+    way = "ahead of" if off_s > 0 else "behind"
+    return (
+        f"the clock of {name} is {much} {way} the leader's: set it right, or dates in its own logs mislead; "
+        "the run's events are on one time axis all the same"
+    )
+
+
+class Register:
+    """The ranks of one run; a rank is free until a process takes it, and again once that process has left."""
+
+    def __init__(self, leader: ControlHello) -> None:
+        self._leader = leader
+        self._seats: dict[int, ControlHello] = {}
+        self.rejected: list[str] = []
+        """One sentence for each process that was rejected."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(1, self._leader.world) if rank not in self._seats)
+
+    def arrive(self, hello: ControlHello) -> ControlRefused | None:
+        """Admit a process to its rank, or return why it does not belong to this run."""
+        mismatch = self._mismatch(hello)
+        if mismatch is None:
+            self._seats[hello.rank] = hello
+            return None
+        self.rejected.append(mismatch[1])
+        return ControlRefused(field=mismatch[0], reason=mismatch[1])
+
+    def leave(self, rank: int) -> None:
+        self._seats.pop(rank, None)
+
+    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
+        """The sentence on ranks that did not join in time, with what is known of rejected processes."""
+        who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
+        reasons = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
+        return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{reasons}"
+
+    def _mismatch(self, hello: ControlHello) -> tuple[str, str] | None:
+        """What does not match, and the sentence about it."""
+        mine = self._leader
+        if hello.world != mine.world:
+            return "world", (
+                f"{hello.name} is one of {hello.world} processes, and the leader, {mine.name}, one of {mine.world}: "
+                "start all of them by one command"
+            )
+        if not 0 < hello.rank < mine.world:
+            return "rank", (
+                f"{_process(hello)} says it is rank {hello.rank}: the ranks of this run are 0, which is "
+                f"{_process(mine)}, to {mine.world - 1}"
+            )
+        other = self._seats.get(hello.rank)
+        if other is not None:
+            return "rank", (
+                f"two processes are rank {hello.rank}: {_process(other)} and {_process(hello)}; give each a rank, or "
+                "each job a port, of its own"
+            )
+        ours = {term.name: term.value for term in mine.terms}
+        theirs = {term.name: term.value for term in hello.terms}
+        for name in {**ours, **theirs}:
+            here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
+            if here != there:
+                return name, (
+                    f"{hello.name} has {name}={there}, and the leader, {mine.name}, {name}={here}: all processes of a "
+                    "run must be started alike"
+                )
+        return None
+
+
+def _process(hello: ControlHello) -> str:
+    return f"process {hello.pid} ({hello.name})"
 
 
 def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
@@ -111,15 +201,12 @@ class ControlMember:
     """A process that was admitted, with its connection and send queue."""
 
     hello: ControlHello
-    connection: int
-    """The hub's number for its connection."""
+    connection: int  # the hub's number
     queue: SendQueue
-    seen: StatusRow
-    """The status that it last reported, on this process's clock."""
+    seen: StatusRow  # on this process's clock
     ended: bool = False
     connected: bool = True
-    large: dict[str, bytearray] = field(default_factory=dict)
-    """Large objects that are still arriving, by name."""
+    large: dict[str, bytearray] = field(default_factory=dict)  # objects that are still arriving, by name
 
     @property
     def name(self) -> str:
@@ -144,16 +231,14 @@ class ControlServer(Closeable):
     def __init__(
         self, place: ProcessPlace, terms: Sequence[Term], token: bytes, *, settings: Settings | None = None
     ) -> None:
-        """Start without a listener: nobody can connect before `listen`. `terms` must match on every process."""
+        """Start without a listener: no process can connect before `listen`. `terms` must match on every one."""
         self.name = place.name
         self.world = place.world
         self.store = KeyValueStore()
         """The run's store, which the members reach as `ControlConnection.store`."""
-
         self.register = Register(hello_of(place, terms))
         self.known: dict[int, ControlMember] = {}
         """By rank, members that left included."""
-
         self._ranks: dict[int, int] = {}  # from the hub's number
         self._unreported: list[ControlEvent] = []
         self._closed = False
@@ -163,7 +248,6 @@ class ControlServer(Closeable):
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
             }
             """The events of each other rank, on this process's clock."""
-
             mine = Credentials(member=0, role=place.name, token=token, fingerprint=CONTROL_FINGERPRINT)
             self._hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
             self._wakeup = Wakeup()
@@ -174,9 +258,7 @@ class ControlServer(Closeable):
 
     @contextmanager
     def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
-        """While open, the other ranks' events go into these rings, by rank; the caller keeps ownership of the
-        rings.
-        """
+        """While open, the other ranks' events go into these rings, by rank, which stay the caller's."""
         before, self.rings = self.rings, rings
         try:
             yield
@@ -193,10 +275,7 @@ class ControlServer(Closeable):
         return member.name if member is not None else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:
-        """The identity of the host that a rank is on."""
         return self.known[rank].hello.host
-
-    # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def poll(self, timeout_s: float) -> list[ControlEvent]:
         """Return what happened, in order per member; waits at most `timeout_s` for the first event."""
@@ -210,21 +289,15 @@ class ControlServer(Closeable):
             if events or left_s == 0.0:
                 return events
 
-    # ── what they are told, by any thread ─────────────────────────────────────────────────────────────────────────
-
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON to a member, which its `received` returns; in order, without waiting. A no-op if it has left."""
         self._queue(member).put(encoded(Note(payload=payload), CONTROL_CODER))
 
     def ask_to_stop(self, member: int) -> None:
-        """Ask the member to stop; a no-op if it has left."""
         self._queue(member).put(encoded(Stop(), CONTROL_CODER))
 
     def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
-        """Send a large object, which the member's `take(name)` returns; chunks are buffers, produced lazily.
-
-        The chunks are produced in the polling thread.
-        """
+        """Send a large object, which the member's `take(name)` returns; the polling thread produces the chunks."""
         self._queue(member).put_all(pieces(name, chunks))
 
     def break_off(self, rank: int, sentence: str) -> None:
@@ -267,13 +340,10 @@ class ControlServer(Closeable):
         return member.queue
 
     def _send_queued(self) -> None:
-        """Pass queued messages to the hub, as far as it accepts them."""
         for member in self.known.values():
             if member.connected:
                 connection = member.connection
                 member.queue.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
-
-    # ── what they say ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, event: HubEvent) -> list[ControlEvent]:
         match event:
@@ -370,8 +440,7 @@ class ControlServer(Closeable):
         )
         self._hub.send(connection, ControlWelcome(leader=self.name, clock=str(clock_id())))
         notice = clock_notice(hello.name, hello.unix_s, time.time())
-        warnings = [Warned(hello.rank, notice)] if notice is not None else []
-        return [Started(hello.rank, hello.pid), *warnings]
+        return [Started(hello.rank, hello.pid), *([Warned(hello.rank, notice)] if notice is not None else [])]
 
     def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
         rank = self._ranks.pop(connection, None)

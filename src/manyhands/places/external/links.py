@@ -18,9 +18,9 @@ from typing import Final
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.native.segment import Segment
-from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.run_store import comes_true
 from manyhands.places.external.specification import listening_at
-from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore
+from manyhands.places.local.rendezvous import Rendezvous, ranks_named
 from manyhands.transport.frames import OF_TRANSPORT, encode_header
 from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
@@ -28,17 +28,16 @@ from manyhands.transport.hub.handshake import (
     CONTROL,
     NO_PROOF,
     Credentials,
-    Handshake,
     HandshakeRefused,
     authenticate,
 )
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import mesh_kind
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S, RendezvousStore
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.security import HANDSHAKE_S, Security
-from manyhands.transport.tls import End, TlsRefused
+from manyhands.transport.tls import TlsRefused
 
 __all__ = [
     "address_towards",
@@ -157,17 +156,21 @@ def meet_all(
     reached or trusted.
     """
     links: dict[int, TcpLink] = {}
+    mine = Credentials(member=rank, role=f"rank {rank}", token=token, fingerprint=_FINGERPRINT)
+
+    def add(peer: int, end: socket.socket, *, server_side: bool) -> None:
+        name, timeout_s = name_of(peer), min(HANDSHAKE_S, max(0.001, deadline - time.monotonic()))
+        tune(end, 4 * SILENT_AFTER_S)
+        try:
+            links[peer] = TcpLink(far[peer].wrap(end, name, timeout_s, server_side=server_side), peer=name)
+        except TlsRefused as error:
+            raise ManyhandsError(f"{name} and this process do not trust each other: {error}") from error
+
     try:
         for peer in sorted(one for one in far if one < rank):
-            end = _dial(rank, peer, where(peer), token, deadline, still)
-            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=False)
-            links[peer] = TcpLink(secured, peer=name_of(peer))
-        waited_for = {one for one in far if one > rank}
-        while waited_for:
-            peer, end = _accept(listener, rank, waited_for, token, deadline, still)
-            secured = _secured(far[peer], end, name_of(peer), deadline, server_side=True)
-            links[peer] = TcpLink(secured, peer=name_of(peer))
-            waited_for.discard(peer)
+            add(peer, _dial(mine, peer, where(peer), deadline, still), server_side=False)
+        while waited_for := {one for one in far if one > rank} - links.keys():
+            add(*_accept(listener, mine, waited_for, deadline, still), server_side=True)
     except BaseException:
         for link in links.values():
             link.abandon()
@@ -175,15 +178,7 @@ def meet_all(
     return links
 
 
-def _secured(security: Security, end: socket.socket, peer: str, deadline: float, *, server_side: bool) -> End:
-    try:
-        timeout_s = min(HANDSHAKE_S, max(0.001, deadline - time.monotonic()))
-        return security.wrap(end, peer, timeout_s, server_side=server_side)
-    except TlsRefused as error:
-        raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
-
-
-def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, still: Still) -> socket.socket:
+def _dial(mine: Credentials, peer: int, address: str, deadline: float, still: Still) -> socket.socket:
     """Connect to a lower rank, again while its host does not answer; a refused connection raises at once."""
     host, _, port = address.rpartition(":")
     while True:
@@ -195,27 +190,24 @@ def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, sti
         except OSError as error:
             if not isinstance(error, TimeoutError) or left_s <= _CONNECT_S:
                 raise ManyhandsError(
-                    f"rank {rank} cannot connect to rank {peer} at {address}: {error}; see whether a firewall is "
-                    "between"
+                    f"{mine.role} cannot connect to rank {peer} at {address}: {error}; is a firewall between?"
                 ) from error
     try:
-        _authenticate(end, rank, peer, token, deadline, still)
+        authenticate(end, mine, peer, deadline, still)
         return end
-    except (ProtocolError, HandshakeRefused) as error:
+    except BaseException as error:
         end.close()
-        raise ManyhandsError(
-            f"who answers at rank {peer}'s address, {address}, is not of this run: {error}"
-        ) from error
-    except OSError as error:
-        end.close()
-        raise ManyhandsError(f"rank {peer} at {address} ended the connection: {error}") from error
-    except BaseException:
-        end.close()
-        raise
+        if isinstance(error, ProtocolError | HandshakeRefused):
+            sentence = f"what answers at rank {peer}'s address, {address}, is not of this run: {error}"
+        elif isinstance(error, OSError):
+            sentence = f"rank {peer} at {address} ended the connection: {error}"
+        else:
+            raise
+        raise ManyhandsError(sentence) from error
 
 
 def _accept(
-    listener: socket.socket, rank: int, waited_for: Iterable[int], token: bytes, deadline: float, still: Still
+    listener: socket.socket, mine: Credentials, waited_for: Iterable[int], deadline: float, still: Still
 ) -> tuple[int, socket.socket]:
     """Accept the next of the awaited ranks; a peer that cannot prove the token is rejected."""
     while True:
@@ -228,18 +220,16 @@ def _accept(
             end, _ = listener.accept()
         except TimeoutError:
             continue
-        peer = _admit(end, rank, token, time.monotonic() + min(_PENDING_S, left_s), still)
+        peer = _admit(end, mine, time.monotonic() + min(_PENDING_S, left_s), still)
         if peer is not None and peer in waited_for:
             return peer, end
         end.close()
 
 
-def _admit(
-    end: socket.socket, rank: int, token: bytes, deadline: float, still: Still = lambda: None
-) -> int | None:
+def _admit(end: socket.socket, mine: Credentials, deadline: float, still: Still = lambda: None) -> int | None:
     """The rank that a new connection proves to be; None for a peer that proves nothing."""
     try:
-        return _authenticate(end, rank, None, token, deadline, still)
+        return authenticate(end, mine, None, deadline, still).member
     except (ProtocolError, HandshakeRefused):
         kind, body = CONTROL.encode(NO_PROOF)
         with suppress(OSError):  # it is gone
@@ -252,41 +242,13 @@ def _admit(
         raise
 
 
-def _authenticate(
-    end: socket.socket, rank: int, expected: int | None, token: bytes, deadline: float, still: Still
-) -> int:
-    mine = Credentials(member=rank, role=f"rank {rank}", token=token, fingerprint=_FINGERPRINT)
-    handshake = Handshake(mine, expected)
-    peer = authenticate(handshake, end.sendall, lambda num_bytes: _read(end, num_bytes, deadline, still))
-    tune(end, 4 * SILENT_AFTER_S)
-    return peer.member
-
-
-def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        still()
-        left_s = deadline - time.monotonic()
-        end.settimeout(max(0.001, min(left_s, _SLICE_S)))
-        try:
-            more = end.recv(num_bytes - len(data))
-        except TimeoutError:
-            if left_s <= _SLICE_S:
-                raise
-            continue
-        if not more:
-            raise ConnectionResetError("it closed the connection")
-        data += more
-    return data
-
-
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return PeerTimeout(f"{who} did not {deed} in time; see whether a firewall is between", ranks[0])
+    return PeerTimeout(
+        f"{ranks_named(ranks)} did not {deed} in time; see whether a firewall is between", ranks[0]
+    )
 
 
 def no_group() -> SharedGroup:
-    """Raise UserError: workers on several hosts cannot share the memory of a group."""
     raise UserError("workers of several hosts share no memory")
 
 

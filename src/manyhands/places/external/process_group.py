@@ -18,29 +18,23 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from types import TracebackType
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.native.version import __version__
-from manyhands.places.external.control_connection import (
-    Contact,
-    ControlConnection,
-    RunEnding,
-    open_control_connection,
-)
+from manyhands.places.external.control_connection import ControlConnection, RunEnding, open_control_connection
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlEvent, ControlServer, ProcessRejected, Warned
-from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.run_store import comes_true
 from manyhands.places.external.specification import listening_at
 from manyhands.places.local.host import host_identity
-from manyhands.places.local.rendezvous import hosts_of
+from manyhands.places.local.rendezvous import hosts_of, ranks_named
 from manyhands.places.local.roster import Ended, Started
 from manyhands.transport.hub.hub_events import Settings
 from manyhands.transport.liveness import LivenessTimes
@@ -55,51 +49,36 @@ _STARTING_S: Final = 5.0
 _LAST_RUN_S: Final = 10.0
 
 
+@dataclass
 class ProcessGroup:
     """All processes of a run, at its leader; a context manager. Call it from one thread at a time."""
 
-    def __init__(
-        self,
-        place: ProcessPlace,
-        control_server: ControlServer,
-        token: bytes,
-        address: str,
-        security: Security,
-        timeout_s: float,
-    ) -> None:
-        self.place = place
-        self.control_server = control_server
-        self.token = token
-        self.address = address
-        """Where links of this process listen for other hosts; empty if there are none."""
-
-        self.security = security
-        self.timeout_s = timeout_s
-        self.early: list[ControlEvent] = []
-        """Events that arrived before every member had joined."""
+    place: ProcessPlace
+    control_server: ControlServer
+    token: bytes
+    address: str
+    """Where links of this process listen for other hosts; empty if there are none."""
+    security: Security
+    timeout_s: float
+    early: list[ControlEvent] = field(default_factory=list, init=False)
+    """Events that arrived before every member had joined."""
 
     def gather(self, notice: Callable[[str], None] = lambda _sentence: None) -> None:
         """Wait until every rank has joined, except those that may come later.
 
         UserError if a process does not belong to the run, PeerTimeout naming the ranks that are late.
         """
-        began, spec = time.monotonic(), self.place.cluster
+        began, spec, register = time.monotonic(), self.place.cluster, self.control_server.register
         needed = self.place.world - self.place.later
 
         def named(rank: int) -> str:
-            return (
-                f"rank {rank}"
-                if spec is None
-                else f"{spec.ranked[rank]} at {spec.address(spec.ranked[rank])}"
-            )
+            role = spec.ranked[rank] if spec is not None else None
+            return f"rank {rank}" if spec is None or role is None else f"{role} at {spec.address(role)}"
 
-        while any(rank < needed for rank in self.control_server.register.missing):
+        while any(rank < needed for rank in register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
-                raise PeerTimeout(
-                    self.control_server.register.late("join", waited_s, named),
-                    self.control_server.register.missing[0],
-                )
+                raise PeerTimeout(register.late("join", waited_s, named), register.missing[0])
             for event in self.control_server.poll(_TICK_S):
                 match event:
                     case Started():
@@ -109,7 +88,7 @@ class ProcessGroup:
                     case ProcessRejected(sentence, field) if field != "rank":
                         # Before the run is given up, let processes that are about to join do so: they are told why.
                         deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
-                        while self.control_server.register.missing and time.monotonic() < deadline:
+                        while register.missing and time.monotonic() < deadline:
                             self.control_server.poll(_TICK_S)
                         raise UserError(sentence)
                     case Ended(failure=failure) if failure is not None:
@@ -129,18 +108,14 @@ class ProcessGroup:
 
     def shutdown(self) -> None:
         """Wait until every member has taken what was given and left; ManyhandsError names those that have not."""
-        left = self.control_server.shutdown(max(_SHUTDOWN_S, self.timeout_s))
-        if left:
-            raise ManyhandsError(
-                f"{self.control_server.name_of(left[0])} has not taken the result of the run in time"
-            )
+        for rank in self.control_server.shutdown(max(_SHUTDOWN_S, self.timeout_s)):
+            name = self.control_server.name_of(rank)
+            raise ManyhandsError(f"{name} has not taken the result of the run in time")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 rank = error.worker_rank if isinstance(error, WorkerFailed) else 0
@@ -173,8 +148,8 @@ class GroupMember:
 
 _HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
-_PATIENT: Final = Settings(liveness=LivenessTimes(silence_s=20.0, handshake_s=10.0))
-"""Long liveness times: one long call of a process that trains may delay the thread of its heartbeats."""
+_PATIENT: Final = LivenessTimes(silence_s=20.0, handshake_s=10.0)
+"""One long call of a process that trains may delay the thread of its heartbeats."""
 
 
 def lead_group(
@@ -193,7 +168,7 @@ def lead_group(
     """
     settings = _settings(security, comes_again)
     if place.leader is not None:
-        token = security.token or _open_token(place.leader)
+        token = _token(place.leader, security)
         with ExitStack() as stack:
             control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
             _listen(control_server, place.leader)
@@ -204,8 +179,12 @@ def lead_group(
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
-        several = len(hosts) > 1 or ((comes_again or place.later) and _may_be_reached(place, security))
-        address = _own_address(place, security) if several else ""
+        address = _own_address(place, security) if len(hosts) > 1 else ""
+        if not address and (
+            comes_again or place.later
+        ):  # for processes of other hosts that come later, if possible
+            with suppress(UserError):
+                address = _own_address(place, security)
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
         with ExitStack() as stack:
             control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
@@ -235,14 +214,13 @@ def join_group(
     """Find the leader of the run `name` and open the control connection to it; see `lead_group`."""
     settings = _settings(security, comes_again)
     if place.leader is not None:
-        token = security.token or _open_token(place.leader)
+        token = _token(place.leader, security)
         address = _near(place.leader) or f"tcp:{place.leader}"
-        contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
-        deadline = time.monotonic() + min(_LAST_RUN_S, timeout_s)
+        leader, deadline = f"the leader at {place.leader}", time.monotonic() + min(_LAST_RUN_S, timeout_s)
         while True:
             try:
                 connection = open_control_connection(
-                    place, contact, terms, timeout_s=timeout_s, settings=settings
+                    place, leader, address, token, terms, timeout_s=timeout_s, settings=settings
                 )
                 break
             except RunEnding:  # the leader may still be closing its run before this one, at the same address
@@ -266,8 +244,10 @@ def join_group(
             f"{place.name} comes to a run that began on one host, that of {offer['name']}, and listens nowhere else; "
             "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
         )
-    contact = Contact(name=offer["name"], address=offer["unix"] if near else offer["tcp"], token=token)
-    connection = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+    address = offer["unix"] if near else offer["tcp"]
+    connection = open_control_connection(
+        place, offer["name"], address, token, terms, timeout_s=timeout_s, settings=settings
+    )
     address = address_towards(offer["tcp"].split(":")[1]) if "tcp" in offer else ""
     return GroupMember(place, connection, token, address, security, timeout_s)
 
@@ -299,23 +279,14 @@ def _sit_down(store: Store, place: ProcessPlace, *, follows_another: bool = Fals
 
 
 def _settings(security: Security, comes_again: bool) -> Settings:
-    """The hub settings: if a lost process may rejoin, a wrong verdict is cheap, so the liveness times are shorter."""
-    return replace(Settings() if comes_again else _PATIENT, security=security)
-
-
-def _may_be_reached(place: ProcessPlace, security: Security) -> bool:
-    """Whether the leader has an address for other hosts and may listen there."""
-    if place.master is None or is_loopback(address := address_towards(place.master)):
-        return False
-    try:
-        security.check_address(address)
-    except UserError:
-        return False
-    return True
+    # If a lost process may rejoin, a wrong verdict is cheap, so the liveness times are shorter.
+    return Settings(liveness=LivenessTimes() if comes_again else _PATIENT, security=security)
 
 
 def _own_address(place: ProcessPlace, security: Security) -> str:
-    assert place.master is not None, "who has a store is told where it is"
+    """Where other hosts reach the leader; UserError if they cannot, or must not."""
+    if place.master is None:
+        raise UserError(f"{place.name} is not told by which address other hosts reach it")
     address = address_towards(place.master)
     if is_loopback(address):
         raise UserError(
@@ -331,10 +302,9 @@ def _wait_for_all(store: Store, place: ProcessPlace, timeout_s: float) -> tuple[
     if not comes_true(lambda: store.check(keys), timeout_s):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if late:
-            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
             raise PeerTimeout(
-                f"{who} of {place.world} did not come within {timeout_s:.0f} s; see whether it was started, with the "
-                f"same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
+                f"{ranks_named(late)} of {place.world} did not come within {timeout_s:.0f} s; see whether it was "
+                "started, with the same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
                 late[0],
             )
     seats = [json.loads(store.get(key).decode()) for key in keys]
@@ -399,6 +369,9 @@ def _near(leader: str) -> str | None:
     return f"unix:manyhands-{hashlib.sha256(leader.encode()).hexdigest()[:32]}"
 
 
-def _open_token(leader: str) -> bytes:
-    """A token that is no secret, for runs without certificates: all that processes share is the address."""
-    return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()
+def _token(leader: str, security: Security) -> bytes:
+    """The run's secret; without certificates, where processes share only the address, one that is not secret."""
+    return (
+        security.token
+        or hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()
+    )

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, Literal, Self
 
@@ -45,12 +45,8 @@ class Output:
         self._pipe = pipe
         self._name = name
         self._waiting = b""
-        self._kept = b""
+        self.last_words = b""
         self.fileno = pipe.fileno
-
-    @property
-    def last_words(self) -> str:
-        return self._kept.decode(errors="replace")
 
     def pump(self) -> bool:
         """Pass on the whole lines that have arrived, without waiting; whether more may come."""
@@ -61,11 +57,10 @@ class Output:
                 return True
             if not data:
                 return False
-            self._kept = (self._kept + data)[-KEPT_BYTES:]
+            self.last_words = (self.last_words + data)[-KEPT_BYTES:]
             data = self._waiting + data
-            end = (
-                max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-            )  # a progress bar's lines end with a carriage return
+            # A progress bar's lines end with a carriage return.
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
             if len(data) - end > _LONGEST_LINE:
                 end = len(data)
             self._waiting = data[end:]
@@ -79,16 +74,11 @@ class Output:
 
     def _pass_on(self, data: bytes) -> None:
         stream = getattr(sys, self._name)
-        if not data or stream is None:
-            return
-        try:
-            stream.write(data.decode(errors="replace"))
-            stream.flush()
-        except (
-            OSError,
-            ValueError,
-        ):  # our own reader is gone, or the stream closed: no reason to end the run
-            pass
+        # If our own reader is gone or the stream closed, that is not a reason to end the run.
+        with suppress(OSError, ValueError):
+            if data and stream is not None:
+                stream.write(data.decode(errors="replace"))
+                stream.flush()
 
 
 class Child:
@@ -116,7 +106,8 @@ class Child:
             stack.callback(self.stderr.close)
             try:
                 spec = replace(spec, control=theirs.fileno(), stacks=self._stacks)
-                self.process = template.fork(spec, (out_end, errors_end), environment)
+                passed = [out_end, errors_end, *spec.inherited()]
+                self.process = template.ask(spec.name, spec.to_text(), passed, environment)
             finally:
                 theirs.close()
                 os.close(out_end)
@@ -146,10 +137,8 @@ class Child:
     def close(self) -> None:
         """Make sure that the process is gone, and close every descriptor; may be called again."""
         self.kill()
-        try:
+        with suppress(StillRunning):  # stuck in the kernel, which the roster has reported
             self.process.wait(_REAP_S)
-        except StillRunning:  # stuck in the kernel, which the roster has reported
-            pass
         for output in (self.stdout, self.stderr):
             output.close()
         self.channel.close()
@@ -213,7 +202,7 @@ class Children:
         self._stack.close()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def batch(self) -> Iterator[None]:
         """Roles that are started inside come right one after the other; all of them begin when this is left."""
         with ExitStack() as batches:
             self._batches = batches
@@ -276,7 +265,8 @@ class Children:
             if child in ended:
                 child.kill()  # what is left of its group
                 status = child.process.wait()
-                self._unreported.append(Exited(child.rank, status, child.stderr.last_words))
+                last_words = child.stderr.last_words.decode(errors="replace")
+                self._unreported.append(Exited(child.rank, status, last_words))
                 self._release(child)
         events, self._unreported = self._unreported, []
         return events
@@ -286,14 +276,14 @@ class Children:
         return self._status_table.read(self._rows[rank])
 
     def post(self, rank: int, message: Message) -> None:
-        """Send `message` without waiting, the rest of it in `wait`; nothing happens if `rank` is gone."""
+        """Send `message` without waiting, the rest of it in `wait`; a no-op if `rank` is gone."""
         child = self._children.get(rank)
         if child is not None:
             child.channel.post(message)
             self._await_room(child)
 
     def ask_for_stacks(self, rank: int) -> None:
-        """Have `rank`, whose job has begun, write its stacks; nothing happens if it is gone."""
+        """Have `rank`, whose job has begun, write its stacks; a no-op if it is gone."""
         if rank in self._children:
             self._children[rank].ask_for_stacks()
 
@@ -301,7 +291,7 @@ class Children:
         return self._children[rank].read_stacks() if rank in self._children else ""
 
     def kill(self, rank: int) -> None:
-        """Kill the process group of `rank`; nothing happens if it is gone."""
+        """Kill the process group of `rank`; a no-op if it is gone."""
         if rank in self._children:
             self._children[rank].kill()
 
@@ -349,8 +339,5 @@ class Children:
                 self._free_rows.append(child.row)
 
     def _ignore(self, source: Channel | Output | int) -> None:
-        """Wait for it no longer; harmless for one that is closed, which nobody waits for."""
-        try:
+        with suppress(KeyError, ValueError):  # it was not registered, or has no descriptor any more
             self._selector.unregister(source)
-        except (KeyError, ValueError):  # it was not registered, or has no descriptor any more
-            pass

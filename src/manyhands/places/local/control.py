@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
 from manyhands.places.local.child_descriptors import RoleSpec
@@ -38,28 +38,26 @@ __all__ = [
 
 MAX_FRAME_BYTES = 16 * 2**20
 _LIMITS: Final = Limits(body_bytes=MAX_FRAME_BYTES, payload_bytes=0)
+_SEND_TIMEOUT_S: Final = 60.0
 
 
 class Unread(ManyhandsError):
     """The other end reads so little that nothing more is kept for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleStarted:
+class RoleStarted(NamedTuple):
     """The child has loaded its job and is about to enter it."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(NamedTuple):
     """Something the application tells the other end while it runs, such as metrics."""
 
     payload: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(NamedTuple):
     """The child's job raised; `kind` is a word of `failure.KINDS` or empty, `details` plain attributes."""
 
     kind: str
@@ -70,8 +68,7 @@ class Failed:
     details: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(NamedTuple):
     """The child's job returned `payload`."""
 
     payload: Mapping[str, Any]
@@ -83,8 +80,6 @@ class Stop:
 
 
 Message = RoleStarted | Note | Failed | Finished | Stop
-
-
 _CODER: Final = MessageCoder({1: RoleStarted, 2: Note, 3: Failed, 4: Finished, 5: Stop})
 
 
@@ -119,6 +114,7 @@ class Channel:
         """Own `connection`; `peer` names the other end in errors."""
         connection.setblocking(False)
         self._connection = connection
+        self.fileno, self.close = connection.fileno, connection.close
         self._decoder = decoder()
         self._room = self._decoder.room()  # kept: a role looks at every step, mostly for nothing
         self._sending = threading.Lock()
@@ -126,18 +122,19 @@ class Channel:
         self.peer = peer
         self.ended = False
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
     def send(self, message: Message, timeout_s: float) -> None:
         """Hand the whole message over; PeerTimeout after `timeout_s`, Aborted when the other end is gone."""
         frame = encode(message)
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
         with self._sending:
             self._queue += frame
             try:
                 while not self._push():
-                    self._await_room(deadline, timeout_s)
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0 or not poll.poll(left_s * 1000):
+                        raise PeerTimeout(f"{self.peer} has read nothing for {timeout_s:g} s", peer=-1)
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise Aborted(f"{self.peer} is gone: {type(message).__name__} was not delivered") from error
 
@@ -181,9 +178,6 @@ class Channel:
             self._room = self._decoder.room()
         return messages
 
-    def close(self) -> None:
-        self._connection.close()
-
     def _push(self) -> bool:
         """Send as much of the queue as the socket takes; called with the lock held."""
         while self._queue:
@@ -193,23 +187,11 @@ class Channel:
                 return False
         return True
 
-    def _await_room(self, deadline: float, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLOUT)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise PeerTimeout(f"{self.peer} has read nothing for {timeout_s:g} s", peer=-1)
-
-
-_SEND_TIMEOUT_S = 60.0
-
 
 class TypedNotes:
-    """Typed messages in notes: the types of message that one side of a run may say to the other.
+    """The types of message that one side of a run may send the other in notes.
 
-    REPORTS = TypedNotes(Joined, Left)
-    REPORTS.write(Joined(member=3))      {"kind": "Joined", "body": its bytes by `transport.messages`, in hexadecimal}
-    REPORTS.read(…)                      Joined(member=3)
+    TypedNotes(Joined, Left).write(Joined(member=3))    {"kind": "Joined", "body": its bytes, in hexadecimal}
     """
 
     def __init__(self, *kinds: type) -> None:
@@ -217,7 +199,6 @@ class TypedNotes:
         self._numbers = {kind.__name__: number for number, kind in enumerate(kinds, 1)}
 
     def write(self, message: Any) -> dict[str, Any]:
-        """A message as a note has it; UserError for one that is not listed."""
         _, body = self._coder.encode(message)
         return {"kind": type(message).__name__, "body": body.hex()}
 
@@ -242,12 +223,7 @@ class Context(Protocol):
 
     def send(self, payload: Mapping[str, Any]) -> None: ...
     def mark(
-        self,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        *,
-        place: tuple[int, int] | None = None,
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
     ) -> None: ...
     def stop_requested(self) -> bool: ...
     @property
@@ -265,6 +241,11 @@ class RoleContext:
         self.step = 0
         self._descriptors = spec.descriptors
         self._channel = channel
+        self.control_fileno = channel.fileno
+        """A descriptor for a selector, readable when the launcher sent something (or is gone).
+
+        Both `stop_requested` and `received` read what arrived, so check both before waiting for more.
+        """
         self._status_table = status_table
         self._row = spec.row
         self._notes: list[Mapping[str, Any]] = []
@@ -278,10 +259,7 @@ class RoleContext:
         return self._descriptors[name]
 
     def send(self, payload: Mapping[str, Any]) -> None:
-        """Tell the launcher something, as JSON; in order, and all of it before the run's result.
-
-        Raises PeerTimeout if the launcher has read nothing for a minute.
-        """
+        """Send the launcher JSON; in order, and all of it before the result. PeerTimeout if it reads nothing."""
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
     def mark(
@@ -305,17 +283,10 @@ class RoleContext:
         return self._stop_requested or self._channel.ended
 
     def received(self) -> list[Mapping[str, Any]]:
-        """What the launcher told this role since the last call, in order; does not wait."""
+        """The launcher's messages since the last call, in order; does not wait."""
         self._sort(self._channel.receive())
         notes, self._notes = self._notes, []
         return notes
-
-    def control_fileno(self) -> int:
-        """A descriptor for a selector, readable when the launcher sent something (or is gone).
-
-        Both `stop_requested` and `received` read what arrived, so check both before waiting for more.
-        """
-        return self._channel.fileno()
 
     def _sort(self, messages: Iterable[Message]) -> None:
         for message in messages:

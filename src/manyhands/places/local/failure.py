@@ -50,7 +50,7 @@ _MAX_MESSAGE, _MAX_TRACEBACK = 8 * 2**10, 64 * 2**10
 
 
 def report(error: BaseException, step: int) -> Failed:
-    """What a role tells of the error that ended it; long texts lose their middle or their beginning."""
+    """A role's report of the error that ended it; long texts lose their middle or their beginning."""
     kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in KINDS), "")
     # The first frame is the role's own call of the job: it says nothing.
     outer = error.__traceback__
@@ -80,14 +80,11 @@ class Failure:
 
     rank: int
     sentence: str
-    name: str = ""
-    """What reports call the role."""
+    name: str = ""  # of the role, in reports
     reported: Failed | None = None
     last_words: str = ""
-    page: str = ""
-    """Of a hang: who waits for whom."""
-    details: str = ""
-    """Of a hang: everyone's stacks and events."""
+    page: str = ""  # of a hang: who waits for whom
+    details: str = ""  # of a hang: all stacks and events
 
     @property
     def is_consequence(self) -> bool:
@@ -97,10 +94,6 @@ class Failure:
             return False
         lost = reported.details.get("worker_rank") if reported.error == WorkerFailed.__name__ else None
         return reported.kind in _CONSEQUENCES or lost not in (None, self.rank)
-
-    def outranks(self, earlier: Failure) -> bool:
-        """Whether this, though later, is the one to tell: the cause of a consequence that came before it."""
-        return earlier.is_consequence and not self.is_consequence
 
     def error(self) -> ManyhandsError:
         """The exception for the launcher's caller: of the reported type where that is one of `_KEPT`."""

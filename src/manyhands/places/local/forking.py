@@ -1,9 +1,8 @@
 """The template process: it has imported what takes seconds to import and computed nothing, and workers are its forks.
 
     launcher ──►  a batch                              ──►  template  forks once: a process in between
-    launcher ──►  role, environment, descriptors       ──►            in between  forks a worker
+    launcher ──►  role, environment, descriptors       ──►            in between  forks a worker, and so on
     launcher  ◄── pid, pidfd                           ◄──            in between
-             …    for every worker of the batch
     launcher ──►  that is all                          ──►            in between  ends
     launcher  ◄── done                                 ◄──  template, when it has
 
@@ -33,9 +32,8 @@ import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec, die_with_parent
 
@@ -66,36 +64,27 @@ _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
 
 _MANY_FORKS = 8
-"""After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
+"""After so many, and without a request in `_QUIET_MS`, it pays to make the next ones cheaper."""
 _QUIET_MS = 100
-_SETTLED_MS = 1000
+_RUNNING_MS = 1000
 """If nothing was requested for so long after a fork, a run is in progress: modules for later forks are imported."""
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateSpec:
+class TemplateSpec(NamedTuple):
     """What a template is given when it is started."""
 
     launcher_pid: int
-    control: int
-    """Its end of the socket on which forks are asked for."""
-    launcher: int
-    """A descriptor of the launcher's process, which reports its end."""
-    modules: tuple[str, ...]
-    """What it imports before it forks."""
-    later: tuple[str, ...]
-    """What it imports when nobody asks for anything."""
+    control: int  # its end of the socket on which forks are requested
+    launcher: int  # a descriptor of the launcher's process, which reports its end
+    modules: tuple[str, ...]  # what it imports before it forks
+    later: tuple[str, ...]  # what it imports when nothing is requested
     path: tuple[str, ...]
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkRequest:
+class ForkRequest(NamedTuple):
     """One fork: the role, and what a process that the launcher started itself would inherit.
 
     Its output's two pipes and then the role's descriptors, in the order of `RoleSpec.inherited`, come along.
@@ -110,15 +99,12 @@ class ForkRequest:
     limits: Mapping[str, tuple[int, int]]
     num_descriptors: int
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-
-_Asked = tuple[ForkRequest | dict[str, Any], list[int]]
+_Request = tuple[ForkRequest | dict[str, Any], list[int]]
 """What the launcher sends, with the descriptors that came along: a fork, or one of
 
-{"imports": modules}    forks that are asked for soon will need them: imported when nobody asks for anything
-{"batch": modules}      forks are asked for now, one after the other, which need these modules
+{"imports": modules}    forks that follow soon will need them: imported when nothing is requested
+{"batch": modules}      forks follow now, one after the other, which need these modules
 {"end": true}           that is all: what was forked gets the launcher as its parent
 """
 
@@ -179,22 +165,21 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
     """In the template, None at the end; in a fork, what it is."""
     poll = _poll_for(control, spec)
     soon, later = list[str](), list(spec.later)
-    num_forks, is_large, is_settled = 0, False, True
+    num_forks, is_large, has_waited = 0, False, True
     why_none = "no batch has begun"
     while True:
         pays = num_forks >= _MANY_FORKS and not is_large
-        wait_ms = _QUIET_MS if pays else 0 if is_settled else _SETTLED_MS
+        wait_ms = _QUIET_MS if pays else 0 if has_waited else _RUNNING_MS
         ready = poll.poll(0 if soon else wait_ms if pays or later else None)
         if not ready and (soon or not pays):
-            is_settled = is_settled or not soon
+            has_waited = has_waited or not soon
             _import_all([(soon or later).pop(0)])
             continue
         if not ready:
             use_large_pages()
             is_large = True
             continue
-        asked = _next_of(control, spec, ready)
-        match asked:
+        match _next_of(control, spec, ready):
             case None:
                 return None
             case {"imports": modules}, _:
@@ -209,12 +194,12 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
                     why_none = born
                 else:
                     num_forks += born
-                    is_settled = False
-                    _tell(control, done=True)
+                    has_waited = False
+                    _reply(control, done=True)
             case {"end": _}, _:
-                _tell(control, done=True)
+                _reply(control, done=True)
             case ForkRequest(), passed:
-                _tell(control, error=why_none)
+                _reply(control, error=why_none)
                 _close_all(passed)
 
 
@@ -229,7 +214,7 @@ def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | st
     _, status = os.waitpid(between, 0)
     if os.WIFSIGNALED(status):
         why = f"the process that forks them was killed by signal {os.WTERMSIG(status)}"
-        _tell(control, error=why)  # to the caller that waits for a fork; without one, to the next
+        _reply(control, error=why)  # to the caller that waits for a fork; without one, to the next
         return why
     return os.WEXITSTATUS(status)
 
@@ -243,14 +228,13 @@ def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
     try:
         poll, own = _poll_for(control, spec), os.pidfd_open(os.getpid())
         while True:
-            asked = _next_of(control, spec, poll.poll())
-            request, passed = asked if asked is not None else (None, ())
+            request, passed = _next_of(control, spec, poll.poll()) or (None, ())
             if not isinstance(request, ForkRequest):
                 os._exit(min(count, 255))
             try:
                 worker = _fork_leader()
             except OSError as error:
-                _tell(control, error=f"{error.strerror or error}")
+                _reply(control, error=f"{error.strerror or error}")
             else:
                 if worker == 0:
                     _await_adoption(spec, own)
@@ -268,14 +252,14 @@ def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
 def _fork_leader() -> int:
     """The process id of a child that leads a session; 0 in that child."""
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", 0) as message, os.fdopen(writer, "wb", 0) as telling:
+    with os.fdopen(reader, "rb", 0) as result, os.fdopen(writer, "wb", 0) as report:
         worker = os.fork()
         if worker == 0:
             os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
-            telling.write(b".")
+            report.write(b".")
             return 0
-        telling.close()
-        if not message.read(1):
+        report.close()
+        if not result.read(1):
             raise OSError("it ended as soon as it was made")
         return worker
 
@@ -287,7 +271,7 @@ def _poll_for(control: socket.socket, spec: TemplateSpec) -> select.poll:
     return poll
 
 
-def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[int, int]]) -> _Asked | None:
+def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[int, int]]) -> _Request | None:
     if any(descriptor == spec.launcher for descriptor, _ in ready):
         return None
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
@@ -307,7 +291,7 @@ def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[i
     return request, passed
 
 
-def _tell(control: socket.socket, **message: Any) -> None:
+def _reply(control: socket.socket, **message: Any) -> None:
     control.send(json.dumps(message).encode())
 
 
@@ -343,20 +327,20 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     sys.orig_argv[-1] = spec.name
     if isinstance(spec, LoaderSpec):
         return _load(socket.socket(fileno=inherited[0]))
-    line = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
-    if line is not None:
+    end = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
+    if end is not None:
         _show_name(b"mh loader")
-        return _load(line)
+        return _load(end)
     return int(importlib.import_module("manyhands.places.local.role_process").run_role(spec))
 
 
-def _load(line: socket.socket) -> int:
+def _load(end: socket.socket) -> int:
     _take_threads("1")
-    return int(importlib.import_module("manyhands.places.local.loader").run_loader(line))
+    return int(importlib.import_module("manyhands.places.local.loader").run_loader(end))
 
 
 def _bear_loaders(count: int) -> socket.socket | None:
-    """Fork so many processes while this one has a single thread and has computed nothing; in each of them, its line.
+    """Fork so many processes while this one has a single thread and has computed nothing; in each of them, its socket.
 
     They hold nothing of the role's: a socket that they kept would hide its death.
     """
@@ -367,7 +351,7 @@ def _bear_loaders(count: int) -> socket.socket | None:
         if pid == 0:
             os.setsid()
             die_with_parent(role, signal.SIGKILL)
-            for held in (ours, *(line for _, line in born_loaders)):
+            for held in (ours, *(end for _, end in born_loaders)):
                 held.detach()  # or the object would close a number that means something else by then
             born_loaders.clear()
             for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -404,7 +388,7 @@ def _take_threads(count: str) -> None:
 
 
 def _show_name(name: bytes) -> None:
-    """For those who list processes, and see at most 15 letters of it."""
+    # What a list of processes shows, at most 15 letters.
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)
 
 
@@ -423,8 +407,8 @@ def use_large_pages() -> int:
     found: list[
         int
     ] = []  # all that could be a large page: aligned, and within one private mapping of no file
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, allowed, _offset, _device, _inode, *name = line.split(maxsplit=5)
+    for mapping in Path("/proc/self/maps").read_text().splitlines():
+        addresses, allowed, _offset, _device, _inode, *name = mapping.split(maxsplit=5)
         if allowed == "rw-p" and (not name or name == ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             found += range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import PurePath
+from typing import NamedTuple
 
 from manyhands.places.local.roster import watched_s
 from manyhands.places.local.stacks import Frame, call_of
@@ -41,8 +41,7 @@ class Being(Enum):
     LEFT = auto()  # its job has ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenRole:
+class SeenRole(NamedTuple):
     """One role of a run that makes no progress."""
 
     name: str
@@ -66,8 +65,7 @@ class End(Enum):
     CYCLE = auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangVerdict:
+class HangVerdict(NamedTuple):
     """Who holds the run up: `culprits` are roles by number, the one with the most behind it first; or a cycle."""
 
     end: End
@@ -76,8 +74,7 @@ class HangVerdict:
     """How many wait for the first culprit, for one who waits for it, and so on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(NamedTuple):
     """A hang: the number of the role to blame, a sentence, a page, and everything."""
 
     role: int

@@ -17,8 +17,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from manyhands.errors import UserError
 from manyhands.places.local.packed_job import load, pack
@@ -36,8 +35,7 @@ class KeyReader(Protocol):
         """What `key` stands for; nothing before `kept_from` is asked for any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
+class LoadFailed(NamedTuple):
     """Reading raised an error."""
 
     error: Exception

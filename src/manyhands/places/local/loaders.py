@@ -48,10 +48,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Loaders(Closeable, Generic[_Key]):
-    """Up to `count` loader processes with a reader each; started when something is first asked for.
+    """Up to `count` loader processes with a reader each, of `owner`; started when something is first requested.
 
-    `owner` is whose they are, for error messages. `prepare` is applied to everything that was read, by a thread. For
-    one thread; `close` is idempotent.
+    `prepare` is applied to everything that was read, by a thread. For one thread; `close` is idempotent.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Loaders(Closeable, Generic[_Key]):
         self._loaders: list[_Loader[_Key]] = []
         self._poll = select.poll()
         self._last_ticket = 0
-        self._asked: dict[_Key, int] = {}
+        self._tickets: dict[_Key, int] = {}
         self._arrived: dict[_Key, Callable[[], Any]] = {}
         self._files = ExitStack()
 
@@ -89,15 +88,15 @@ class Loaders(Closeable, Generic[_Key]):
         wanted = [key, *upcoming[: self.window]]
         self._forget(set(wanted))
         for one in wanted:
-            if one not in self._asked:
+            if one not in self._tickets:
                 self._last_ticket += 1
                 loader = min(self._loaders, key=lambda loader: len(loader.reading))
                 loader.reading[self._last_ticket] = one
-                self._asked[one] = self._last_ticket
+                self._tickets[one] = self._last_ticket
                 loader.send(ticket=self._last_ticket, key=one, kept_from=kept_from)
         if key not in self._arrived:
             self._await(key)
-        del self._asked[key]
+        del self._tickets[key]
         found = self._arrived.pop(key)()
         if isinstance(found, LoadFailed):
             found.error.add_note(f"in a loader process of {self._owner}:\n{found.trace}")
@@ -114,10 +113,8 @@ class Loaders(Closeable, Generic[_Key]):
         for loader in loaders:
             try:
                 loader.process.wait(max(0.0, deadline - time.monotonic()))
-            except StillRunning:
-                os.killpg(
-                    loader.process.pid, signal.SIGKILL
-                )  # it leads a session: what it has started goes, too
+            except StillRunning:  # it leads a session: what it has started goes, too
+                os.killpg(loader.process.pid, signal.SIGKILL)
                 loader.process.wait()
             loader.process.close()
         if self._preparing is not None:
@@ -144,7 +141,18 @@ class Loaders(Closeable, Generic[_Key]):
                     pid, end = born_loaders.pop(0)
                     self._loaders.append(_Loader(name, AdoptedProcess(pid, os.pidfd_open(pid)), end))
             else:
-                self._fork(names)
+                template, environment = (
+                    obtain(inherited_environment()),
+                    {**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+                with template.batch():
+                    for name in names:
+                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                        with theirs:
+                            spec = LoaderSpec(name=name, parent_pid=os.getpid())
+                            passed = [1, 2, theirs.fileno()]
+                            process = template.ask(name, spec.to_text(), passed, environment)
+                        self._loaders.append(_Loader[_Key](name, process, ours))
             for loader in self._loaders:
                 socket.send_fds(loader.end, [json.dumps({"path": sys.path}).encode()], [job, stacks])
                 self._poll.register(loader.end, select.POLLIN)
@@ -152,22 +160,11 @@ class Loaders(Closeable, Generic[_Key]):
         finally:
             os.close(job)
 
-    def _fork(self, names: Sequence[str]) -> None:
-        template = obtain(inherited_environment())
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with template.batch():
-            for name in names:
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with theirs:
-                    spec = LoaderSpec(name=name, parent_pid=os.getpid())
-                    process = template.ask(name, spec.to_text(), [1, 2, theirs.fileno()], environment)
-                self._loaders.append(_Loader[_Key](name, process, ours))
-
     def _forget(self, wanted: set[_Key]) -> None:
         """Drop what was asked for and is not `wanted`; what is being read already is read, and dropped then."""
-        unwanted = {ticket: key for key, ticket in self._asked.items() if key not in wanted}
+        unwanted = {ticket: key for key, ticket in self._tickets.items() if key not in wanted}
         for key in unwanted.values():
-            del self._asked[key]
+            del self._tickets[key]
             self._arrived.pop(key, None)
         for loader in self._loaders:
             tickets = [ticket for ticket in loader.reading if ticket in unwanted]
@@ -178,7 +175,7 @@ class Loaders(Closeable, Generic[_Key]):
 
     def _await(self, key: _Key) -> None:
         begin = time.monotonic()
-        loader = next(one for one in self._loaders if self._asked[key] in one.reading)
+        loader = next(one for one in self._loaders if self._tickets[key] in one.reading)
         while key not in self._arrived:
             waited_s = time.monotonic() - begin
             if waited_s > self._loading.timeout_s:

@@ -11,8 +11,7 @@ Large buffers (numpy arrays and CPU tensors from `LARGE_BYTES` up) do not pass t
 beside it, each on pages of its own (pickle protocol 5, PEP 574), and a child maps the file privately: reading
 shares one copy in memory with everyone, writing copies the touched pages for that child alone.
 
-Tensors that share a storage still share it after loading, as do several references to one array. Two numpy
-views of one array become two arrays, as always with pickle.
+Tensors that share a storage still share it after loading, as do several references to one array.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -106,9 +106,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Tensors by their storage; everything else as cloudpickle does it."""
-        if isinstance(obj, _Storage):
-            return obj.reduced()
         torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, _Storage):
+            content = torch.empty(0, dtype=torch.uint8).set_(obj.storage)
+            return _storage, (pickle.PickleBuffer(content.numpy().data),)
         if torch is not None and type(obj) is torch.Tensor and _is_plain(obj):
             storage = obj.untyped_storage()
             key = (storage.data_ptr(), storage.nbytes())
@@ -118,21 +119,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+@dataclass(slots=True, eq=False)
 class _Storage:
     """One storage of the job: one object for all tensors on it, so that the pickler writes it once."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-
-    def reduced(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        import torch
-
-        content = torch.empty(0, dtype=torch.uint8).set_(self._storage)
-        return _storage, (pickle.PickleBuffer(content.numpy().data),)
+    storage: torch.UntypedStorage
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is its storage and strides and no more; torch knows how to pickle the others."""
+    # Its storage and strides and no more; torch knows how to pickle the others.
     return (
         tensor.device.type == "cpu"
         and str(tensor.layout) == "torch.strided"

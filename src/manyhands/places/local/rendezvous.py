@@ -24,8 +24,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.native.closeable import Closeable
@@ -33,11 +34,11 @@ from manyhands.native.version import __version__
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.local.host import host_identity
 from manyhands.transport.hub.addresses import same_user
-from manyhands.transport.hub.handshake import Credentials, Handshake, HandshakeRefused, authenticate
-from manyhands.transport.liveness import forget_in_children
+from manyhands.transport.hub.handshake import Credentials, HandshakeRefused, authenticate
+from manyhands.transport.liveness import RendezvousStore, forget_in_children
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Rendezvous", "RendezvousStore", "hosts_of", "meet"]
+__all__ = ["Rendezvous", "hosts_of", "meet", "ranks_named"]
 
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
 _FAREWELL: Final = b"farewell"
@@ -50,27 +51,7 @@ _CLEARING_S: Final = 2.0
 _PENDING_S: Final = 2.0  # how long a pending connection may take to identify itself
 
 
-class RendezvousStore(Protocol):
-    """What a rendezvous needs of a store: torch's stores have it, and so does the leader's."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if its value is as expected, or if it is absent and nothing is expected; return the result."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys exist."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of an existing key."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter; return its new value."""
-
-    def delete_key(self, key: str, /) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEntry:
+class RankEntry(NamedTuple):
     """What a rank writes into the store for all others."""
 
     host: str
@@ -79,19 +60,23 @@ class RankEntry:
     version: str
 
     def to_text(self) -> str:
-        return json.dumps([self.host, self.pid, self.world, self.version])
+        return json.dumps(self)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
         try:
-            host, pid, world, version = json.loads(text)
+            values = json.loads(text)
         except ValueError:
-            host = None
-        if host is None or [type(value) for value in (host, pid, world, version)] != [str, int, int, str]:
+            values = None
+        if not isinstance(values, list) or [type(value) for value in values] != [str, int, int, str]:
             raise ManyhandsError(
                 f"the store holds {text[:80]!r} where manyhands keeps who has a rank; give each job a store of its own"
             )
-        return cls(host=host, pid=pid, world=world, version=version)
+        return cls(*values)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -229,10 +214,8 @@ class Rendezvous(Closeable):
             self._watcher = None
         sockets, self._sockets = self._sockets, {}
         for end in sockets.values():
-            try:
+            with suppress(OSError):  # the other one left first
                 end.send(_FAREWELL, socket.MSG_DONTWAIT)
-            except OSError:  # the other one left first
-                pass
             end.close()
 
     def let_go_in_child(self) -> None:
@@ -267,30 +250,28 @@ def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s:
         for end in sockets.values():
             end.close()
         if not isinstance(error, UserError):  # an entry that does not fit stays, for the others to see
-            try:
+            with suppress(RuntimeError, ManyhandsError):  # the store is gone, and the entry with it
                 store.delete_key(f"rank/{rank}")
-            except (RuntimeError, ManyhandsError):  # the store is gone, and the entry with it
-                pass
         raise
     return Rendezvous(name=name, rank=rank, hosts=hosts, sockets=sockets)
 
 
+@dataclass(slots=True)
 class _Table:
     """The keys of one rendezvous in the store; each wait ends at `deadline`."""
 
-    def __init__(self, store: RendezvousStore, rank: int, world: int, name: str, deadline: float) -> None:
-        self.store = store
-        self.rank = rank
-        self.name = name
-        self.deadline = deadline
-        self._world = world
-        self._began = time.monotonic()
+    store: RendezvousStore
+    rank: int
+    world: int
+    name: str
+    deadline: float
+    began: float = field(default_factory=time.monotonic)
 
     def left_s(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001)
 
     def enter(self) -> None:
-        mine = RankEntry(host=host_identity(), pid=os.getpid(), world=self._world, version=__version__)
+        mine = RankEntry(host=host_identity(), pid=os.getpid(), world=self.world, version=__version__)
         text = f"{secrets.token_hex(8)} {mine.to_text()}"  # no two are equal, so the answer says whose it is
         patience = time.monotonic() + min(self.left_s(), _CLEARING_S)
         while (there := self.store.compare_set(f"rank/{self.rank}", "", text).decode()) != text:
@@ -306,22 +287,22 @@ class _Table:
 
     def read_entries(self) -> list[RankEntry]:
         """Wait for everyone, and see that all expect the same."""
-        keys = [f"rank/{rank}" for rank in range(self._world)]
-        self.wait(keys, range(self._world), "come to the rendezvous")
+        keys = [f"rank/{rank}" for rank in range(self.world)]
+        self.wait(keys, range(self.world), "come to the rendezvous")
         entries = [RankEntry.from_text(self.store.get(key).decode().partition(" ")[2]) for key in keys]
         for rank, entry in enumerate(entries):
-            if (entry.world, entry.version) != (self._world, __version__):
+            if (entry.world, entry.version) != (self.world, __version__):
                 raise UserError(
                     f"group {self.name!r}: rank {rank} is manyhands {entry.version} in a group of {entry.world}, rank "
-                    f"{self.rank} is manyhands {__version__} in a group of {self._world}"
+                    f"{self.rank} is manyhands {__version__} in a group of {self.world}"
                 )
         return entries
 
     def clear(self, leaders: Iterable[int]) -> None:
         """The last to have read everything deletes it; entries last, so that who enters anew finds no address."""
-        if self.store.add("read", 1) == self._world:
+        if self.store.add("read", 1) == self.world:
             addresses = (f"address/{leader}" for leader in leaders)
-            entries = (f"rank/{rank}" for rank in range(self._world))
+            entries = (f"rank/{rank}" for rank in range(self.world))
             for key in (*addresses, "read", *entries):
                 self.store.delete_key(key)
 
@@ -344,10 +325,9 @@ class _Table:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def timeout(self, late: Sequence[int], deed: str) -> PeerTimeout:
-        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return PeerTimeout(
-            f"group {self.name!r}: {who} of {self._world} did not {deed} within "
-            f"{time.monotonic() - self._began:.1f} s; see whether it was started, with the same store and world size",
+            f"group {self.name!r}: {ranks_named(late)} of {self.world} did not {deed} within "
+            f"{time.monotonic() - self.began:.1f} s; see whether it was started, with the same store and world size",
             late[0],
         )
 
@@ -369,7 +349,8 @@ def _accept(table: _Table, ranks: Sequence[int], sockets: dict[int, socket.socke
             except TimeoutError:
                 raise table.timeout([rank for rank in ranks if rank not in sockets], "connect") from None
             try:
-                rank = _authenticated(end, table, secret, None, min(table.left_s(), _PENDING_S))
+                deadline = min(table.deadline, time.monotonic() + _PENDING_S)
+                rank = _authenticated(end, table, secret, None, deadline)
             except (OSError, ProtocolError, HandshakeRefused):  # an unknown peer
                 rank = -1
             if rank in ranks and rank not in sockets:
@@ -393,7 +374,7 @@ def _connect(table: _Table, leader: int) -> socket.socket:
                 if time.monotonic() >= table.deadline:
                     raise TimeoutError from None
                 time.sleep(_FIRST_PAUSE_S)
-        _authenticated(end, table, bytes.fromhex(secret), leader, table.left_s())
+        _authenticated(end, table, bytes.fromhex(secret), leader, table.deadline)
     except BaseException as error:
         end.close()
         if isinstance(error, TimeoutError):
@@ -411,32 +392,20 @@ def _connect(table: _Table, leader: int) -> socket.socket:
 
 
 def _authenticated(
-    end: socket.socket, table: _Table, secret: bytes, expected: int | None, timeout_s: float
+    end: socket.socket, table: _Table, secret: bytes, expected: int | None, deadline: float
 ) -> int:
     """The rank at the other end, once both have proved that they know the secret and are of one user."""
     if not same_user(end):
         raise ProtocolError("user", "it is a process of another user")
-
-    def read(num_bytes: int) -> bytes:
-        data = end.recv(num_bytes)
-        if len(data) != num_bytes:
-            raise ConnectionResetError("it closed the connection, or sent another message")
-        return data
-
-    end.settimeout(timeout_s)
-    mine = Credentials(
-        member=table.rank, role=f"rank {table.rank}", token=secret, fingerprint="manyhands rendezvous"
-    )
-    peer = authenticate(Handshake(mine, expected), end.send, read)
-    end.settimeout(None)
-    return peer.member
+    role, protocol = f"rank {table.rank}", "manyhands rendezvous"
+    mine = Credentials(member=table.rank, role=role, token=secret, fingerprint=protocol)
+    return authenticate(end, mine, expected, deadline).member
 
 
 def _send(end: socket.socket, frame: bytes, descriptors: Sequence[int], deadline: float) -> None:
     end.settimeout(max(deadline - time.monotonic(), 0.001))
-    try:
+    with suppress(
+        OSError
+    ):  # it is gone, which the lifeline shows, or does not read, which its own deadline shows
         socket.send_fds(end, [frame], list(descriptors))
-    except OSError:  # it is gone, which the lifeline tells, or does not read, which its own deadline tells
-        pass
-    finally:
-        end.settimeout(None)
+    end.settimeout(None)

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.places.local.control import Failed, Finished, Message, Note, RoleStarted, Stop
@@ -49,24 +49,21 @@ _LEAST_SILENCE_S = 5 * HEARTBEAT_S
 _PAUSE_S = 1.0  # more than this between two looks, and the launcher itself did not run
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(NamedTuple):
     """A member sent a message."""
 
     rank: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Garbled:
+class Garbled(NamedTuple):
     """A member sent something that is not a message."""
 
     rank: int
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(NamedTuple):
     """A member's process ended, after everything it sent was heard."""
 
     rank: int
@@ -74,39 +71,34 @@ class Exited:
     last_words: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class KillProcess:
+class KillProcess(NamedTuple):
     """To be done: kill a member's process group."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """The member has loaded its job and enters it."""
 
     member: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """The member sent something; everything it sent comes before its end."""
 
     member: int
     payload: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
+class Silent(NamedTuple):
     """The member's process seems to be stopped; `seen` says where it was last."""
 
     member: int
     seen: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """The member's process is gone: with what its job returned, or with what went wrong."""
 
     member: int
@@ -121,8 +113,7 @@ class Ended:
     """What went wrong, in a sentence, with what the job reported; None if it returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(NamedTuple):
     """Someone pressed Ctrl-C or sent SIGTERM to the launcher."""
 
     signal: signal.Signals
@@ -165,17 +156,16 @@ class Member:
 
     name: str
     pid: int
-    since_ns: int
-    """When it entered its phase."""
+    since_ns: int  # when it entered its phase
     phase: ProcessPhase = ProcessPhase.STARTING
     row: StatusRow = field(default_factory=StatusRow)
     finished: Finished | None = None
     failure: Failure | None = None
-    kill_at_ns: int | None = None
-    """When it is killed unless it has left; None while it was not asked to leave."""
+    kill_at_ns: int | None = (
+        None  # when it is killed unless it has left; None while it was not asked to leave
+    )
     killed_ns: int = 0
-    silent_s: float = 0.0
-    """How long the launcher has watched without a heartbeat from it."""
+    silent_s: float = 0.0  # how long the launcher has watched without a heartbeat from it
     reported_silent: bool = False
 
     def __str__(self) -> str:
@@ -183,7 +173,7 @@ class Member:
 
     @property
     def at_work(self) -> bool:
-        """Whether a result is still owed."""
+        """Whether a result is still to come."""
         return self.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING)
 
     def enter(self, phase: ProcessPhase, now_ns: int) -> None:
@@ -197,15 +187,9 @@ class Roster:
         self._patience = patience
         self.known: dict[int, Member] = {}
         """The members that are there, by number."""
-
         self.failures: list[Failure] = []
         """Of members, in order, each as soon as it is known; without what the launcher's own kills do."""
-
         self._looked_ns = now_ns
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(self.known)
 
     def add(self, number: int, name: str, pid: int, now_ns: int) -> Member:
         self.known[number] = member = Member(name, pid, now_ns)
@@ -256,7 +240,7 @@ class Roster:
             ):
                 events += self.kill(number, now_ns)
             else:
-                # Two ticks early: the next look may come too late. None is owed after the report.
+                # Two ticks early: the next look may come too late. After the report, no heartbeat is expected.
                 is_silent = member.at_work and member.silent_s > self._patience.silent_after_s - 2 * TICK_S
                 if is_silent and not member.reported_silent:
                     seen = describe_status(row, now_ns)
@@ -288,10 +272,10 @@ class Roster:
                     sentence += f" (waiting for {peer}, {describe_status(peer.row, now_ns)})"
                 member.failure = Failure(rank=number, sentence=sentence, reported=reported)
                 self.failures.append(member.failure)
-            case Heard(_, Stop()):
-                return self._fail(number, _broke(member, "a child may not send Stop"), now_ns)
-            case Garbled(_, problem):
-                return self._fail(number, _broke(member, problem), now_ns)
+            case Heard(_, Stop()) | Garbled():
+                problem = event.problem if isinstance(event, Garbled) else "a child may not send Stop"
+                sentence = f"{member} broke the control channel's rules: {problem}"
+                return self._fail(number, sentence, now_ns)
             case Exited(_, status, last_words):
                 return [self._end(number, status, last_words, now_ns)]
         return []
@@ -320,10 +304,6 @@ class Roster:
             payload=finished.payload if finished is not None else None,
             failure=replace(failure, name=member.name) if failure and finished is None else None,
         )
-
-
-def _broke(member: Member, problem: str) -> str:
-    return f"{member} broke the control channel's rules: {problem}"
 
 
 def watched_s(looked_ns: int, now_ns: int) -> float:

@@ -31,14 +31,11 @@ class SignalEnding:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Called by Python when the signal came."""
-        del frame
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         self.note(number)
         raise as_exception(number)
 
     def note(self, number: int) -> None:
-        """It came, and somebody else sees to it."""
         self.signal = self.signal or signal.Signals(number)
 
     @property
@@ -67,8 +64,7 @@ def counted_signals() -> Iterator[list[int]]:
     received: list[int] = []
 
     def counting(_number: int, before: _Handler) -> _Handler:
-        def count(number: int, frame: FrameType | None) -> None:
-            del frame
+        def count(number: int, _frame: FrameType | None) -> None:
             received.append(number)
             if isinstance(before, SignalEnding):
                 before.note(number)
@@ -85,9 +81,9 @@ def counted_signals() -> Iterator[list[int]]:
 def _replaced(made: Callable[[int, _Handler], _Handler]) -> Iterator[None]:
     """Put handlers in the place of Python's own and of `Ending`s, in the main thread; restored after."""
     before: dict[signal.Signals, _Handler] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number, usual in _DEFAULTS.items():
-            handler = signal.getsignal(number)
+    for number, usual in _DEFAULTS.items():
+        handler = signal.getsignal(number)
+        if threading.current_thread() is threading.main_thread():
             if handler == usual:
                 before[number] = usual
             elif isinstance(handler, SignalEnding):

@@ -13,8 +13,8 @@ import signal
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from manyhands.strategies.registry import STRATEGIES
 
@@ -44,13 +44,12 @@ _LOADER = str(Path(_OURS, "places", "local", "loader.py"))
 """The file in which a loader process calls the user's data."""
 LOADER_CALL = "waiting for its loader process, which is "
 """How `call_of` begins where the stack is that of a loader process."""
-_STRATEGIES = frozenset(home.package for home in STRATEGIES.values())
+_STRATEGIES = frozenset(strategy.package for strategy in STRATEGIES.values())
 _EVERY_ROLE = frozenset({"places", "engine"})
 """Packages of ours that run a role, whatever it does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(NamedTuple):
     """One call on a stack."""
 
     file: str

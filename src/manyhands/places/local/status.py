@@ -70,7 +70,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRow:
-    """The content of one role's row at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
+    """One role's row at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
 
     pid: int = 0
     heartbeat_ns: int = 0
@@ -85,17 +85,14 @@ class StatusRow:
 
     @property
     def seen_ns(self) -> int:
-        """When the role last gave any sign."""
         return max(self.heartbeat_ns, self.marked_ns)
 
     def doing(self) -> str:
         """`computing step 17`, `waiting for role 0 at step 17`, or `starting`."""
-        if self.state is State.STARTING:
-            return "starting"
+        if self.state in (State.STARTING, State.SERVING):
+            return self.state.name.lower()
         if self.state is State.FINISHED:
             return f"finished after step {self.step}"
-        if self.state is State.SERVING:
-            return "serving"
         where = "" if self.place is None else f", micro-batch {self.place[1]} on stage {self.place[0]}"
         if self.waiting_for != NOBODY:
             return f"waiting for role {self.waiting_for} at step {self.step}{where}"
@@ -136,7 +133,7 @@ class StatusTable(Closeable):
 
     def sign_on(self, row: int) -> None:
         """Write this process's id into its row, with a first mark."""
-        _write_pid(self.control_address(row), os.getpid())
+        ctypes.c_int64.from_address(self.control_address(row) + _PID_OFFSET).value = os.getpid()
         self.mark(row, 0, State.STARTING)
 
     def mark(
@@ -176,7 +173,6 @@ class StatusTable(Closeable):
 
 
 def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:
-    """The three parts of a mark in one word."""
     if not 0 <= step <= _MAX_STEP:
         raise ValueError(f"step={step} must lie between 0 and {_MAX_STEP}")
     if not NOBODY <= waiting_for <= _MAX_RANK:
@@ -185,13 +181,7 @@ def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:
 
 
 def unpack_mark(mark: int) -> tuple[int, State, int]:
-    """The step, the state and whom it waits for."""
     return mark >> 24, State(mark >> 16 & 0xFF), (mark & 0xFFFF) - 1
-
-
-@njit("void(int64, int64)", nogil=True, cache=True)
-def _write_pid(row, pid):  # type: ignore[no-untyped-def]
-    store_i64(row + _PID_OFFSET, pid)
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
@@ -215,18 +205,15 @@ def _read_row(row):  # type: ignore[no-untyped-def]
 
 
 # A role's thread sends heartbeats and ends it when the launcher dies, in compiled code that never takes the GIL: user
-# code can hold it in a C function for minutes. Every `HEARTBEAT_S` the loop writes the time into the role's row, and in
-# between it sleeps in `poll` on the *lifeline*, a pipe whose only writing end is the launcher's. When the launcher is
-# gone, however it ended, the pipe reports it at once and the loop kills the role's whole process group, grandchildren
-# included. The loop runs until the process ends, so a role is monitored while it leaves, too.
+# code can hold it in a C function for minutes. The *lifeline* is a pipe whose only writing end is the launcher's. When
+# the launcher is gone, however it ended, the pipe reports it at once and the loop kills the role's whole process group,
+# grandchildren included. The loop runs until the process ends, so a role is monitored while it leaves, too.
 #
 # A stopped process (SIGSTOP) runs no loop. For that the kernel is asked to send SIGCONT when the launcher dies
-# (PR_SET_PDEATHSIG): it wakes a stopped role, whose loop then ends it, and means nothing to a running one. SIGKILL
-# would be wrong there: it would end the role before its loop could reach the grandchildren. Only before the loop
-# runs, when there are no grandchildren yet, the signal is SIGKILL.
+# (PR_SET_PDEATHSIG): it wakes a stopped role, whose loop then ends it. SIGKILL would end the role before its loop could
+# reach the grandchildren; it is the signal only before the loop runs, when there are none yet.
 
 HEARTBEAT_S = 0.2
-
 _HEARTBEAT_MS = round(HEARTBEAT_S * 1000)
 _SIGKILL = int(signal.SIGKILL)
 _POLL_ENTRY = np.dtype([("descriptor", np.int32), ("events", np.int16), ("returned", np.int16)])
@@ -254,11 +241,8 @@ def start_sentinel(status_table: StatusTable, rank: int, *, lifeline: int, paren
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _guard(heartbeat, watched, parent):  # type: ignore[no-untyped-def]
-    """Write heartbeats; kill the process group when the launcher is gone.
-
-    `watched` is the address of a pollfd structure for the lifeline; what poll returns is the upper half of its
-    second word. The parent's id is compared too, in case a fork of the launcher holds the lifeline.
-    """
+    # `watched` is the address of a pollfd structure for the lifeline; what poll returns is the upper half of its second
+    # word. The parent's id is compared too, in case a fork of the launcher holds the lifeline.
     while True:
         store_i64(heartbeat, clock_ns())
         _poll(watched, types.uint64(1), types.int32(_HEARTBEAT_MS))

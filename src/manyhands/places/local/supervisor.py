@@ -22,9 +22,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.children import Children, Role
@@ -66,8 +66,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Hung:
+class Hung(NamedTuple):
     """Nobody has made progress for as long as `watched` says."""
 
     found: Found
@@ -136,7 +135,7 @@ class Supervisor:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._roster.members
+        return tuple(self._roster.known)
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -148,9 +147,9 @@ class Supervisor:
         """The first signal that came to end it, if any; `signals.as_exception` is what Python makes of it."""
         return signal.Signals(self._signals[0]) if self._signals else None
 
-    def together(self) -> AbstractContextManager[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Members that are started inside come right one after the other; all of them begin when this is left."""
-        return self._open_children().together()
+        return self._open_children().batch()
 
     def start(self, role: Role, member: int | None = None, job: int | None = None) -> int:
         """Start `role` and return its number: `member`, or one more than the highest so far, from 1.
@@ -193,19 +192,14 @@ class Supervisor:
         self._open_children().post(member, Note(payload=payload))
 
     def ask_to_stop(self, member: int, *, patiently: bool = False) -> None:
-        """Ask the member to leave; it is killed if it has not after `grace_s`, but for `patiently`.
-
-        A no-op if it has ended.
-        """
+        """Ask the member to leave; killed if it has not after `grace_s`, but for `patiently`. No-op if it has ended."""
         self._check_known(member)
         if member not in self._roster.known:
             return
         if not patiently:
             self._roster.ask_to_stop(member, time.monotonic_ns())
-        try:
+        with suppress(Unread):  # it will not see the request either; the grace has begun
             self._open_children().post(member, Stop())
-        except Unread:  # it will not see the request either; the grace has begun
-            pass
 
     def kill(self, member: int) -> None:
         """Kill the member and its children now; `poll` reports `Ended`. A no-op if it has ended."""
@@ -216,7 +210,7 @@ class Supervisor:
     def status(self, member: int) -> StatusRow:
         """The status of a member that has not ended: what it is doing, and when it was last seen."""
         if member not in self._roster.known:
-            raise UserError(f"{member=} is not among those who are there: {self._roster.members}")
+            raise UserError(f"{member=} is not among those who are there: {self.members}")
         return self._open_children().status(member)
 
     def _poll(self, timeout_s: float) -> list[Event | Hung]:
@@ -242,14 +236,13 @@ class Supervisor:
 
     def _take_down(self) -> None:
         """Ask all members to stop, wait for the grace period, kill; `children` ends what is left after that."""
-        for member in self._roster.members:
+        for member in self.members:
             self.ask_to_stop(member)
         patient = len(self._signals)
-        while self._roster.members:
+        while self.members:
             self._poll(TICK_S)
-            if len(self._signals) > patient:
-                for member in self._roster.members:
-                    self.kill(member)
+            for member in self.members if len(self._signals) > patient else ():
+                self.kill(member)
 
     def _check_known(self, member: int) -> None:
         if member not in self._numbers:
@@ -272,7 +265,7 @@ class LocalCluster:
     A role whose process gives no sign of life is noticed within `silent_after_s`, and killed. After a failure or an
     interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
     run fails with a `Hang` that names who is to blame. Once `stop_wanted()`, which is asked after all that came, the
-    roles are asked to stop and come to their end by themselves, with results.
+    roles are asked to stop and come to their end by themselves, with results. `settings` are the `Supervisor`'s.
     """
 
     def __init__(
@@ -284,7 +277,6 @@ class LocalCluster:
         stop_wanted: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
-        """`settings` are those of the `Supervisor`: `watched`, `silent_after_s`, `grace_s`, `start_timeout_s`."""
         if not roles:
             raise UserError("roles=[] must hold at least one role")
         self._roles = tuple(roles)
@@ -305,7 +297,6 @@ class LocalCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release what `__enter__` made; the processes are gone when `run` returns or raises."""
         job, self._job = self._job, -1
         if job >= 0:
             os.close(job)
@@ -313,16 +304,15 @@ class LocalCluster:
     def run(self) -> list[Finished]:
         """Start every role and wait for all results, by rank; called once.
 
-        Raises WorkerFailed for the first failure, or the role's own error if that was a UserError. On Ctrl-C
-        and on SIGTERM (in the main thread, where they have their default meaning) all roles are taken down
-        first; then KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process
-        is gone.
+        Raises WorkerFailed for the first failure, or the role's own error if that was a UserError. On Ctrl-C and on
+        SIGTERM (in the main thread, where they have their default meaning) all roles are taken down first; then
+        KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process is gone.
         """
         if self._job < 0:
             raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
         try:
             with self._supervisor as supervisor:
-                with supervisor.together():
+                with supervisor.batch():
                     for rank, role in enumerate(self._roles):
                         supervisor.start(role, rank, self._job)
                 while supervisor.members:
@@ -362,16 +352,13 @@ class LocalCluster:
                     self._fail(Failure(rank=rank, sentence=seen))
                     self._supervisor.kill(rank)  # it cannot leave
                 case Hung(found) if not self._taking_down:
-                    self._fail(
-                        Failure(
-                            rank=found.role, sentence=found.sentence, page=found.page, details=found.details
-                        )
-                    )
+                    failure = Failure(rank=found.role, sentence=found.sentence)
+                    self._fail(replace(failure, page=found.page, details=found.details))
                 case Ended(member=rank, payload=payload) if payload is not None:
                     self._results[rank] = Finished(payload=payload)
                 case Ended(
                     status=None, failure=failure
-                ):  # the kernel keeps it: told whatever happened before
+                ):  # stuck in the kernel: reported whatever came before
                     self._failure = self._failure or failure
         failures = self._supervisor.failures[self._num_failures :]
         self._num_failures += len(failures)
@@ -383,8 +370,10 @@ class LocalCluster:
                 self._supervisor.ask_to_stop(rank, patiently=True)
 
     def _fail(self, failure: Failure) -> None:
-        if self._interrupted is None and (self._failure is None or failure.outranks(self._failure)):
-            self._failure = failure
+        earlier = self._failure
+        # A later failure replaces the first one only if it is the cause of which that was a consequence.
+        if earlier is None or (earlier.is_consequence and not failure.is_consequence):
+            self._failure = failure if self._interrupted is None else earlier
         if not self._alarmed:
             self._alarmed = True
             self._on_failure(failure.rank)

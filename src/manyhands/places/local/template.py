@@ -18,12 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.local import entry
-from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.forking import MOST_PASSED, ForkRequest, TemplateSpec
 from manyhands.strategies.registry import STRATEGIES
 
@@ -32,7 +31,7 @@ __all__ = ["AdoptedProcess", "StillRunning", "Template", "expect", "inherited_en
 PRELOADED: Final = ("torch", "manyhands.engine.preload")
 """What workers of every strategy need."""
 
-_LATER: Final = tuple(module for home in STRATEGIES.values() for module in home.modules)
+_LATER: Final = tuple(module for strategy in STRATEGIES.values() for module in strategy.modules)
 """What those of one strategy need: the one that is asked for, and all when nothing is."""
 
 # -P: no folder of ours is searched before the standard library. faulthandler: a crash in C code
@@ -60,7 +59,7 @@ class Template:
     ) -> None:
         """Start it and return at once: it imports in the background. `first_file` is what it runs."""
         self.key = _key(environment, modules)
-        self._asking = threading.RLock()
+        self._lock = threading.RLock()
         self._in_batch = False
         self._foreseen: set[str] = set()
         self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
@@ -79,7 +78,7 @@ class Template:
                 self._process = subprocess.Popen(
                     (*_COMMAND, first_file, "template"),
                     stdin=subprocess.DEVNULL,
-                    env={**environment, entry.TEMPLATE_VARIABLE: spec.to_text()},
+                    env={**environment, entry.TEMPLATE_VARIABLE: json.dumps(spec._asdict())},
                     pass_fds=(theirs.fileno(), launcher),
                     start_new_session=True,
                 )
@@ -93,9 +92,6 @@ class Template:
     def pid(self) -> int:
         return self._process.pid
 
-    def fileno(self) -> int:
-        return self._control.fileno()
-
     def is_alive(self) -> bool:
         """Whether it can be asked, and will be there for a while."""
         return self._starter.is_alive() and self._process.poll() is None and self._control.fileno() >= 0
@@ -103,7 +99,7 @@ class Template:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Forks that are asked for inside come right one after the other; all of them begin when this is left."""
-        with self._asking:
+        with self._lock:
             if self._in_batch:
                 yield
                 return
@@ -113,24 +109,21 @@ class Template:
                 try:
                     yield
                 finally:
-                    # Have what was forked begin: when `done` is told, this process is its parent.
+                    # Have what was forked begin: when `done` comes, this process is its parent.
                     self._in_batch = False
                     self._send(end=True)
                     message: dict[str, Any] = {}
                     while self._control.fileno() >= 0 and "done" not in message:
-                        message, _ = self._hear("a batch of processes")
-
-    def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
-        """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
-
-        ManyhandsError if there is none to be had, naming why.
-        """
-        return self.ask(spec.name, spec.to_text(), [*output, *spec.inherited()], environment)
+                        message, _ = self._receive("a batch of processes")
 
     def ask(
         self, name: str, role: str, passed: Sequence[int], environment: Mapping[str, str], folder: str = ""
     ) -> AdoptedProcess:
-        """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
+        """A child of this process for what the first file makes of `role`, in `folder` or here.
+
+        `passed` are its descriptors, the writing ends of its stdout and stderr first. ManyhandsError names why there is
+        none.
+        """
         mask = os.umask(0o077)  # to know it, it has to be set
         os.umask(mask)
         request = ForkRequest(
@@ -144,12 +137,13 @@ class Template:
         )
         with self.batch():
             try:
-                socket.send_fds(self._control, [request.to_bytes()], passed[:MOST_PASSED])
+                data = json.dumps(request._asdict()).encode()
+                socket.send_fds(self._control, [data], passed[:MOST_PASSED])
                 for begin in range(MOST_PASSED, len(passed), MOST_PASSED):
                     socket.send_fds(self._control, [b"+"], passed[begin : begin + MOST_PASSED])
                 message: dict[str, Any] = {}
                 while not ("pid" in message or "error" in message):
-                    message, descriptors = self._hear(name)
+                    message, descriptors = self._receive(name)
             except OSError as error:
                 raise self._gone(name) from error
             except (KeyboardInterrupt, SystemExit):  # a late answer would be taken for that of the next
@@ -161,7 +155,7 @@ class Template:
 
     def foresee(self, modules: Sequence[str]) -> None:
         """Have it import what forks will need before one is asked for; returns at once."""
-        with self._asking:
+        with self._lock:
             new = tuple(module for module in modules if module not in self._foreseen)
             self._foreseen.update(new)
             if new:
@@ -181,12 +175,10 @@ class Template:
         self._process.returncode = 0
 
     def _send(self, **message: Any) -> None:
-        try:
+        with suppress(OSError):  # it is gone, which the next request for a fork reports
             self._control.send(json.dumps(message).encode())
-        except OSError:  # it is gone, which the next request for a fork reports
-            return
 
-    def _hear(self, name: str) -> tuple[dict[str, Any], list[int]]:
+    def _receive(self, name: str) -> tuple[dict[str, Any], list[int]]:
         deadline = time.monotonic() + _START_S
         while not select.select([self._control], [], [], 0.2)[0]:
             if self._process.poll() is not None:
@@ -238,18 +230,13 @@ def expect(modules: Sequence[str]) -> None:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The launcher's environment, in which a child finds this package where the launcher did."""
+    """The launcher's, in which a child finds this package where the launcher did."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
 
 
 def kept_pid() -> int | None:
     kept = _kept
     return kept.pid if kept is not None and kept.is_alive() else None
-
-
-def kept_descriptor() -> int | None:
-    kept = _kept
-    return kept.fileno() if kept is not None and kept.is_alive() else None
 
 
 def end_kept() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.places.local.children import Children
@@ -44,22 +44,14 @@ class Watched:
         check_watchdog_s(self.deadline_s)
 
 
-@dataclass(slots=True)
-class _Inquiry:
-    """Stacks that were asked for."""
-
-    asked_ns: int
-    first: dict[int, str] = field(default_factory=dict)
-    asked_again_ns: int = 0
-
-
 class Watchdog:
     """Looks at roles by `look`, several times a second; the roles are numbered as they are on each other's signs."""
 
     def __init__(self, watched: Watched, now_ns: int) -> None:
         self._watched = watched
         self._stall = Stall(watched.deadline_s - _ASK_BEFORE_S, now_ns)
-        self._inquiry: _Inquiry | None = None
+        self._stacks_ns = 0  # when stacks were last requested, 0 while none are
+        self._first_stacks: dict[int, str] | None = None  # of the first of two requests
         self._spent: dict[int, float] = {}
         self._measured_ns = now_ns
 
@@ -74,11 +66,10 @@ class Watchdog:
         )
         self._stall.look((shown, tuple(self._watched.count_events())), now_ns)
         if not self._stall.is_suspicious:
-            self._inquiry = None
-            self._spent, self._measured_ns = {}, now_ns
+            self._stacks_ns, self._spent, self._measured_ns = 0, {}, now_ns
             return None
         # Writing its stacks is work as well, so no role is measured meanwhile.
-        if self._inquiry is None and self._is_someone_busy(roles, now_ns):
+        if not self._stacks_ns and self._is_someone_busy(roles, now_ns):
             self._stall.found_at_work()
             return None
         return self._inquire(roles, children, now_ns) if self._stall.is_over else None
@@ -98,26 +89,29 @@ class Watchdog:
         return any(is_busy(now_s - before[n], elapsed_s) for n, now_s in spent.items() if n in before)
 
     def _inquire(self, roles: Mapping[int, Member], children: Children, now_ns: int) -> Found | None:
-        inquiry = self._inquiry
-        if inquiry is None:
-            _ask(roles, children)
-            self._inquiry = _Inquiry(asked_ns=now_ns)
-        elif not inquiry.asked_again_ns:
-            if now_ns - inquiry.asked_ns >= _BETWEEN_LOOKS_S * 1e9:
-                inquiry.first = {number: children.read_stacks(number) for number in roles}
-                _ask(roles, children)
-                inquiry.asked_again_ns = now_ns
-        elif now_ns - inquiry.asked_again_ns >= _ANSWER_S * 1e9:
-            return self._conclude(roles, children, inquiry, now_ns)
-        return None
+        """Request all stacks twice; a role whose stack has changed between the two is at work."""
+        first, since_s = self._first_stacks, (now_ns - self._stacks_ns) / 1e9
+        if not self._stacks_ns or (first is None and since_s >= _BETWEEN_LOOKS_S):
+            # Nothing is read before the first request.
+            stacks = {number: children.read_stacks(number) for number in roles}
+            self._first_stacks, self._stacks_ns = stacks if self._stacks_ns else None, now_ns
+            for number, role in roles.items():
+                if (
+                    role.phase is ProcessPhase.RUNNING
+                ):  # before that, the signal would kill it: it has no handler
+                    children.ask_for_stacks(number)
+            return None
+        if first is None or since_s < _ANSWER_S:
+            return None
+        self._stacks_ns, self._first_stacks = 0, None
+        return self._conclude(roles, children, first, now_ns)
 
     def _conclude(
-        self, roles: Mapping[int, Member], children: Children, inquiry: _Inquiry, now_ns: int
+        self, roles: Mapping[int, Member], children: Children, first: Mapping[int, str], now_ns: int
     ) -> Found | None:
-        self._inquiry = None
         dumps = {number: children.read_stacks(number) for number in roles}
         moved = any(
-            main_stack(dumps[number]) != main_stack(inquiry.first[number])
+            main_stack(dumps[number]) != main_stack(first.get(number, ""))
             for number, role in roles.items()
             if role.row.waiting_for == NOBODY
         )
@@ -144,12 +138,6 @@ class Watchdog:
             page=page(seen, verdict, idle_s, now_ns),
             details=details(seen),
         )
-
-
-def _ask(roles: Mapping[int, Member], children: Children) -> None:
-    for number, role in roles.items():
-        if role.phase is ProcessPhase.RUNNING:  # before that, the signal would kill it: it has no handler
-            children.ask_for_stacks(number)
 
 
 def _being(role: Member) -> Being:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manyhands.errors import UserError
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
@@ -50,10 +50,7 @@ def bundles(
     gpus: Mapping[str, int],
     single: Collection[str] = (),
 ) -> list[Bundles]:
-    """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle.
-
-    Of the kinds in `single`, members may come and go one by one.
-    """
+    """A placement group for each kind of role; of the kinds in `single`, members may come and go one by one."""
     return [
         Bundles(
             role=role,
@@ -73,8 +70,7 @@ def room_for(free: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     return max(0, min(int(free.get(name, 0.0) // needed) for name, needed in bundle.items() if needed))
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """How many workers a run may have while the cluster grows and shrinks."""
 
     least: int
@@ -111,8 +107,7 @@ class Restart:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class GivenUp:
+class GivenUp(NamedTuple):
     """A role will not come back, for this reason."""
 
     sentence: str
@@ -148,28 +143,23 @@ _EVERY_S = 2.0
 _UNPLACED_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class More:
+class More(NamedTuple):
     """Start a worker for this slot, which the run has been asked to make."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Less:
+class Less(NamedTuple):
     """The run continues without this slot: a successor there only finishes its pending work."""
 
     slot: int
 
 
 class Space(Protocol):
-    """What is asked of the cluster."""
+    """What `RayRoles` says of the cluster: which actors wait for a place since when, and how many more it has."""
 
-    def waiting(self, role: str, now_s: float) -> dict[int, float]:
-        """Since when which actors of a role have been without a place."""
-
-    def room(self, role: str) -> int:
-        """For how many more there is room."""
+    def waiting(self, role: str, now_s: float) -> dict[int, float]: ...
+    def room(self, role: str) -> int: ...
 
 
 class Autoscaler:
@@ -183,15 +173,15 @@ class Autoscaler:
     ) -> None:
         self._bounds, self._commands = bounds, commands
         self._slots = set(range(workers))
-        self._asked: Command | None = None
+        self._pending: Command | None = None
         self._next_s = 0.0
 
     def look(self, space: Space, now_s: float) -> list[More | Less]:
         """What to do now; asks the cluster every few seconds, and nothing while the run has not answered."""
         if self._bounds is None or self._commands is None:
             return []
-        if self._asked is not None:
-            return self._answered(self._asked)
+        if self._pending is not None:
+            return self._answered(self._pending)
         if now_s < self._next_s:
             return []
         self._next_s = now_s + _EVERY_S
@@ -203,28 +193,19 @@ class Autoscaler:
         )
         room = -len(unplaced) if unplaced else 0 if waiting else space.room("worker")
         change = self._bounds.change(len(self._slots), room)
-        if change > 0:
-            self._ask(Command(AddWorker()))
-        elif change < 0 and unplaced:
-            self._ask(Command(RemoveWorker(slot=unplaced[-1])))
+        if change > 0 or (change < 0 and unplaced):
+            self._pending = Command(AddWorker() if change > 0 else RemoveWorker(slot=unplaced[-1]))
+            self._commands.put(self._pending)
         return []
 
-    def _ask(self, command: Command) -> None:
-        assert self._commands is not None, "nothing is asked of a run that cannot be asked"
-        self._asked = command
-        self._commands.put(command)
-
-    def _answered(self, asked: Command) -> list[More | Less]:
-        if not asked.done.done():
+    def _answered(self, command: Command) -> list[More | Less]:
+        if not command.done.done():
             return []
-        self._asked = None
-        if asked.done.exception() is not None:
-            if isinstance(asked.change, AddWorker):
-                self._bounds = None  # as many were added as can be in one run
+        self._pending = None
+        adds = isinstance(command.change, AddWorker)
+        if command.done.exception() is not None:
+            self._bounds = None if adds else self._bounds  # as many were added as can be in one run
             return []
-        slot = asked.done.result()
-        if isinstance(asked.change, AddWorker):
-            self._slots.add(slot)
-            return [More(slot)]
-        self._slots.discard(slot)
-        return [Less(slot)]
+        slot = command.done.result()
+        self._slots = self._slots | {slot} if adds else self._slots - {slot}
+        return [More(slot) if adds else Less(slot)]

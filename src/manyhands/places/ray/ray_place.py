@@ -5,10 +5,9 @@
         ── stands in rank 0 ─────────►  session, run directory and terminal are this process's
 
 What an actor is given is the run; tensors move on links between the processes. Through Ray go the address of the
-leader and the run's secret (`actor_store`), and word of who died. Where the strategy survives that, the role is started
-again, on another node if need be, and comes back in the place of the one that died. Where workers follow the size of
-the cluster, one that has no place any more is followed by an actor that takes none, for as long as it takes to finish
-what the slot owes.
+leader, the run's secret (a store in an actor), and the news of who died. Where the strategy survives that, the role is
+started again, on another node if need be, in the place of the one that died. Where workers follow the size of the
+cluster, one that has no place any more is followed by an actor that only finishes the pending work of the slot.
 
 A cluster is a value with a text form:
 
@@ -29,9 +28,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
+from manyhands.places.external.run_store import KeyValueStore
 from manyhands.places.place import Place, PlacedRun
 from manyhands.places.ray.actor_placement import (
     Autoscaler,
@@ -43,8 +43,7 @@ from manyhands.places.ray.actor_placement import (
     RestartPolicy,
     bundles,
 )
-from manyhands.places.ray.actor_store import ActorStore
-from manyhands.places.ray.role_actors import RUN, ActorPlace, RayRoles, RoleEnded, take_part
+from manyhands.places.ray.role_actors import RUN, ActorPlace, RayRoles, take_part
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
@@ -83,7 +82,7 @@ class RayCluster(Place):
             raise UserError(f"cpus={self.cpus!r} must be an integer of at least 1")
         name, colon, port = self.address.removeprefix("ray://").rpartition(":")
         if self.address not in ("ray", "auto") and not (name and colon and port.isdigit()):
-            raise UserError(f"cluster={self.address!r} is no Ray cluster; give {self.about}")
+            raise UserError(f"cluster={self.address!r} is not a Ray cluster; give {self.about}")
 
     @classmethod
     def parse(cls, given: str | Self) -> Self:
@@ -91,7 +90,7 @@ class RayCluster(Place):
         if isinstance(given, cls):
             return given
         if not isinstance(given, str) or not given.split():
-            raise UserError(f"cluster={given!r} is no Ray cluster; give {cls.about}")
+            raise UserError(f"cluster={given!r} is not a Ray cluster; give {cls.about}")
         address, *texts = given.split()
         return cls(address=address, **read_settings(f"cluster {address}", settings_of(cls), texts, {}))
 
@@ -102,7 +101,7 @@ class RayCluster(Place):
 
     def run(self, run: PlacedRun) -> Any:
         """Train on the cluster, led from here if that is one of its nodes."""
-        return _lead_afar(run, self) if self.is_remote else _lead(run, self)
+        return _lead_remotely(run, self) if self.is_remote else _lead(run, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +159,7 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
 
         # Beside this process: with any other node, others might lose what is there.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        store = ray.remote(ActorStore).options(num_cpus=0, scheduling_strategy=here).remote()
+        store = ray.remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=here).remote()
         given = ActorArguments(
             master=ray.util.get_node_ip_address(), store=store, run=_handed_over(ray, run.for_others())
         )
@@ -181,7 +180,7 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
                     raise ManyhandsError(trouble) from error
 
 
-def _lead_afar(run: PlacedRun, cluster: RayCluster) -> Any:
+def _lead_remotely(run: PlacedRun, cluster: RayCluster) -> Any:
     """Run on a cluster elsewhere, through Ray's client: a task on one of its nodes leads, and its result comes back.
 
     The output of that process is shown here, as Ray does with all its tasks.
@@ -236,22 +235,16 @@ def _handed_over(ray: Any, run: PlacedRun) -> Any:
         ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorArguments:
-    """What every actor is given besides its seat."""
+class ActorArguments(NamedTuple):
+    """What every actor is given besides its seat: the leader's address, and Ray's references to store and run."""
 
     master: str
     store: Any
-    """Ray's reference to the `ActorStore`."""
     run: Any
-    """Ray's reference to the run."""
 
 
 class ActorKeeper:
-    """Starts the actors of a run and, in a thread, those again that end too early, and more as the cluster grows.
-
-    A context manager.
-    """
+    """Starts the actors of a run and, in a thread, those again that end too early, and more as the cluster grows."""
 
     def __init__(
         self,
@@ -294,17 +287,22 @@ class ActorKeeper:
         self._roles.start(role, index, take_part, [given.run], seat, given.store, extra=leaves)
 
     def _run(self) -> None:
-        """Nobody else would hear of what is raised in this thread: no role is started again after it."""
+        """An error of this thread is reported here, or it would be lost: no role is started again after it."""
         try:
             while not self._over.is_set():
                 for end in self._roles.ended(_LOOK_S):
-                    self._hear(end)
+                    match self._policy.ended(end.role, end.index, end.sentence, time.monotonic()):
+                        case Restart() as again:
+                            _log.warning("%s; it is started again", end.sentence)
+                            self._due.append(again)
+                        case GivenUp(sentence=sentence):
+                            self._give_up(sentence, logged=self._policy.survives)
                 now_s = time.monotonic()
                 for again in [one for one in self._due if one.at_s <= now_s]:
                     self._due.remove(again)
                     # Before the actor can ask: its predecessor's entry would make it a second process of one rank.
                     rank = self._assignment.seat(again.role, again.index, self._given.master).rank
-                    self._given.store.vacate.remote(rank)
+                    self._given.store.delete_key.remote(f"/manyhands/{RUN}/here/{rank}")
                     self._start(again.role, again.index)
                 for change in self._following.look(self._roles, now_s):
                     self._follow(change)
@@ -324,14 +322,6 @@ class ActorKeeper:
         self._leaving.add(slot)
         self._due = [one for one in self._due if (one.role, one.index) != ("worker", slot)]
         self._due.append(Restart(role="worker", index=slot, at_s=time.monotonic()))
-
-    def _hear(self, end: RoleEnded) -> None:
-        match self._policy.ended(end.role, end.index, end.sentence, time.monotonic()):
-            case Restart() as again:
-                _log.warning("%s; it is started again", end.sentence)
-                self._due.append(again)
-            case GivenUp(sentence=sentence):
-                self._give_up(sentence, logged=self._policy.survives)
 
     def _give_up(self, sentence: str, *, logged: bool) -> None:
         """Log the reason, because the run may continue: once it has begun, `trouble` is not read any more."""

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from manyhands.errors import UserError, first_line
+from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.places.ray.actor_placement import Bundles, room_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from manyhands.places.external.process_place import ProcessPlace
-    from manyhands.places.external.torch_store import RunStore
+    from manyhands.places.external.run_store import RunStore
     from manyhands.places.place import PlacedRun
 
-__all__ = ["RUN", "ActorPlace", "RayRoles", "RoleEnded", "take_part"]
+__all__ = ["RUN", "ActorPlace", "RayRoles", "RoleEnded", "open_actor_store", "take_part"]
 
 RUN = "run"
 """The name of every run on Ray: each run has a store of its own."""
@@ -32,7 +32,7 @@ _PLACING_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorPlace:
-    """The place of an actor in the run."""
+    """The place of an actor in the run, as it travels: see `ProcessPlace`."""
 
     rank: int
     world: int
@@ -41,21 +41,21 @@ class ActorPlace:
     master: str
     """The address of the leader's node."""
     later: int
-    """How many of the last ranks come later, if at all."""
     leaves: bool = False
-    """Whether it only finishes the pending work of its slot."""
 
     def place(self, store: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
         """The place itself, made where its process is."""
         import ray
 
         from manyhands.places.external.process_place import ProcessPlace
-        from manyhands.places.ray.actor_store import asking, open_actor_store
 
         kept: list[RunStore] = []  # torch's own reference does not keep what is written in Python
 
         def open_store(timeout_s: float) -> Store:
-            kept.append(open_actor_store(asking(store, timeout_s), timeout_s, trouble))
+            def ask(call: str, *arguments: Any) -> Any:
+                return ray.get(getattr(store, call).remote(*arguments), timeout=timeout_s)
+
+            kept.append(open_actor_store(ask, timeout_s, trouble))
             return kept[-1]
 
         node = ray.get_runtime_context().get_node_id()[:8]
@@ -73,11 +73,41 @@ class ActorPlace:
         )
 
 
+class _ActorCalls:
+    """The calls of a `RendezvousStore`, made by the actor."""
+
+    def __init__(self, ask: Callable[..., Any], trouble: Callable[[], str | None]) -> None:
+        self._ask, self._trouble = ask, trouble
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            sentence = self._trouble()
+            if sentence is not None:
+                raise ManyhandsError(sentence)
+            return self._ask(call, *arguments)
+
+        return ask
+
+
+def open_actor_store(
+    ask: Callable[..., Any], timeout_s: float, trouble: Callable[[], str | None] = lambda: None
+) -> RunStore:
+    """A process's access to the store of its run, a `KeyValueStore` in an actor whose methods `ask` calls by name.
+
+    Every call raises ManyhandsError once `trouble` has a sentence: a process that waits for a role that will not come
+    is told why.
+    """
+    from manyhands.places.external.run_store import RunStore
+
+    calls: Any = _ActorCalls(ask, trouble)
+    return RunStore(calls, "", timeout_s)
+
+
 def take_part(run: Sequence[Any], seat: ActorPlace, store: Any) -> None:
     """Take one part of a run, to its end; `run` holds Ray's reference to it, and nothing else."""
     from manyhands.native.warming import prepare
 
-    prepare("fit")  # while it compiles, a process would not be heard
+    prepare("fit")  # while it compiles, a process would send no heartbeat
     import ray
 
     try:
@@ -167,10 +197,7 @@ class RayRoles:
     def start(
         self, role: str, index: int, work: Callable[..., Any], *arguments: Any, extra: bool = False
     ) -> None:
-        """Have a new actor do `work`, in a bundle of its own; an `extra` one needs none.
-
-        That runs for a moment, beside whatever else is on some node.
-        """
+        """Have a new actor do `work`, in a bundle of its own; an `extra` one, which runs for a moment, needs none."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles, bundle = self._bundles[role], ""
@@ -200,7 +227,7 @@ class RayRoles:
         return self._single[role, index], 0
 
     def vacate(self, role: str, index: int) -> None:
-        """Nobody needs this bundle any more, which is a group of its own."""
+        """Remove a bundle that is a group of its own."""
         from ray.util.placement_group import remove_placement_group
 
         group = self._single.pop((role, index), None)

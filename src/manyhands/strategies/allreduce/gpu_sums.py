@@ -18,16 +18,15 @@ from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.native.wait_sign import LongWait
-from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.run_store import comes_true
 from manyhands.places.local.host import host_identity
-from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.strategies.allreduce.exchange import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.row_sums import GradientRows
 from manyhands.transport.link.torch_p2p import SumGroup, nccl_version
 from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.transport.liveness import Alarm
+from manyhands.transport.liveness import Alarm, RendezvousStore
 from manyhands.wire.parcels import Parcel
 
 __all__ = [

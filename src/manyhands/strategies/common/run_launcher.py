@@ -61,7 +61,7 @@ class MemberProcesses(Protocol):
     def members(self) -> tuple[int, ...]:
         """The members that have started, or are children, and were not reported as ended."""
 
-    def together(self) -> AbstractContextManager[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Members requested inside this context are started together and may begin when it is left."""
 
     def start_worker(self, member: int, slot: int) -> str:
@@ -158,7 +158,7 @@ class ExternalMembers(ABC):
         """The members that are connected, without those still awaited."""
         return (*self._at, *(self._child.members if self._child is not None else ()))
 
-    def together(self) -> AbstractContextManager[None]:
+    def batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
@@ -233,7 +233,7 @@ class ExternalMembers(ABC):
                     return []  # it had no part yet: another may come in its place
                 del self._at[member]
                 failure = replace(ended.failure, rank=member) if ended.failure is not None else None
-                return [replace(ended, member=member, failure=failure)]
+                return [ended._replace(member=member, failure=failure)]
             case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
                 self._say(sentence)
         return []
@@ -355,7 +355,7 @@ class RunLauncher(ABC, Generic[_M]):
         watched = Watched(deadline_s=self._watchdog_s, count_events=boxes.counts, last_events=last)
         with self._assemble(watched) as members:
             self._members = members
-            with members.together():
+            with members.batch():
                 self._do(self._membership.begin())
             while not self._over:
                 self._poll()

@@ -32,7 +32,7 @@ from manyhands.engine.exchange import (
     Times,
     WorkerPart,
 )
-from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory

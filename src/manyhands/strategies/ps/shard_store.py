@@ -24,8 +24,7 @@ from manyhands.native.atomics import array_at
 from manyhands.native.decorators import njit
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
-from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, Table
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
 __all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "byte_view", "is_hooked"]
 
@@ -63,8 +62,7 @@ class Contribution:
     borrows: bool = False
     """Whether the rows lie in memory that is valid only while the message with them is handled."""
 
-    at: tuple[int, int] = field(init=False)
-    """The addresses of gradient and flags."""
+    at: tuple[int, int] = field(init=False)  # the addresses of gradient and flags
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", (self.gradient.memory.data_ptr(), self.present.data_ptr()))

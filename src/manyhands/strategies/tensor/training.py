@@ -26,8 +26,8 @@ from manyhands.engine.exchange import (
     Traffic,
     WorkerPart,
 )
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of

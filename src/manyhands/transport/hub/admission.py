@@ -39,11 +39,11 @@ K = TypeVar("K", bound=Hashable)
 class PendingConnections(Generic[K]):
     """Accepted connections before their proof, in two pools; when a pool is full, the longest waiting one is closed.
 
-    The first pool holds connections that have not shown the token, each for at least a short grace period. While it
-    is full of those, nothing is accepted, and new connections wait in the kernel's backlog, first come first
-    served. A member leaves the pool with its first message, which usually arrives with the connection. So unknown
-    peers only displace each other, however many there are, and a member waits slightly longer. The second pool
-    holds connections whose first message has a valid seal, which an unknown peer cannot make.
+    The first pool holds connections that have not shown the token, each for at least a short grace period. While it is
+    full of those, nothing is accepted, and new connections wait in the kernel's backlog, first come first served. A
+    member leaves the pool with its first message, which usually arrives with the connection. So unknown peers only
+    displace each other, and a member waits slightly longer. The second pool holds connections whose first message has a
+    valid seal, which an unknown peer cannot make.
     """
 
     def __init__(self, silent: int = _SILENT_PLACES, sealed: int = _SEALED_PLACES) -> None:
@@ -65,7 +65,6 @@ class PendingConnections(Generic[K]):
             inside.pop(one, None)
 
     def oldest(self) -> K | None:
-        """The connection that has been silent longest; None if all have shown a seal."""
         return next(iter(self._pools[0][0]), None)
 
 

@@ -1,8 +1,8 @@
 """One connection of a hub: its socket, both directions, and the memory that both ends share.
 
-Frames are sent in order from a bounded queue, without ever waiting: what the kernel accepts is sent at once; the
-rest is kept as references, not copies, until `Outbox.pump` can send it. Two threads may use an outbox: that of the
-application, and the one that sends heartbeats while the application is busy.
+Frames are sent in order from a bounded queue, without ever waiting: what the kernel accepts is sent at once; the rest
+is kept as references until `Outbox.pump` can send it. Two threads may use an outbox: the application's, and the one
+that sends heartbeats while the application is busy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Final
 from manyhands.errors import UserError, format_bytes
 from manyhands.native.segment import Segment
 from manyhands.transport.frames import (
-    HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
     FrameDecoder,
@@ -30,7 +29,7 @@ from manyhands.transport.frames import (
     WholeFrame,
     encode_header,
 )
-from manyhands.transport.hub.arenas import ArenaReader, Arenas
+from manyhands.transport.hub.arenas import Arenas
 from manyhands.transport.hub.handshake import BEFORE_HANDSHAKE, CONTROL, Handshake
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
@@ -62,7 +61,7 @@ class Outbox:
         self._reported_pending = False
         self.pending_bytes = 0
         self.writes = 0
-        """How often bytes have left: a beat that sees no change since the last one knows that the line is idle."""
+        """How often bytes have left: no change since the last heartbeat means that the connection is idle."""
 
     def offer(self, parts: list[Part], num_bytes: int, descriptor: int = -1, *, later: bool = False) -> bool:
         """Send or queue one frame of `num_bytes`; False, with nothing taken, if there is no capacity or no peer.
@@ -94,7 +93,7 @@ class Outbox:
             self._drop(sent)
             if not at_once and not self._reported_pending:
                 self._pump()
-            self._tell_pending()
+            self._report_pending()
             return True
 
     def pump(self) -> None:
@@ -102,7 +101,7 @@ class Outbox:
             self._take_in_later()
             if self._queue and not self._closed:
                 self._pump()
-                self._tell_pending()
+                self._report_pending()
 
     def close(self) -> None:
         with self._lock:
@@ -114,7 +113,7 @@ class Outbox:
             self.pending_bytes += self._later_bytes
             self._later, self._later_bytes = [], 0
 
-    def _tell_pending(self) -> None:
+    def _report_pending(self) -> None:
         if bool(self._queue) is not self._reported_pending:
             self._reported_pending = not self._reported_pending
             self._on_pending(self._reported_pending)
@@ -201,31 +200,26 @@ class Connection:
         self.descriptor = end.fileno()
         self.handshake = handshake
         self.member: int | None = None
-        self.connecting = False
-        self.in_peace = False
-        self.farewell = ""
-        """Why the peer said that it leaves."""
-        self.origin = ""
-        """Who is there as far as the network tells, until it has proved more."""
+        self.connecting = self.in_peace = False
+        self.farewell = ""  # why the peer said that it leaves
+        self.origin = ""  # who is there as far as the network shows, until it has proved more
         self.outbox = Outbox(end, queue_bytes, on_pending)
         self.limits = BEFORE_HANDSHAKE
         self._decoder: FrameDecoder[Any] = FrameDecoder(BEFORE_HANDSHAKE, interpret, place)
         self.local = end.family == socket.AF_UNIX  # then descriptors can be passed
         self._secure = end if isinstance(end, SecureSocket) else None
-        self.shaking = self._secure is not None
-        """Whether the TLS handshake is still to be done, before which nothing is sent or received."""
+        self.shaking = self._secure is not None  # the TLS handshake comes before anything is sent or received
         self._passed: deque[int] = deque()
         self.arenas: Arenas | None = None
 
     def untransmitted_bytes(self) -> int:
         """Bytes that the kernel has accepted but would lose if this process ended now.
 
-        A Unix socket puts them into the peer's queue at once. TCP drops what it has not transmitted if the process
-        ends with unread input, such as a heartbeat.
+        TCP drops what it has not transmitted if the process ends with unread input, such as a heartbeat. A Unix socket
+        puts all into the peer's queue at once.
         """
-        if self.local:
-            return 0
-        return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
+        answer = bytes(4) if self.local else fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4))
+        return int(struct.unpack("i", answer)[0])
 
     def shake(self) -> int:
         """Continue the TLS handshake; 0 once it is done, else the socket event to wait for."""
@@ -235,14 +229,12 @@ class Connection:
         return wanted
 
     def admit(self, member: int, limits: Limits) -> None:
-        """Admit the peer, which has proved its identity: it may now send messages and payloads."""
         self.member, self._decoder.limits, self.limits = member, limits, limits
 
     def send_control(self, message: object, descriptor: int = -1) -> bool:
         kind, body = CONTROL.encode(message)
-        return self.outbox.offer(
-            [encode_header(kind, OF_TRANSPORT, len(body), 0) + body], HEADER_BYTES + len(body), descriptor
-        )
+        frame = encode_header(kind, OF_TRANSPORT, len(body), 0) + body
+        return self.outbox.offer([frame], len(frame), descriptor)
 
     def send(self, kind: int, body: bytes, parts: list[memoryview], *, later: bool = False) -> bool:
         """Queue a message; its payload goes through the arena if there is space, else behind the header.
@@ -296,16 +288,11 @@ class Connection:
         descriptor = self._passed.popleft()
         try:
             if os.fstat(descriptor).st_size == 0:
-                raise ValueError("it is no memory, or empty")
+                raise ValueError("it is not memory, or empty")
             return Segment.attach(descriptor)
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
-
-    def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
-        if self.arenas is None:
-            raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
-        return self.arenas.reader.take(header.position, header.payload_bytes), self.arenas.reader
 
     @property
     def met_tls(self) -> bool:

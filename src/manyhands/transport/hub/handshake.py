@@ -1,4 +1,4 @@
-"""Mutual authentication of the two ends of a new connection. Does no I/O: one message in, at most one out.
+"""Mutual authentication of the two ends of a new connection: one message in, at most one out.
 
     connecting end                                accepting end
         Knock(nonce, seal)                   ──►
@@ -14,16 +14,18 @@ so far. So the token is never sent, and a proof is valid only for this connectio
 The token is proved before anything else is disclosed or compared. A peer that cannot seal its knock is refused with
 one sentence, `NO_PROOF`, whatever it sent, and learns neither release nor task. A replayed knock gets a challenge
 with random bytes, and nothing more. Once the token is proved, release and task are compared, and an honest mistake
-is named.
+is named. `Handshake` does no I/O; a hub drives it as messages arrive, `authenticate` over a socket of one's own.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
@@ -51,10 +53,10 @@ _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16
 _REASON_CHARACTERS: Final = 300
+_SLICE_S: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(NamedTuple):
     """The identity, release and task that a process claims."""
 
     member: int
@@ -63,24 +65,21 @@ class Claim:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knock:
+class Knock(NamedTuple):
     """The first message of the connecting end; the seal shows that it has the token, and discloses nothing else."""
 
     nonce: _Secret
     seal: _Secret
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Challenge:
+class Challenge(NamedTuple):
     """The nonce and the proof of the accepting end."""
 
     nonce: _Secret
     proof: _Secret
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class Proof(NamedTuple):
     """The connecting end's claim, the member it wants to reach, and its proof.
 
     With `arena`, the descriptor of a segment for payloads is passed along.
@@ -92,16 +91,14 @@ class Proof:
     arena: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandshakeWelcome:
+class HandshakeWelcome(NamedTuple):
     """The connecting end is admitted; carries the accepting end's claim and its proof."""
 
     claim: Claim
     proof: _Secret
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The sender ends the connection because of the peer's `field`."""
 
     field: str
@@ -118,8 +115,7 @@ class Goodbye:
     """The sender closes the connection in good order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareSegment:
+class ShareSegment(NamedTuple):
     """The descriptor of a shared segment is passed along; `tag` says which it is."""
 
     tag: int
@@ -195,9 +191,7 @@ class Handshake:
 
     @property
     def claimed(self) -> int | None:
-        """The member that the connecting end dials; at the accepting end, the peer's member number once it is
-        proved.
-        """
+        """The member that the connecting end dials; at the accepting end, that of the peer once it is proved."""
         return self._expected if self._theirs is None else self._theirs.member
 
     def handle(self, message: object) -> Challenge | Proof | HandshakeWelcome | None:
@@ -231,7 +225,7 @@ class Handshake:
                 self._compare(message.proof, self._sign(b"welcome", said))
                 self._take(message.claim, self._expected)
                 return None
-        raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
+        raise ProtocolError("handshake", f"{type(message).__name__} comes out of order")
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
         """Accept the other end's claim if it matches; the token is already proved."""
@@ -253,8 +247,8 @@ class Handshake:
     def _sign_claim(self, nonces: bytes, claim: Claim, expected: int) -> bytes:
         return self._sign(b"connect", nonces + expected.to_bytes(8, "little", signed=True) + _bytes_of(claim))
 
-    def _sign(self, word: bytes, said: bytes) -> bytes:
-        return hmac.digest(self._token, word + b"|" + said, "sha256")
+    def _sign(self, label: bytes, content: bytes) -> bytes:
+        return hmac.digest(self._token, label + b"|" + content, "sha256")
 
     def _compare(self, proof: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(proof, expected):
@@ -262,29 +256,56 @@ class Handshake:
 
 
 def authenticate(
-    handshake: Handshake, send: Callable[[bytes], object], read: Callable[[int], bytes]
+    end: socket.socket,
+    mine: Credentials,
+    expected: int | None,
+    deadline: float,
+    still: Callable[[], None] = lambda: None,
 ) -> Claim:
-    """Run a handshake over a connection that nobody else reads from, frame by frame; the other end's claim.
+    """Run a handshake over a socket that nothing else reads from; the other end's claim. No byte behind it is read.
 
-    No byte behind it is read. Header and body are sent one after the other, for sockets that keep messages apart.
+    TimeoutError at the deadline. `still` is called several times a second, and raises if waiting has become pointless.
+    Header and body are sent one after the other, for sockets that keep messages apart.
     """
+    handshake, limits = Handshake(mine, expected), BEFORE_HANDSHAKE
+    end.settimeout(max(deadline - time.monotonic(), 0.001))
     message: object = handshake.knock() if handshake.outgoing else None
     while True:
         if message is not None:
             kind, body = CONTROL.encode(message)
-            send(encode_header(kind, OF_TRANSPORT, len(body), 0))
-            send(body)
+            end.sendall(encode_header(kind, OF_TRANSPORT, len(body), 0))
+            end.sendall(body)
         if handshake.peer is not None:
+            end.settimeout(None)
             return handshake.peer
-        limits = BEFORE_HANDSHAKE
-        header = decode_header(read(HEADER_BYTES), 0, limits.body_bytes, limits.payload_bytes)
-        message = handshake.handle(CONTROL.decode(header.kind, read(header.body_bytes)))
+        head = _read(end, HEADER_BYTES, deadline, still)
+        header = decode_header(head, 0, limits.body_bytes, limits.payload_bytes)
+        body = _read(end, header.body_bytes, deadline, still)
+        message = handshake.handle(CONTROL.decode(header.kind, body))
+
+
+def _read(end: socket.socket, num_bytes: int, deadline: float, still: Callable[[], None]) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        still()
+        left_s = deadline - time.monotonic()
+        end.settimeout(max(0.001, min(left_s, _SLICE_S)))
+        try:
+            more = end.recv(num_bytes - len(data))
+        except TimeoutError:
+            if left_s <= _SLICE_S:
+                raise
+            continue
+        if not more:
+            raise ConnectionResetError("it closed the connection")
+        data += more
+    return data
+
+
+_CLAIMS: Final = MessageCoder({1: Claim})
 
 
 def _bytes_of(claim: Claim) -> bytes:
     """A claim as it is signed: prefixed with its length, so that two claims in a row are unambiguous."""
     _, body = _CLAIMS.encode(claim)
     return len(body).to_bytes(4, "little") + body
-
-
-_CLAIMS: Final = MessageCoder({1: Claim})

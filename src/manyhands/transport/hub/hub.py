@@ -24,8 +24,8 @@ from manyhands.errors import UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
 from manyhands.transport.hub import addresses
-from manyhands.transport.hub.handshake import Credentials, Goodbye, Refusal, ShareSegment
-from manyhands.transport.hub.hub_events import HubEvent, Settings, Shared
+from manyhands.transport.hub.handshake import Credentials, Refusal, ShareSegment
+from manyhands.transport.hub.hub_events import HubEvent, Settings
 from manyhands.transport.hub.reactor import Destination, Reactor
 from manyhands.transport.liveness import forget_in_children
 from manyhands.transport.messages import MessageCoder
@@ -54,10 +54,7 @@ class Hub(Closeable):
         forget_in_children(self)
 
     def listen(self, address: str = "unix") -> str:
-        """Accept connections; return the address for the peers.
-
-        UserError off loopback, unless `security` allows it.
-        """
+        """Accept connections; return the address for the peers. UserError off loopback, unless `security` allows it."""
         return self._reactor.listeners.listen(address)
 
     def connect(self, member: int, address: str) -> None:
@@ -104,11 +101,10 @@ class Hub(Closeable):
         self._reactor.watch(descriptor, watched=False)
 
     def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
-        """Queue a message, or what the codec has made of it, with a payload of contiguous buffers; False if not taken.
+        """Queue a message, or what the codec has made of it, with a payload of contiguous buffers.
 
-        It is False if the member is not connected (see `members`) or its queue is full. Messages to one member
-        arrive in order. A payload is not copied if that can be avoided: it must stay unchanged until `sent` or
-        `flush` says so.
+        False if the member is not connected or its queue is full. Messages to one member arrive in order. A payload is
+        not copied if that can be avoided: it must stay unchanged until `sent` or `flush` says so.
         """
         connection = self._members.get(member)
         if connection is None:
@@ -145,10 +141,7 @@ class Hub(Closeable):
         return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
 
     def sent(self, member: int) -> bool:
-        """Whether everything for a member was sent, but for what is held back; True if it left.
-
-        Then payloads may change.
-        """
+        """Whether everything for a member was sent, but for what is held back, or it left: payloads may change."""
         connection = self._members.get(member)
         return connection is None or connection.outbox.pending_bytes == 0
 
@@ -191,18 +184,7 @@ class Hub(Closeable):
         if self._closed:
             return
         self._closed = True
-        reactor = self._reactor
-        reactor.stop_heartbeats()
-        for connection in self._members.values():
-            connection.send_control(Goodbye())
-        for connection in tuple(reactor.connections.values()):
-            reactor.forget(connection)
-        for event in reactor.events:
-            if isinstance(event, Shared):
-                event.segment.close()
-        reactor.events.clear()
-        reactor.listeners.close()
-        reactor.epoll.close()
+        self._reactor.close()
 
     def let_go_in_child(self) -> None:
         if not self._closed:

@@ -22,10 +22,10 @@ _SPIN_S: Final = 50e-6
 class Settings:
     """The limits, timeouts and security of a hub.
 
-    `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory,
-    per direction of a Unix connection (0: none); `spin_s` is how long `poll` spins before it sleeps; `connect_s` is
-    how long a member that does not answer is dialled; `security` says how TCP connections are protected, and
-    whether they may leave this host.
+    `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory, per
+    direction of a Unix connection; `spin_s` is how long `poll` spins before it sleeps; `connect_s` is how long a member
+    that does not answer is dialled; `security` says how TCP connections are protected, and whether they may leave this
+    host.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -47,8 +47,7 @@ def spin_for(processes: int) -> float:
     return _SPIN_S if processes <= len(os.sched_getaffinity(0)) else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(NamedTuple):
     """A member proved its identity; messages may be sent to it."""
 
     member: int
@@ -82,15 +81,13 @@ class Shared:
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """A registered descriptor is readable."""
 
     descriptor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """The connection to a member ended or could not be made.
 
     `in_peace`: the member said goodbye. `final`: one end rejected the other, which another attempt would not change.

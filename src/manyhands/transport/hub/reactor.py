@@ -1,7 +1,7 @@
-"""What a hub does when the kernel reports something: accept, dial, authenticate, receive, and give up who is silent.
+"""What a hub does when the kernel reports something: accept, dial, authenticate, receive, and give up silent peers.
 
-Whatever a peer does ends only its own connection. Peers that have not proved the run's token have a small capacity
-(see `admission`), are told nothing, and nothing they send reaches the application as it is.
+Whatever a peer does ends only its own connection. Peers that have not proved the run's token have a small capacity (see
+`admission`), learn nothing, and nothing they send reaches the application as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, printable
@@ -84,7 +84,6 @@ class Reactor:
         self._stop_heartbeats = threading.Event()
 
     def watch(self, descriptor: int, *, watched: bool = True) -> None:
-        """Report a descriptor of the application as Ready, or not any more."""
         if watched:
             self.epoll.register(descriptor, _IN)
             self._registered.add(descriptor)
@@ -110,9 +109,7 @@ class Reactor:
                 self._serve(connection, mask, now_s)
             elif descriptor in self._registered:
                 self.events.append(Ready(descriptor))
-            elif (
-                descriptor in self.listeners
-            ):  # last: a new connection may reuse the descriptor of one that ended
+            elif descriptor in self.listeners:  # last: a new one may reuse the descriptor of one that ended
                 accepting.append(descriptor)
         for descriptor in accepting:
             for end in self.listeners.accept(descriptor, now_s):
@@ -136,7 +133,7 @@ class Reactor:
             try:
                 end = addresses.dial(address, self.settings.security)
             except OSError as error:
-                self._failed(member, f"nobody can be reached at {address}: {error}")
+                self._failed(member, f"no process can be reached at {address}: {error}")
                 continue
             connection = self._new(end, expected=member)
             connection.connecting = True  # it sends its knock once the kernel reports the connection
@@ -223,7 +220,7 @@ class Reactor:
             self.listeners.rejections.add(f"{connection.origin}{reason}", claimed)
 
     def forget(self, connection: Connection) -> None:
-        """End a connection; nobody is told."""
+        """End a connection, without an event."""
         self._liveness.left(connection.descriptor)
         self.listeners.pending.left(connection)
         self.held_back.discard(connection)
@@ -231,13 +228,9 @@ class Reactor:
         if connection.member is not None:
             del self.members[connection.member]
         connection.outbox.close()  # first: the heartbeat thread must not use it any more
-        try:
+        with suppress(OSError):  # already closed: the peer left before TLS could begin
             self.epoll.unregister(connection.descriptor)
-        except OSError:
-            pass  # already closed: the peer left before TLS could begin
         connection.close()
-
-    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _interpret(self, header: FrameHeader, body: memoryview) -> Any:
         if not header.flags & OF_TRANSPORT:
@@ -265,7 +258,10 @@ class Reactor:
         if not header.flags & IN_ARENA:
             self.events.append(Arrived(member, message, payload))
             return
-        payload, reader = connection.payload_in_arena(header)
+        if connection.arenas is None:
+            raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
+        reader = connection.arenas.reader
+        payload = reader.take(header.position, header.payload_bytes)
         wanted = self._place(connection, message, len(payload))
         if wanted is None:
             self.events.append(Arrived(member, message, payload, reader, header.position))
@@ -299,12 +295,10 @@ class Reactor:
             connection.arenas = Arenas(connection.take_segment(), end=1)
         segment = None
         if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:
-            try:
+            with suppress(OutOfSharedMemory):  # payloads then travel in the stream
                 segment = Arenas.create(self.settings.arena_bytes)
-            except OutOfSharedMemory:
-                pass  # payloads then travel in the stream
         if isinstance(reply, Proof) and segment is not None:
-            connection.send_control(replace(reply, arena=True), segment.descriptor)
+            connection.send_control(reply._replace(arena=True), segment.descriptor)
             connection.arenas = Arenas(segment, end=0)
         elif reply is not None:
             connection.send_control(reply)
@@ -337,7 +331,18 @@ class Reactor:
                 writes[connection] = connection.outbox.writes
             seen = writes
 
-    def stop_heartbeats(self) -> None:
+    def close(self) -> None:
+        """End everything; `events` are dropped."""
         self._stop_heartbeats.set()
         if self._heartbeat_thread is not None:
             self._heartbeat_thread.join()
+        for member in self.members.values():
+            member.send_control(Goodbye())
+        for connection in tuple(self.connections.values()):
+            self.forget(connection)
+        for event in self.events:
+            if isinstance(event, Shared):
+                event.segment.close()
+        self.events.clear()
+        self.listeners.close()
+        self.epoll.close()

@@ -1,19 +1,17 @@
 """The one interface by which two roles exchange messages, whatever carries them.
 
-A link has two ends, one per role. Every outcome is a value, so a caller that forgets one is told by the type
-checker:
+A link has two ends, one per role. Every outcome is a value, so the type checker reports a caller that forgets one:
 
     send     Queued · Full (back-pressure: nothing was taken, try again) · Closed · PeerDied
     receive  Received · TimedOut · Closed · PeerDied
     flush    Flushed · TimedOut · Closed · PeerDied
 
-`Closed` means that an end closed the link after everything it had queued was delivered; `PeerDied` means that
-the peer went without that. Messages of one direction arrive in the order of their sends, each whole. What
-arrived before the end is received before the end is told.
+`Closed` means that an end closed the link after everything it had queued was delivered; `PeerDied` means that the peer
+went without that. Messages of one direction arrive in the order of their sends, each whole, and before the end.
 
-Every message is a frame (see `transport.frames`) whose body of 32 bytes says what the raw bytes of one tensor behind
-it are, little-endian, nothing else: no code, no names, no lengths inside the payload. The two say how many bytes
-follow, so a receiver refuses what is malformed or too large before it reads or allocates anything.
+Every message is a frame (see `transport.frames`) whose body of 32 bytes says what the raw bytes of one tensor behind it
+are, little-endian, nothing else: no code, no names, no lengths inside the payload. A receiver refuses what is malformed
+or too large before it reads or allocates anything.
 
     offset  size  field
          0    32  header          of kind 1, a message, or 2, the goodbye that ends a link
@@ -108,12 +106,10 @@ class Message:
     payload: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kind < _U32:
-            raise UserError(f"message kind={self.kind}: must be from 0 to 2**32-1")
-        if not 0 <= self.tag < _U32:
-            raise UserError(f"message tag={self.tag}: must be from 0 to 2**32-1")
-        if not 0 <= self.step < _U64:
-            raise UserError(f"message step={self.step}: must be from 0 to 2**64-1")
+        if not (0 <= self.kind < _U32 and 0 <= self.tag < _U32 and 0 <= self.step < _U64):
+            for name, bits in (("kind", 32), ("tag", 32), ("step", 64)):
+                if not 0 <= getattr(self, name) < 1 << bits:
+                    raise UserError(f"message {name}={getattr(self, name)}: must be from 0 to 2**{bits}-1")
         tensor = self.payload
         if tensor is None:
             return
@@ -177,8 +173,14 @@ class Header(NamedTuple):
         )
 
     @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview, max_payload_bytes: int) -> Header:
-        """Read 64 bytes from a peer; ProtocolError names the first field that is not allowed."""
+    def decode(
+        cls,
+        data: bytes | bytearray | memoryview,
+        max_payload_bytes: int,
+        due: int | None = None,
+        peer: str = "",
+    ) -> Header:
+        """Read 64 bytes from a peer, of the message that is due; ProtocolError names the first field not allowed."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError("length", f"a header is {HEADER_BYTES} bytes, not {len(data)}")
         frame, flags, body_bytes, payload_bytes, _ = frames.decode_header(
@@ -203,6 +205,8 @@ class Header(NamedTuple):
             raise ProtocolError("frame", "a goodbye carries nothing")
         if reserved != _RESERVED:
             raise ProtocolError("reserved", "must be zero in this version")
+        if due not in (None, sequence):
+            raise ProtocolError("sequence", f"{peer} sent number {sequence}, number {due} was due")
         return cls(_FRAMES[frame], kind, tag, step, sequence, dtype, payload_bytes)
 
 
@@ -287,21 +291,19 @@ class Link(Closeable, ABC):
     def send(self, message: Message) -> SendOutcome:
         """Take the message at once, without waiting for the peer.
 
-        The payload is not copied: it must not change until `flush` says Flushed. The queue is bounded in
-        bytes: a message that does not fit is refused as Full, except that an empty queue takes one message of
-        any size (so a large message is never stuck). Raises ProtocolError if it is larger than the link's
-        largest payload.
+        The payload is not copied: it must not change until `flush` says Flushed. The queue is bounded in bytes: a
+        message that does not fit is refused as Full, except that an empty queue takes one message of any size. Raises
+        ProtocolError if it is larger than the link's largest payload.
         """
 
     @abstractmethod
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
         """Wait at most `timeout_s` (0: only look) for the next message of the peer.
 
-        With `into`, the payload is written to its beginning and the message's payload is that part of it; the
-        dtype must be the same and the room enough, else ProtocolError is raised and the message stays for the
-        next receive. After a TimedOut the link may have begun to fill `into`, and may continue: pass the same
-        tensor again (another one is filled by a copy at the end). Raises ProtocolError when the peer sends
-        what the protocol does not allow; the link is then of no further use.
+        With `into`, the payload is written to its beginning and the message's payload is that part of it; the dtype
+        must be the same and the room enough, else ProtocolError is raised and the message stays for the next receive.
+        After a TimedOut the link may have begun to fill `into`: pass the same tensor again (another one is filled by a
+        copy at the end). ProtocolError if the peer breaks the protocol; the link is then of no further use.
         """
 
     @abstractmethod
@@ -312,8 +314,8 @@ class Link(Closeable, ABC):
     def close(self) -> None:
         """End the link and free what it holds; idempotent.
 
-        What is still queued may be dropped, and the peer then sees PeerDied and not Closed: flush first. A
-        receive or flush in another thread returns Closed.
+        What is still queued may be dropped, and the peer then sees PeerDied and not Closed: flush first. A receive or
+        flush in another thread returns Closed.
         """
 
 

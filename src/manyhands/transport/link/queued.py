@@ -40,13 +40,13 @@ from manyhands.transport.link.interface import (
     room_for,
 )
 from manyhands.transport.liveness import forget_in_children
-from manyhands.transport.messages import ProtocolError
 
 __all__ = ["SLICE_NS", "Incoming", "Outgoing", "QueuedLink"]
 
 Write = Callable[[int, int, int, int, int, int, int], int]
-"""(address and bytes of the header, address and bytes of the payload, done, until, spins): go on after the first `done`
-bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are done now.
+"""(address and bytes of the header, address and bytes of the payload, done, until, spins): continue after the first
+`done` bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are
+done now.
 """
 
 SLICE_NS: Final = 50_000_000
@@ -65,16 +65,11 @@ class _Waiting:
     payload_bytes: int
     done: int
 
-    @property
-    def left(self) -> int:
-        return HEADER_BYTES + self.payload_bytes - self.done
-
 
 class Outgoing:
     """One direction of a link at its producer, which sends the bytes with `write`.
 
-    `peer_end` says how the peer left, or None while it is there; it is called at every send and at least every 50
-    ms of waiting.
+    `peer_end`, called at every send and every 50 ms of waiting, says how the peer left; None while it is there.
     """
 
     def __init__(
@@ -170,7 +165,7 @@ class Outgoing:
             with self._changed:
                 self._pending_bytes -= done - first.done
                 first.done = done
-                if first.left == 0:
+                if done == HEADER_BYTES + first.payload_bytes:
                     self._queue.popleft()
                 elif self._end is None:
                     self._end = self._peer_end()
@@ -230,11 +225,7 @@ class Incoming:
             outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
             if outcome is not None:
                 return outcome
-            header = Header.decode(self._bytes, self._max_payload_bytes)
-            if header.sequence != self._sequence:
-                raise ProtocolError(
-                    "sequence", f"{self._peer} sent number {header.sequence}, number {self._sequence} was due"
-                )
+            header = Header.decode(self._bytes, self._max_payload_bytes, self._sequence, self._peer)
             self._header, self._done = header, 0
         if header.frame is _GOODBYE:
             return Closed()

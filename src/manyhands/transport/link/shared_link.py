@@ -1,11 +1,10 @@
 """The link of two roles on one host: a ring in shared memory for each direction, and a lifeline.
 
-The lifeline is a socket pair on which nothing is ever said: each process holds one end, so the kernel tells
-the other that it is gone, however it went. A clean close is written into the ring first, which is how the two
-are told apart.
+The lifeline is a socket pair on which nothing is ever sent: each process holds one end, so the kernel shows the other
+that it is gone, however it went. A clean close is written into the ring first, which distinguishes the two.
 
-Everything is made by the parent and travels by inheritance: `SharedLinkFiles` for one link, `mesh.SharedMesh`
-for the links between all ranks of a group. `SharedLink.pair` has both ends in one process.
+Everything is made by the parent and travels by inheritance: `SharedLinkFiles` for one link, `mesh.SharedMesh` for the
+links between all ranks of a group. `SharedLink.pair` has both ends in one process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PATIENCE: Final = 4  # times the usual spinning: a peer that runs Python takes 
 
 
 class LinkDescriptors(NamedTuple):
-    """What one end needs: two file descriptors of this process, both inheritable by number (`pass_fds`)."""
+    """What one end needs: two descriptors of this process, inheritable by number (`pass_fds`)."""
 
     segment: int
     lifeline: int
@@ -89,9 +88,8 @@ class SharedLinkFiles(Closeable):
 class SharedLink(QueuedLink):
     """One end of a link through shared memory; made by `attach` or `pair`.
 
-    `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room
-    in the ring, `max_payload_bytes` what the peer may announce. Whoever waits for
-    a peer looks every 50 ms whether its process is still there.
+    `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room in the
+    ring, `max_payload_bytes` what the peer may announce. A wait looks every 50 ms whether the peer's process is there.
     """
 
     wire = Wire.SHARED
@@ -154,15 +152,8 @@ class SharedLink(QueuedLink):
     ) -> tuple[Self, Self]:
         """Both ends in one process, for threads; `names[i]` holds the i-th."""
         with SharedLinkFiles.create(capacity_bytes) as files:
-            first, second = (
-                cls.attach(
-                    LinkDescriptors(*map(os.dup, files.descriptors(end))),
-                    end=end,
-                    peer=names[1 - end],
-                    **bounds,
-                )
-                for end in (0, 1)
-            )
+            own = [LinkDescriptors(*map(os.dup, files.descriptors(end))) for end in (0, 1)]
+        first, second = (cls.attach(own[end], end=end, peer=names[1 - end], **bounds) for end in (0, 1))
         return first, second
 
     def _say_goodbye(self, complete: bool) -> None:
@@ -189,8 +180,13 @@ class SharedLink(QueuedLink):
             if now_ns - self._looked_ns < SLICE_NS // 2:
                 return None
             self._looked_ns = now_ns
-            if _holds(self._lifeline):
+            try:
+                if self._lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b"":
+                    return None
+            except BlockingIOError:  # nothing to read: its process holds the other end
                 return None
+            except ConnectionError:
+                pass
             how = byte_ring.state(self._peer_line)  # it may have closed, and then gone, since the first look
         if how == byte_ring.CLOSED:
             return Closed()
@@ -209,12 +205,3 @@ def _leaver(address: int) -> Callable[[], bool]:
         return True
 
     return leave
-
-
-def _holds(lifeline: socket.socket) -> bool:
-    try:
-        return lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-    except BlockingIOError:
-        return True
-    except ConnectionError:
-        return False

@@ -1,17 +1,15 @@
 """A network in one process, in virtual time, the same at every run: for tests, ours and yours.
 
-Each role has a clock of its own (Lamport, 1978). A message leaves when the wire is free of the ones before
-it, is on the wire for bytes ÷ bandwidth and arrives a latency (and a jitter) later; receiving it moves the
-receiver's clock to that moment, and nothing ever sleeps. Losses and jitter are drawn from (seed, source,
-destination, number of the message): they depend on what the roles do and never on how the threads that run
-them are scheduled.
+Each role has a clock of its own (Lamport, 1978). A message leaves when the wire is free of the ones before it, is on
+the wire for bytes ÷ bandwidth and arrives a latency (and a jitter) later; receiving it moves the receiver's clock to
+that moment, and nothing ever sleeps. Losses and jitter are drawn from (seed, source, destination, number of the
+message): they depend on what the roles do and never on how the threads that run them are scheduled.
 
-`run` gives each role a thread; a receive then waits until its message is there, or until it is certain that
-none comes in time. Without `run`, the caller is alone and drives all ends by itself.
+`run` gives each role a thread; a receive then waits until its message is there, or until it is certain that none comes
+in time. Without `run`, the caller is alone and drives all ends by itself.
 
-The model: each direction of a link has a wire, and a buffer without bound at the receiver, so only the wire
-makes a send Full. An end learns by receiving that its peer closed or died, one latency after that; a
-partition loses what is sent meanwhile and tells nobody.
+Each direction of a link has a wire, and a buffer without bound at the receiver, so only the wire makes a send Full. An
+end learns by receiving that its peer closed or died, one latency after that; a partition loses what is sent meanwhile.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ class RoleKilled(ManyhandsError):
 
 @dataclass(slots=True)
 class _RoleClock:
-    """What the clock of `role` shows, and when that role dies: infinity for one that was not killed.
-
-    Put forward by its own role alone.
-    """
+    """What the clock of `role` shows, which that role alone moves, and when it dies: infinity if it was not killed."""
 
     role: str
     now_s: float = 0.0
@@ -81,17 +76,16 @@ class _RoleClock:
 class _VirtualTime:
     """The clocks of all roles, which run in threads of one process, who waits for what, and who dies when.
 
-    A waiting role declares its deadline. Virtual time passes only when every running role waits: then the role with
-    the earliest deadline (ties go by name) is told that it has passed. Any other role wakes up later in virtual time
-    and can send nothing into that one's past, so what a role sees does not depend on thread scheduling.
+    A waiting role declares its deadline. Virtual time passes only when every running role waits: then the deadline of
+    the role with the earliest one (ties go by name) has passed. Any other role wakes up later in virtual time and can
+    send nothing into that one's past, so what a role sees does not depend on thread scheduling.
 
-    The order in which threads run is therefore free to choose: a role that is woken continues once the one that woke
-    it waits, so that threads run in order instead of competing for the GIL at every message. A role that waits for
-    something other than a link delays the others for `_PATIENCE_S` of real time, not longer.
+    The order in which threads run is therefore free to choose: a role that is woken continues once the one that woke it
+    waits, instead of competing for the GIL at every message. A role that waits for something other than a link delays
+    the others for `_PATIENCE_S` of real time, not longer.
 
     `changed` guards everything, also in the code that uses this class; methods that say so want it held. A clock is
-    read without it: a number is whole.
-    `stall_s` is the one real time here: how long to wait for a role that neither waits nor ends.
+    read without it. `stall_s` is the one real time here: how long to wait for a role that neither waits nor ends.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -102,7 +96,9 @@ class _VirtualTime:
         self._running: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._expired: set[str] = set()
-        self._woken: deque[str] = deque()  # asleep, and not waiting any more: whose turn it is next
+        self._woken: deque[str] = (
+            deque()
+        )  # asleep, and not waiting any more: in the order in which they continue
         self._awake = 0  # threads of roles that do not sleep
 
     def clock(self, role: str) -> _RoleClock:
@@ -123,8 +119,6 @@ class _VirtualTime:
             raise UserError(
                 f"two threads act as {role!r} at once; a role of a simulated network is one thread"
             )
-        if ready():
-            return True
         try:
             while not ready():
                 if role in self._expired:
@@ -160,7 +154,9 @@ class _VirtualTime:
         def act(role: str, function: Callable[[], T]) -> None:
             try:
                 with self.changed:
-                    self._await_turn(role)
+                    if role in self._woken:
+                        self._await_wakeup(role)
+                    self._run_anyway(role)
                 results[role] = function()
             except RoleKilled:
                 pass
@@ -209,22 +205,20 @@ class _VirtualTime:
         self._run_next()
         give_up_s = time.monotonic() + self._stall_s
         while role in self._waiting and time.monotonic() < give_up_s:
-            self._hear(role)
+            self._await_wakeup(role)
         if role in self._waiting:
             self._awake += role in self._running
             return False
-        self._await_turn(role, heard=True)
+        self._run_anyway(role)
         return True
 
-    def _await_turn(self, role: str, *, heard: bool = False) -> None:
-        """Become runnable once no other role is, or once the patience is over."""
-        if role in self._woken and not heard:
-            self._hear(role)
-        if role in self._woken:  # it was not woken to continue
+    def _run_anyway(self, role: str) -> None:
+        """Count a role as running that continues before `_run_next` chose it: the patience is over."""
+        if role in self._woken:
             self._woken.remove(role)
             self._awake += role in self._running
 
-    def _hear(self, role: str) -> None:
+    def _await_wakeup(self, role: str) -> None:
         """Wait briefly for this role's wake-up."""
         wakeup = self._wakeup(role)
         self.changed.release()
@@ -248,8 +242,7 @@ class _VirtualTime:
         return wakeup
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TraceEvent:
+class TraceEvent(NamedTuple):
     """Something a role met: at `time_s` of its clock, message `number` to or from `peer` was `what`."""
 
     time_s: float
@@ -269,8 +262,6 @@ class _Arrival(NamedTuple):
 
 
 _FLUSHED = Flushed()
-_Seen = tuple[float, str, str, int, int]
-"""A TraceEvent without its role."""
 
 
 @dataclass(slots=True)
@@ -295,9 +286,9 @@ class _Wire:
 class SimulatedNetwork:
     """Roles, and a link between any two of them, all alike: latency, bandwidth, jitter and loss.
 
-    `loss` is the probability that a message never arrives, `jitter_s` the most that is added to its latency
-    (order is kept), `queue_bytes` what a send may leave waiting for the wire, `stall_s` the real seconds
-    after which a role of `run` that neither waits nor ends is reported.
+    `loss` is the probability that a message never arrives, `jitter_s` the most that is added to its latency (order is
+    kept), `queue_bytes` what a send may leave waiting for the wire, `stall_s` the real seconds after which a role of
+    `run` that neither waits nor ends is reported.
     """
 
     def __init__(
@@ -325,7 +316,7 @@ class SimulatedNetwork:
         self._links: dict[tuple[str, str], SimulatedLink] = {}
         self._wires: dict[tuple[str, str], _Wire] = {}
         self._partitions: dict[frozenset[str], list[tuple[float, float]]] = {}
-        self._events: dict[str, list[_Seen]] = {}
+        self._events: dict[str, list[TraceEvent]] = {}
 
     def link(self, role: str, peer: str) -> SimulatedLink:
         """The end that `role` has of its one link with `peer`."""
@@ -379,12 +370,8 @@ class SimulatedNetwork:
     def trace(self) -> tuple[TraceEvent, ...]:
         """Everything the roles saw, by time, role and order: the same for the same seed and roles."""
         with self.time.changed:
-            ordered = sorted(
-                (seen[0], role, index, seen)
-                for role, events in self._events.items()
-                for index, seen in enumerate(events)
-            )
-        return tuple(TraceEvent(time_s, role, *seen[1:]) for time_s, role, _, seen in ordered)
+            events = [event for role in sorted(self._events) for event in self._events[role]]
+        return tuple(sorted(events, key=lambda event: (event.time_s, event.role)))
 
     def _transmit(self, wire: _Wire, header: Header, payload: torch.Tensor | None) -> bool:
         total, source = HEADER_BYTES + header.payload_bytes, wire.source
@@ -406,12 +393,6 @@ class SimulatedNetwork:
         wire.arrivals.append(_Arrival(wire.last_arrival_s, header, payload))
         self.time.wake(wire.destination.role)
         return True
-
-    def _say_goodbye(self, wire: _Wire) -> None:
-        at_s = self._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + self.latency_s
-        if at_s < math.inf:
-            wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
-            self.time.wake(wire.destination.role)
 
     def _death_noticed_s(self, wire: _Wire) -> float:
         return self._reaches_s(wire, wire.source.dies_s) + self.latency_s
@@ -436,7 +417,7 @@ class SimulatedLink(Link):
         self._time = network.time
         self._clock = network.time.clock(role)
         self._out, self._in = network._wires[role, peer], network._wires[peer, role]
-        self._seen = network._events.setdefault(role, [])
+        self._events = network._events.setdefault(role, [])
         self._closed = False
         self._end: Closed | PeerDied | None = None
 
@@ -509,8 +490,11 @@ class SimulatedLink(Link):
             if not self._closed:
                 self._closed = True
                 self._time.wake(self.role)
-                if self._clock.now_s < self._clock.dies_s:
-                    self._network._say_goodbye(self._out)
+                network, wire = self._network, self._out
+                at_s = network._reaches_s(wire, max(self._clock.now_s, wire.free_s)) + network.latency_s
+                if self._clock.now_s < self._clock.dies_s and at_s < math.inf:
+                    wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
+                    self._time.wake(self.peer)
 
     def _take(self, arrival: _Arrival, into: torch.Tensor | None) -> ReceiveOutcome:
         self._clock.move(arrival.at_s)
@@ -538,4 +522,4 @@ class SimulatedLink(Link):
         return clock.now_s
 
     def _note(self, what: str, number: int, num_bytes: int = 0) -> None:
-        self._seen.append((self._clock.now_s, self.peer, what, number, num_bytes))
+        self._events.append(TraceEvent(self._clock.now_s, self.role, self.peer, what, number, num_bytes))

@@ -15,6 +15,7 @@ import select
 import socket
 import termios
 import time
+from contextlib import suppress
 from typing import Final, Self
 
 import torch
@@ -75,11 +76,9 @@ class TcpLink(QueuedLink):
         cls, names: tuple[str, str] = ("end 0", "end 1"), *, queue_bytes: int = DEFAULT_QUEUE_BYTES
     ) -> tuple[Self, Self]:
         """Both ends in one process, for threads; `names[i]` holds the i-th."""
-        first, second = connected()
-        return (
-            cls(first, peer=names[1], queue_bytes=queue_bytes),
-            cls(second, peer=names[0], queue_bytes=queue_bytes),
-        )
+        ends = zip(connected(), reversed(names), strict=True)
+        first, second = (cls(end, peer=peer, queue_bytes=queue_bytes) for end, peer in ends)
+        return first, second
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
         outcome = super().receive(timeout_s, into)
@@ -108,10 +107,8 @@ class TcpLink(QueuedLink):
 
     def interrupt(self) -> None:
         """From any thread: end every wait here as if the peer were gone; the link is then of no further use."""
-        try:
+        with suppress(OSError):  # the peer went first
             self._end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer went first
 
     def _let_go(self, *, in_child: bool = False) -> None:
         del in_child
@@ -125,9 +122,9 @@ class TcpLink(QueuedLink):
         payload_bytes: int,
         done: int,
         until_ns: int,
-        _spins: int,
+        _: int,
     ) -> int:
-        """See `outgoing.Write`; where there is nobody to take it any more, `_gone` says so."""
+        """See `queued.Write`; where the peer is gone, `_gone` says so."""
         total = header_bytes + payload_bytes
         while done < total:
             parts = []
@@ -147,7 +144,7 @@ class TcpLink(QueuedLink):
         return done
 
     def _read(self, address: int, num_bytes: int, done: int, until_ns: int, _spins: int) -> int:
-        """See `incoming.Read`; at the end of the stream `_gone` says so."""
+        """See `queued.Read`; at the end of the stream `_gone` says so."""
         while done < num_bytes:
             try:
                 came = self._end.recv_into(_memory(address + done, min(num_bytes - done, _PER_CALL_BYTES)))

@@ -1,15 +1,14 @@
 """A link over torch.distributed: point-to-point sends of a process group, as Gloo carries them between hosts.
 
-A message is its header as 64 bytes and then its payload as bytes, both on one tag, so Gloo's own order keeps
-them together. Gloo has two habits that shape this file. Work is never seen to be complete until someone waits
-for it, and a wait that times out closes every connection of the process. So no wait here has a deadline: two
-threads wait, one for what was sent and one for what is to come, and the caller waits for them, with a
-deadline.
+A message is its header as 64 bytes and then its payload as bytes, both on one tag, so Gloo's own order keeps them
+together. Gloo has two habits that shape this file. Work is never seen to be complete until someone waits for it, and a
+wait that times out closes every connection of the process. So no wait here has a deadline: two threads wait, one for
+what was sent and one for what is to come, and the caller waits for them, with a deadline.
 
-Hence a farewell is needed to end the threads: an end that closes says goodbye, and the other end's thread
-answers with its own. Where the peer is there but does not read on, `close` gives up after `close_timeout_s`;
-the threads end when it reads on or goes, and when this process leaves, at the latest: one that Gloo let go while
-the interpreter is being taken apart would abort the process.
+Hence a goodbye is needed to end the threads: an end that closes sends one, and the other end's thread answers with its
+own. Where the peer is there but does not read on, `close` gives up after `_CLOSE_S`; the threads end when it reads on
+or goes, and when this process leaves, at the latest: one that Gloo let go while the interpreter is being taken apart
+would abort the process.
 
 Neither Gloo nor this link authenticates anybody: use it on loopback or inside a trusted network.
 """
@@ -22,8 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -60,7 +58,7 @@ from manyhands.transport.messages import ProtocolError
 
 __all__ = ["SumGroup", "TorchLink", "gloo_backend", "nccl_backend", "nccl_version"]
 
-_CALM = {
+_CALM = {  # where the user has not set them, while a backend is made that reads them
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # what takes too long is ended, and this process is not
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # of threads that would end this process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -70,21 +68,24 @@ _CALM = {
 class SumGroup:
     """Torch's NCCL where `device` is a GPU, elsewhere Gloo: made on `store`, which lives as long as this does.
 
-    Calls begin something and return torch's work that is under way. On a GPU the first one connects all ranks.
+    Calls begin something and return torch's work that is under way. On a GPU the first one connects all ranks; with
+    Gloo, the constructor is collective.
     """
 
     def __init__(
         self, device: torch.device, store: c10d.Store, rank: int, world: int, timeout_s: float
     ) -> None:
-        """Collective where it is Gloo."""
         self._store = store  # which torch would not keep alive, if it is one of Python's
         self._on_gpu = device.type == "cuda"
         timeout = timedelta(seconds=timeout_s)
-        if self._on_gpu:
-            with _environment(_CALM):
-                self._backend = nccl_backend(store, rank, world, timeout)
-        else:
-            self._backend = gloo_backend(store, rank, world, timeout)
+        make = nccl_backend if self._on_gpu else gloo_backend
+        added = {name: value for name, value in _CALM.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            self._backend = make(store, rank, world, timeout)
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
         """Sum it over ranks, in place, after what is queued on this thread's stream."""
@@ -97,18 +98,6 @@ class SumGroup:
         """From any thread: end what is under way, whatever the others do. Gloo's connections end with the group."""
         if self._on_gpu:
             self._backend.abort()
-
-
-@contextmanager
-def _environment(usual: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that the user has not set, while something is made that reads them."""
-    added = [name for name in usual if name not in os.environ]
-    os.environ.update({name: usual[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def nccl_version() -> str:
@@ -131,12 +120,11 @@ def gloo_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -
     return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, world, timeout=timeout)
 
 
-MAX_CHANNEL: Final = 0xFFFF
-_FIRST_TAG: Final = 0x4D480000  # far from the small numbers that others' code uses as tags
-_LAST_TAG: Final = _FIRST_TAG + MAX_CHANNEL + 1  # nobody sends on it
+_TAG: Final = 0x4D480000  # far from the small numbers that others' code uses as tags
+_UNUSED_TAG: Final = _TAG + 1  # nothing is ever sent on it
 _NEVER: Final = timedelta(days=3650)
 _AT_ONCE: Final = timedelta(milliseconds=1)
-_LEAVING_S: Final = 5.0
+_CLOSE_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -149,11 +137,7 @@ class _Sent:
 
 
 class TorchLink(Link):
-    """One end of a link between this rank of `group` and another; `group` must outlive it.
-
-    `peer_rank` is a rank of the group. Links between the same two ranks need different channels, the same on
-    both ends.
-    """
+    """One end of the one link between this rank of `group` and `peer_rank`; `group` must outlive it."""
 
     wire = Wire.TORCH
 
@@ -162,13 +146,8 @@ class TorchLink(Link):
         group: dist.ProcessGroup,
         peer_rank: int,
         *,
-        channel: int = 0,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
-        close_timeout_s: float = 5.0,
     ) -> None:
-        if not 0 <= channel <= MAX_CHANNEL:
-            raise UserError(f"channel={channel}: must be from 0 to {MAX_CHANNEL}")
         if peer_rank == group.rank() or not 0 <= peer_rank < group.size():
             raise UserError(
                 f"peer_rank={peer_rank}: must be from 0 to {group.size() - 1}, other than {group.rank()}"
@@ -177,10 +156,7 @@ class TorchLink(Link):
         self.counters = LinkCounters()
         self._group = group
         self._peer_rank = peer_rank
-        self._tag = _FIRST_TAG + channel
         self._queue_bytes = queue_bytes
-        self._max_payload_bytes = max_payload_bytes
-        self._close_timeout_s = close_timeout_s
         self._changed = threading.Condition(threading.Lock())
         self._closing = False
         self._said_goodbye = False
@@ -194,7 +170,7 @@ class TorchLink(Link):
         self._sequence = 0
         self._threads = [
             threading.Thread(target=work, name=f"manyhands link to {self.peer}: {name}", daemon=True)
-            for work, name in ((self._listen, "receiver"), (self._settle, "sender"))
+            for work, name in ((self._listen, "receiver"), (self._await_sent, "sender"))
         ]
         for thread in self._threads:
             thread.start()
@@ -202,7 +178,7 @@ class TorchLink(Link):
 
     def send(self, message: Message) -> SendOutcome:
         num_bytes = message.payload_bytes
-        check_size(num_bytes, self._max_payload_bytes, self.peer)
+        check_size(num_bytes, DEFAULT_MAX_PAYLOAD_BYTES, self.peer)
         total = HEADER_BYTES + num_bytes
         with self._changed:
             if self._end is not None or self._closing:
@@ -249,14 +225,12 @@ class TorchLink(Link):
     def flush(self, timeout_s: float) -> FlushOutcome:
         start = time.monotonic()
         with self._changed:
-            self._changed.wait_for(
+            ended = self._changed.wait_for(
                 lambda: not self._pending_bytes or self._end is not None or self._closing, timeout_s
             )
             if not self._pending_bytes:
                 return Flushed()
-            if self._end is not None or self._closing:
-                return self._end or Closed()
-            return TimedOut(time.monotonic() - start)
+            return (self._end or Closed()) if ended else TimedOut(time.monotonic() - start)
 
     def give_up(self, reason: str) -> None:
         """The peer is gone as far as anyone can tell: end all waits, from any thread; `close` does not wait then."""
@@ -275,7 +249,7 @@ class TorchLink(Link):
             self._closing = True
             self._say_goodbye()
             self._changed.notify_all()
-            patience_s = 0.0 if isinstance(self._end, PeerDied) else self._close_timeout_s
+            patience_s = 0.0 if isinstance(self._end, PeerDied) else _CLOSE_S
         deadline = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -284,16 +258,14 @@ class TorchLink(Link):
         """End the threads, whatever the peer does; for a process that leaves, as it takes the group's links along."""
         self.give_up("this process is leaving")
         if any(thread.is_alive() for thread in self._threads):
-            try:
-                self._group.recv([torch.empty(1)], self._peer_rank, _LAST_TAG).wait(_AT_ONCE)
-            except RuntimeError:  # that it timed out, which has closed every connection
-                pass
+            with suppress(RuntimeError):  # that it timed out, which has closed every connection
+                self._group.recv([torch.empty(1)], self._peer_rank, _UNUSED_TAG).wait(_AT_ONCE)
         for thread in self._threads:
-            thread.join(_LEAVING_S)
+            thread.join(_CLOSE_S)
 
     def _post(self, tensors: list[torch.Tensor], num_bytes: int) -> PeerDied | None:
         try:
-            works = [self._group.send([tensor], self._peer_rank, self._tag) for tensor in tensors]
+            works = [self._group.send([tensor], self._peer_rank, _TAG) for tensor in tensors]
         except RuntimeError as error:
             return self._died(error)
         self._sent.append(_Sent(works, tensors, num_bytes))
@@ -307,7 +279,7 @@ class TorchLink(Link):
             if not isinstance(self._end, PeerDied):
                 self._post([_bytes_of(Header.goodbye(self.counters.messages_sent))], 0)
 
-    def _settle(self) -> None:
+    def _await_sent(self) -> None:
         """The sender's thread: wait for what was sent, oldest first, until the goodbye has left."""
         while True:
             with self._changed:
@@ -351,11 +323,7 @@ class TorchLink(Link):
         """Receive one message and put it on the counter; False for a goodbye."""
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._read(first)
-        header = Header.decode(first.numpy().tobytes(), self._max_payload_bytes)
-        if header.sequence != self._sequence:
-            raise ProtocolError(
-                "sequence", f"{self.peer} sent number {header.sequence}, number {self._sequence} was due"
-            )
+        header = Header.decode(first.numpy().tobytes(), DEFAULT_MAX_PAYLOAD_BYTES, self._sequence, self.peer)
         if header.frame is FrameKind.GOODBYE:
             return False
         self._sequence += 1
@@ -378,7 +346,7 @@ class TorchLink(Link):
         return True
 
     def _read(self, tensor: torch.Tensor) -> None:
-        self._group.recv([tensor], self._peer_rank, self._tag).wait(_NEVER)
+        self._group.recv([tensor], self._peer_rank, _TAG).wait(_NEVER)
 
     def _died(self, error: RuntimeError) -> PeerDied:
         sentence = str(error).split(". ")[0].split("] ", 1)[-1]

@@ -29,10 +29,9 @@ class Labels:
     def targets(self, labels: NDArray[np.float32], where: str) -> NDArray[np.float32]:
         """0 for no and 1 for yes; DataError says what else there is in `where`."""
         is_yes = labels == self.yes
-        wrong = ~(is_yes | (labels == self.no))
-        if wrong.any():
-            bad = labels[wrong][0]
-            shown = "none" if np.isnan(bad) else f"{bad:g}"
+        wrong = labels[~(is_yes | (labels == self.no))]
+        if len(wrong):
+            shown = "none" if np.isnan(wrong[0]) else f"{wrong[0]:g}"
             raise DataError(
                 f"{where} has an example with label {shown} beside {self.no:g} and {self.yes:g}; a logistic regression "
                 "has two labels, which every example must have one of"
@@ -42,10 +41,7 @@ class Labels:
 
 
 def labels_of(seen: Iterable[float], where: str) -> Labels | None:
-    """The pair that the labels seen so far belong to; None while there is no telling: 1 alone may be yes or no.
-
-    DataError names labels that are of no pair.
-    """
+    """The pair of the labels seen so far; None while 1 alone may be yes or no. DataError names labels of no pair."""
     values = np.unique(np.array(list(seen), float)).tolist()  # one NaN at most, as the last
     fitting = [pair for pair in PAIRS if set(values) <= set(pair)]
     if not fitting:

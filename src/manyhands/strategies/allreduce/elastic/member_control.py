@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from manyhands.engine.reporting import WorkerNote
 from manyhands.errors import Aborted, PeerTimeout
-from manyhands.places.external.send_queue import Wakeup
+from manyhands.places.external.control_messages import Wakeup
 from manyhands.places.local.control import Context, TypedNotes
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
     ArrivedInEpoch,

@@ -95,7 +95,7 @@ class Compressor:
         for rank in range(self.world):
             refused = self._add(self._given, parcel, mine, vector, rank, mailbox, refused)
         mailbox.flush(refused, self._peers())
-        self._given.settle(parcel, vector)
+        self._given.finalize(parcel, vector)
 
     def _two_phases(
         self, vector: Tensor, parcel: Parcel, mailbox: Mailbox, enter: Callable[[int], None]
@@ -112,7 +112,7 @@ class Compressor:
         for rank in range(self.world):
             refused = self._add(self._given, owned, encoded[rank], total, rank, mailbox, refused)
         mailbox.flush(refused, self._peers())
-        self._given.settle(owned, total)
+        self._given.finalize(owned, total)
         enter(2)
         mine = self._put(self._sums, owned, total, "out")
         refused = mailbox.post([(peer, mine) for peer in self._peers()])
