@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding import visits
+from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
@@ -49,7 +49,7 @@ class OffloadExchange(Exchange):
     part = WorkerPart(index=0, count=1)
     steps_itself = builds_on_host = True
     _optimizer: Optimizer
-    _visits: visits.UnitVisits
+    _visits: layer_units.UnitVisits
 
     def __init__(self, limit: int, device: torch.device, place: str = HOST) -> None:
         self.parts = GradientParts(held=self._waiting, counted=self._waiting, total=self.total)
@@ -57,7 +57,7 @@ class OffloadExchange(Exchange):
         self._mover: Mover = StreamMover(device) if device.type == "cuda" else ThreadMover()
         self._layers: list[_Layer] = []
         self._places: list[tuple[_Layer, int]] = []
-        self._flow = visits.UnitFlow(0)
+        self._flow = layer_units.UnitFlow(0)
         self._attached = ExitStack()
         self._saved = OffloadedTensors(self._mover, 0)
         self._defers, self._steps, self._backward = False, True, False
@@ -88,8 +88,8 @@ class OffloadExchange(Exchange):
         self._layers = [_Layer(memory, self._mover, self._place, optimizer) for memory in memories]
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
-        self._flow = visits.UnitFlow(len(units), lasting, ahead=budget.ahead)
-        self._visits = visits.UnitVisits(model, memories, self._flow, self._carry_out)
+        self._flow = layer_units.UnitFlow(len(units), lasting, ahead=budget.ahead)
+        self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
         parameters = [layer.unit.parameters[number] for layer, number in self._places]
         self._attached.callback(self._show_host_values)
@@ -171,20 +171,20 @@ class OffloadExchange(Exchange):
         self._attached.close()
         self._mover.close()
 
-    def _carry_out(self, actions: Iterable[visits.Action]) -> None:
+    def _carry_out(self, actions: Iterable[layer_units.Action]) -> None:
         for action in actions:
             match action:
-                case visits.Fetch(unit):
+                case layer_units.Fetch(unit):
                     self._keep_pace()
                     self._layers[unit].fetch(with_state=self._backward and self._steps)
-                case visits.Await(unit):
+                case layer_units.Await(unit):
                     self._layers[unit].arrive()
-                case visits.Hand(unit):
+                case layer_units.Hand(unit):
                     if self._steps:
                         self._step(self._layers[unit])
                     else:
                         self._layers[unit].keep_gradients()
-                case visits.Release(unit):
+                case layer_units.Release(unit):
                     self._layers[unit].let_go()
 
     def _step(self, layer: _Layer) -> None:
