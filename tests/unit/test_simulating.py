@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
+from manyhands.cli.forecast_commands import parse_seconds
 from manyhands.cli.main import app
-from manyhands.cli.simulate_command import parse_seconds
 from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length
 from manyhands.errors import NonFinite, UserError

@@ -169,7 +169,6 @@ class WorkerEnd:
             self._home.close()
 
     def join(self, view: View, address: str) -> None:
-        """Connect, share memory where the link does, and pull for the first time."""
         (server,) = {place.primary for place in view.shards}
         self._hub.connect(server, address)
         self._listen_until(lambda: server in self._hub.members())

@@ -121,8 +121,8 @@ class ShardStore:
         """The memory of values, optimizer state and, where there is one, sum."""
         state = sum(
             value.nbytes
-            for one in self._slices.state()
-            for value in one.state.values()
+            for _, kept in self._slices.state().values()
+            for value in kept.values()
             if isinstance(value, Tensor)
         )
         tables = sum(table.nbytes for table in self.tables.values())
@@ -155,7 +155,7 @@ class ShardStore:
                     for gradient in combined:
                         if gradient is not None:
                             gradient.sign_()
-                self._slices.step_with(combined, rate)
+                self._slices.step(combined, rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):
@@ -193,7 +193,7 @@ class ShardStore:
     def state(self) -> ShardState:
         """Everything that a store of the same shard needs to continue; the tensors are not copied."""
         settings = self._slices.settings()
-        slots: dict[int, dict[str, Any]] = {one.position: one.state for one in self._slices.state()}
+        slots = {position: kept for position, (_, kept) in self._slices.state().items()}
         model: dict[str, Tensor] = {}
         for piece, values in zip(self._layout.pieces[self._shard], self.values.pieces, strict=True):
             model[self._layout.entries[piece.parameter].name] = values

@@ -158,7 +158,7 @@ class _FirstPass:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
         def read() -> Iterator[RowBlock]:
-            return _only(self.source.blocks(next(advance, None)), self.holdout, held=False)
+            return self.holdout.only(self.source.blocks(next(advance, None)), held=False)
 
         layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
         return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
@@ -179,7 +179,7 @@ class _FirstPass:
             return None
 
         def read() -> Iterator[RowBlock]:
-            return source.blocks() if valid is not None else _only(source.blocks(), self.holdout, held=True)
+            return source.blocks() if valid is not None else self.holdout.only(source.blocks(), held=True)
 
         targets = _targets(labels, self.options.objective, source.name, _pair(sample.labels))
         layout = own_columns(self.bins)  # rows held out need not exclude what others do
@@ -249,15 +249,6 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
         **kept,
         "max_depth": options.max_depth or -1,
     }
-
-
-def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
-    first = 0
-    for block in blocks:
-        out = holdout.chosen(first, len(block))
-        first += len(block)
-        if out.any() if held else not out.all():
-            yield block if not out.any() and not held else block.take(out if held else ~out)
 
 
 def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:

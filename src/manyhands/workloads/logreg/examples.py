@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import RowFile
+from manyhands.data.row_files import RowFile, Rows
 from manyhands.errors import DataError
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
 from manyhands.workloads.logreg.labels import Labels, labels_of
