@@ -109,7 +109,7 @@ SUMS: Final = "sums"
 # NCCL takes one rank per GPU, sums whole buckets without encoding, and does not encrypt. It is chosen only if every
 # worker has its own GPU, the strategy asks for nothing else, and no data leaves a host that must not be readable on the
 # network. All workers decide from the same facts, so all decide alike. Pure, except `seat_of`, which inspects the host.
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GpuSeat:
     """Where one worker computes, as it announces this to the others."""
 
@@ -132,8 +132,7 @@ class GpuSeat:
             raise ManyhandsError(
                 f"the run's store holds {text[:80]!r} where a worker says which GPU it computes on"
             )
-        host, gpu, nccl, nccl_host = found
-        return cls(host=host, gpu=gpu, nccl=nccl, nccl_host=nccl_host)
+        return cls(*found)
 
 
 def seat_of(device: torch.device) -> GpuSeat:
@@ -204,7 +203,6 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
 # (losses, flags, totals: float64, in host memory) goes through another collective, which also tells which worker is
 # late: once its sum is there, all workers have launched everything. From then on the host runs ahead of the GPU;
 # whether the sums succeeded is checked before any of them is kept, or the next step is agreed on.
-
 
 _T = TypeVar("_T")
 _CAUSE_S: Final = 2.0

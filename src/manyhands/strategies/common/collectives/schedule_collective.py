@@ -408,11 +408,12 @@ class ScheduleCollective(Collective):
         return sum((one.traffic() for one in self.mailboxes), Traffic())
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
+        self._background.close(partial(close_links, self._links))
 
-        self._background.close(close_links)
+
+def close_links(links: Mapping[int, Link]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def carrier(
