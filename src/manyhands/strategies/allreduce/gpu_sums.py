@@ -46,10 +46,7 @@ __all__ = [
 
 
 def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
-    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and no setting asks for it.
-
-    PeerTimeout names a worker that did not announce its GPU.
-    """
+    """Collective: decide whether NCCL sums, None on CPUs; PeerTimeout names a worker that announced no GPU."""
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
@@ -150,6 +147,9 @@ class SumsChoice:
     nccl: bool
     why: str
 
+    def summary(self) -> dict[str, Any]:
+        return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
+
 
 def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool) -> SumsChoice:
     """Choose between NCCL and links or host memory; raises UserError if `link=nccl` asks for the impossible.
@@ -167,9 +167,8 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
 
 
 def sums_sentence(choice: dict[str, Any]) -> str:
-    if choice["by"] == "nccl":
-        return f"gradients are summed on the GPUs by NCCL: {choice['why']}"
-    return f"gradients are summed in the host's memory or over links, not by NCCL: {choice['why']}"
+    by_nccl, not_by = "on the GPUs by NCCL", "in the host's memory or over links, not by NCCL"
+    return f"gradients are summed {by_nccl if choice['by'] == 'nccl' else not_by}: {choice['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:

@@ -38,7 +38,7 @@ class AllReduceTraining(ExchangeTraining):
         else:
             exchange = super().end(strategy, resources)
         if choice is not None and isinstance(exchange, AllReduceExchange):
-            exchange.besides = {SUMS: {"by": "nccl" if choice.nccl else "links", "why": choice.why}}
+            exchange.besides = choice.summary()
         return exchange
 
     @classmethod
