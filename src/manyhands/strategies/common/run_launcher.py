@@ -44,7 +44,7 @@ from manyhands.places.local.supervisor import (
     Supervisor,
 )
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import AddWorker, Command
+from manyhands.places.place import AddWorker, Command
 from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
 __all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]

@@ -20,7 +20,7 @@ from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.specification import listening_at
-from manyhands.places.run_commands import MORE_WORKERS
+from manyhands.places.place import MORE_WORKERS
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.live.handover import off_shards, onto_shards
 from manyhands.strategies.ps.live.live_training import (

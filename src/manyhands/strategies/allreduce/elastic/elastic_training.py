@@ -27,7 +27,7 @@ from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import MORE_WORKERS, Command
+from manyhands.places.place import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,
     ElasticKeeper,

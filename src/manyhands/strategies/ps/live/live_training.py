@@ -26,7 +26,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
 from manyhands.strategies.ps.external_roles import PsRanks
 from manyhands.strategies.ps.live.losses import LossBook
