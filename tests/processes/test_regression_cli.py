@@ -142,7 +142,7 @@ def test_processes_by_turns_give_the_bits_of_one(tmp_path: Path) -> None:
         after_pass=lambda _number, loss: losses.append(loss),
     )
     np.testing.assert_array_equal(together.model.table, alone.model.table)
-    assert losses == together.progressive == pytest.approx(alone.progressive, rel=1e-9)
+    assert losses == together.progressive_loss == pytest.approx(alone.progressive_loss, rel=1e-9)
     assert together.examples == 600
 
 
@@ -176,7 +176,7 @@ def test_batches_on_two_workers_are_those_of_one(tmp_path: Path, strategy: str, 
     losses = [row["metrics"]["pass_loss"] for row in alone.history.evaluations]
     together = train_logreg(path, options, strategy=strategy, workers=2)
     np.testing.assert_allclose(together.model.table, table_of(alone.model.state_dict()), atol=2e-5)
-    assert together.progressive == pytest.approx(losses, rel=1e-5)
+    assert together.progressive_loss == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("learner", ["adagrad", "ftrl"])

@@ -326,8 +326,8 @@ def test_what_the_learner_counts_is_what_it_takes(
 @pytest.mark.parametrize(
     ("content", "reported"),
     [
-        (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number of vectors"),
-        (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number"),
+        (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number of vectors"),
+        (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number"),
         (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is no finite number"),
         (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is no finite number"),
         (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is no finite number"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.gbdt import bin_kernels
@@ -172,7 +172,7 @@ DAMAGED = {
     "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
     "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
-    "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not every leaf"),
+    "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not all leaves"),
     "letters": (lambda one: _changed(one, "leaf_value", "x"), "something else than numbers"),
     "nan": (lambda one: _changed(one, "leaf_value", "nan"), "holds nan"),
     "huge": (lambda one: _changed(one, "split_feature", "9" * 30), "something else than numbers"),
@@ -224,5 +224,5 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_width_are_refused() -> None:
-    with pytest.raises(UserError, match="rows have 3 columns, but the model was trained on 5"):
+    with pytest.raises(UserError, match="rows have 3 columns; the model was trained on 5"):
         predicted(model(trees=1), np.zeros((2, 3)))

@@ -144,16 +144,7 @@ def test_trees_predict_what_training_had_as_scores() -> None:
         losses = [step.take(task.portion(number)) for number in range(8)]
         bias = float(task.train.opened()[3][0])
         assert isinstance(step, GbdtStep)
-        model = GbdtModel.of(
-            dict(memory.named_buffers()),
-            8,
-            task.bins,
-            objective="binary",
-            bias=bias,
-            rate=0.1,
-            names=None,
-            parameters={},
-        )
+        model = GbdtModel.of(dict(memory.named_buffers()), 8, task.bins, task.gbdt, bias, None)
         scores = model.scores(RowBlock(labels=None, dense=values))
         assert np.allclose(scores, step._train.scores, rtol=0, atol=1e-12)
         assert [one.loss for one in losses] == sorted((one.loss for one in losses), reverse=True)

@@ -148,11 +148,11 @@ import os, sys, time
 from manyhands.native import warming
 from manyhands.native.warming import CompileJob
 order = sys.argv[1]
-def _compile(job):
-    with open(order, "a") as file: print(*job.calls, file=file)
-    if job.calls == ("bad",): raise ValueError("no such kernel")
-    time.sleep(0.2 if job.calls == ("base",) else 0)
-warming._compile = _compile
+def _import(module):
+    with open(order, "a") as file: print(module, file=file)
+    if module == "bad": raise ValueError("no such kernel")
+    time.sleep(0.2 if module == "base" else 0)
+warming.import_module = _import
 warming.JOBS = {"late": CompileJob(("late",), after="base"), "base": CompileJob(("base",)), "bad": CompileJob(("bad",)),
                 "alone": CompileJob(("alone",), after="not asked for")}
 assert warming.run_jobs(["late", "base", "bad", "alone"], slots=2) == ["bad"]
@@ -185,7 +185,7 @@ def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
     monkeypatch.setattr(warming, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(warming, "_PREPARED", set())
     monkeypatch.setattr(warming, "_mark", lambda job: tmp_path / f"{job}.done")
-    monkeypatch.setattr(warming, "_compile_elsewhere", lambda names: report.append(list(names)))
+    monkeypatch.setattr(warming, "_compile_in_child", lambda names: report.append(list(names)))
     (tmp_path / "waiting.done").touch()
     assert warming.prepare("libsvm", "fit") > 0
     assert warming.prepare("fit") == 0.0
@@ -208,7 +208,7 @@ def test_a_terminal_shows_how_far_compiling_is(tmp_path, monkeypatch, on_termina
         subprocess, "Popen", lambda _, **more: start(["sh", "-c", "sleep 0.3; echo oh >&2; exit 3"], **more)
     )
     (tmp_path / "svd").touch()
-    warming._compile_elsewhere(["svd", "logreg"])
+    warming._compile_in_child(["svd", "logreg"])
     *lines, cleared = shown.getvalue().split("\r\x1b[K")
     if on_terminal:
         assert "manyhands: compiling: 1 of 2 parts done, 0 s" in lines
@@ -225,6 +225,6 @@ def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
     monkeypatch.setattr(
         subprocess, "Popen", lambda _, **more: begun.append(start(["sleep", "60"], **more)) or begun[0]
     )
-    warming._compile_elsewhere(["svd"])
+    warming._compile_in_child(["svd"])
     assert "kernels were not compiled within 0 s; continuing without them" in capsys.readouterr().err
     assert begun[0].returncode == -signal.SIGKILL

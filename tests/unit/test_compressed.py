@@ -121,7 +121,7 @@ def test_gathering_adds_up_what_every_worker_sent(text: str) -> None:
         expected = torch.zeros(COUNT)
         for rank, codec in enumerate(codecs):
             expected += coded(codec, parcel, values_of(rank, step), step)
-        codecs[0].settle(parcel, expected)
+        codecs[0].finalize(parcel, expected)
         assert all(torch.equal(result[step], expected) for result in results), step
     if "sampled" not in text:
         assert sent == [(world - 1) * codecs[0].size(parcel)] * world

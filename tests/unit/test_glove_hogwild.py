@@ -38,8 +38,8 @@ def path(tmp_path: Path) -> Path:
 def test_a_fixed_order_gives_the_result_of_one_thread(path: Path, strategy: str, workers: int) -> None:
     alone = train_glove(path, SIZE, OPTIONS)
     found = train_glove(path, SIZE, OPTIONS, strategy=strategy, workers=workers)
-    np.testing.assert_allclose(found.word, alone.word, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(found.context_bias, alone.context_bias, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found.model.word, alone.model.word, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found.model.context_bias, alone.model.context_bias, rtol=0, atol=1e-10)
     np.testing.assert_allclose(found.costs, alone.costs, rtol=1e-11)
 
 
@@ -79,7 +79,7 @@ def test_an_interrupted_run_goes_on_to_the_bytes_of_an_uninterrupted_one(
     resumed = train_glove(path, SIZE, options, strategy=strategy, keep=Keeping(out=out, resume=True))
     assert resumed.summary["resumed_from_step"] > 0
     for name in ("word", "context", "word_bias", "context_bias"):
-        np.testing.assert_array_equal(getattr(resumed, name), getattr(whole, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(resumed.model, name), getattr(whole.model, name), err_msg=name)
     assert resumed.costs == whole.costs
     assert resumed.costs[: len(found.costs)] == found.costs
 

@@ -67,10 +67,10 @@ def test_one_thread_in_float64_is_the_published_rule(tmp_path: Path, dim: int) -
 
     result = train_glove(tmp_path / "records.bin", 300, options)
 
-    np.testing.assert_allclose(result.word, expected.word, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(result.context, expected.context, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(result.word_bias, expected.word_bias, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(result.context_bias, expected.context_bias, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(result.model.word, expected.word, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(result.model.context, expected.context, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(result.model.word_bias, expected.word_bias, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(result.model.context_bias, expected.context_bias, rtol=0, atol=1e-10)
     np.testing.assert_allclose(result.costs, costs, rtol=1e-11)
     assert np.abs(expected.word - GloveModel(300, options).initialise().snapshot().word).max() > 0.01
 
@@ -81,10 +81,10 @@ def test_float32_stays_near_float64(tmp_path: Path) -> None:
         train_glove(tmp_path / "records.bin", 300, GloveOptions(passes=2, dtype=dtype))
         for dtype in ("float64", "float32")
     )
-    np.testing.assert_allclose(single.word, exact.word, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(single.model.word, exact.model.word, rtol=0, atol=2e-5)
     np.testing.assert_allclose(single.costs, exact.costs, rtol=1e-5)
-    assert single.word.dtype == np.float32
-    np.testing.assert_array_equal(single.vectors(), single.word + single.context)
+    assert single.model.word.dtype == np.float32
+    np.testing.assert_array_equal(single.model.vectors(), single.model.word + single.model.context)
 
 
 def test_logarithms_and_weights_are_numpys() -> None:

@@ -355,7 +355,7 @@ def test_a_vote_counts_each_worker_once() -> None:
     total = torch.zeros(3)
     for one in ([5.0, -1.0, 3.0], [-0.1, -100.0, 1e-9], [-0.2, 7.0, 2.0]):
         codec.add(parcel, sent(codec, parcel, torch.tensor(one)), total)
-    codec.settle(parcel, total)
+    codec.finalize(parcel, total)
     assert total.tolist() == [-1.0, -1.0, 1.0]
 
 
@@ -508,8 +508,8 @@ def test_items_that_no_encoder_makes_are_refused() -> None:
         ("ternary", 243, "at most 242"),
         ("qsgd:7", 0xFF, "there are 15 values"),
         ("qsgd:100", 201, "there are 201 values"),
-        ("fp8", 0x7F, "no number of this format"),
-        ("fp8:e5m2", 0xFC, "no number of this format"),
+        ("fp8", 0x7F, "not a number of this format"),
+        ("fp8:e5m2", 0xFC, "not a number of this format"),
     ):
         codec = made(text)
         encoded = sent(codec, parcel, values)

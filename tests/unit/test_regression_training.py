@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, roc_auc_score
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.training import Keeping
@@ -70,7 +70,7 @@ def assert_good(metrics: Metrics) -> None:
 def test_a9a_is_learned(strategy: str, workers: int, learner: str) -> None:
     result = train(DATA / "a9a.gz", strategy, workers, learner=learner)
     assert result.examples == 32561
-    assert len(result.progressive) == 5
+    assert len(result.progressive_loss) == 5
     assert_good(result.model.evaluate(RowFile(DATA / "a9a.t.gz")))
 
 
@@ -93,6 +93,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
         assert found.accuracy == pytest.approx(accuracy_score(targets, chances > 0.5, sample_weight=counted))
         assert found.auc == pytest.approx(roc_auc_score(targets, chances, sample_weight=counted))
         assert found.log_loss == pytest.approx(log_loss(targets, chances, sample_weight=counted))
+        assert found.confusion == tuple(map(tuple, confusion_matrix(targets, chances > 0.5)))
     assert measure(margins, np.ones(2000, np.float32)).auc is None
     assert measure(np.array([1000.0, -1000.0]), np.array([0, 1], np.float32)).log_loss == pytest.approx(1000)
 
@@ -138,7 +139,7 @@ def test_memory_does_not_change_the_result(tmp_path: Path, strategy: str) -> Non
         path, LogregOptions(rate=0.2), strategy=strategy, workers=workers, reading=small, memory_bytes=0
     )
     np.testing.assert_array_equal(read_again.model.table, kept.model.table)
-    assert read_again.progressive == pytest.approx(kept.progressive, rel=1e-12)
+    assert read_again.progressive_loss == pytest.approx(kept.progressive_loss, rel=1e-12)
     assert read_again.examples == kept.examples == 400
 
 
@@ -217,12 +218,12 @@ def test_an_interrupted_training_goes_on_to_the_bits_of_an_uninterrupted_one(
     assert end.signal == number
     assert found.interrupted
     assert np.abs(found.model.table).max() > 0.01
-    passes = len(found.progressive) + 2
+    passes = len(found.progressive_loss) + 2
     options = LogregOptions(passes=passes)
     whole = train_logreg(path, options, strategy=strategy, workers=workers)
     resumed = train_logreg(path, options, strategy=strategy, workers=workers, keep=replace(keep, resume=True))
     np.testing.assert_array_equal(resumed.model.table, whole.model.table)
-    assert resumed.progressive == pytest.approx(whole.progressive, rel=1e-12)
+    assert resumed.progressive_loss == pytest.approx(whole.progressive_loss, rel=1e-12)
     with pytest.raises(UserError, match=r"rate is 0\.5, but the run was started with"):
         train_logreg(path, LogregOptions(rate=0.5), keep=replace(keep, resume=True))
 

@@ -10,7 +10,6 @@ An address is an int64: a pointer into a mapped `Segment`. Words are 4-byte (`_u
 
 from __future__ import annotations
 
-import errno
 import platform
 from typing import Any
 
@@ -25,7 +24,6 @@ _X86 = platform.machine() in ("x86_64", "AMD64", "i686")
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
 _CLOCK_MONOTONIC = 1
-_ETIMEDOUT = errno.ETIMEDOUT
 
 _syscall = types.ExternalFunction(
     "syscall",
@@ -38,18 +36,14 @@ def _word(builder: Any, address: Any, bits: int) -> Any:
     return builder.inttoptr(address, ir.IntType(bits).as_pointer())
 
 
-def _loader(bits: int, result: Any) -> Any:
+def _word_atomics(bits: int, kind: Any) -> tuple[Any, Any, Any]:
     @intrinsic  # type: ignore[untyped-decorator]
     def load(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.load_atomic(_word(builder, args[0], bits), "acquire", bits // 8)
 
-        return result(types.int64), codegen
+        return kind(types.int64), codegen
 
-    return load
-
-
-def _storer(bits: int, value_type: Any) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def store(typingctx: Any, address: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -58,28 +52,20 @@ def _storer(bits: int, value_type: Any) -> Any:
             builder.store_atomic(args[1], _word(builder, args[0], bits), "seq_cst", bits // 8)
             return context.get_dummy_value()
 
-        return types.void(types.int64, value_type), codegen
+        return types.void(types.int64, kind), codegen
 
-    return store
-
-
-def _adder(bits: int, value_type: Any) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def add(typingctx: Any, address: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.atomic_rmw("add", _word(builder, args[0], bits), args[1], "seq_cst")
 
-        return value_type(types.int64, value_type), codegen
+        return kind(types.int64, kind), codegen
 
-    return add
+    return load, store, add
 
 
-load_u32 = _loader(32, types.uint32)
-load_i64 = _loader(64, types.int64)
-store_u32 = _storer(32, types.uint32)
-store_i64 = _storer(64, types.int64)
-add_u32 = _adder(32, types.uint32)
-add_i64 = _adder(64, types.int64)
+load_u32, store_u32, add_u32 = _word_atomics(32, types.uint32)
+load_i64, store_i64, add_i64 = _word_atomics(64, types.int64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -110,9 +96,8 @@ def pause(typingctx: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _X86:
-            function_type = ir.FunctionType(ir.VoidType(), [])
-            function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause")
-            builder.call(function, [])
+            kind, name = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
         else:
             builder.fence("acquire")
         return context.get_dummy_value()

@@ -30,10 +30,7 @@ def converter(source: Any, target: Any, convert: Any) -> Any:
 
 
 bits_of = converter(float32, uint32, lambda builder, value: builder.bitcast(value, ir.IntType(32)))
-"""The bits of a float32."""
-
 float_of = converter(uint32, float32, lambda builder, value: builder.bitcast(value, ir.FloatType()))
-"""The float32 of 32 bits."""
 
 
 @inlined()

@@ -15,7 +15,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,10 +37,13 @@ def cache_folder() -> Path | None:
 
     None where nothing can be written: kernels are then compiled in every process.
     """
-    for place in _places():
-        if own_folder(place):
-            return place
-    return None
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = [Path(tempfile.gettempdir()) / f"manyhands-kernels-{os.geteuid()}"]
+    if os.path.isabs(caches):
+        places.insert(0, Path(caches) / "manyhands" / "kernels")
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        places.insert(0, Path(given).absolute() / "manyhands")
+    return next((place for place in places if own_folder(place)), None)
 
 
 def own_folder(path: Path) -> bool:
@@ -68,29 +72,13 @@ def folder_of(file: Path) -> Path | None:
     return folder
 
 
-def _places() -> Iterator[Path]:
-    given = os.environ.get("NUMBA_CACHE_DIR")
-    if given:
-        yield Path(given).absolute() / "manyhands"
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(caches):
-        yield Path(caches) / "manyhands" / "kernels"
-    yield Path(tempfile.gettempdir()) / f"manyhands-kernels-{os.geteuid()}"
-
-
 def _remove_old(root: Path) -> None:
     """Delete code of sources that were replaced long ago; a process that still runs them compiles again."""
     before = time.time() - _OLD_S
     for one in root.iterdir():
-        try:
-            if one.stat().st_mtime >= before:
-                continue
-            if one.is_dir():
-                shutil.rmtree(one)
-            else:
-                one.unlink()
-        except OSError:  # another process was first
-            continue
+        with suppress(OSError):  # another process was first
+            if one.stat().st_mtime < before:
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
 
 
 def module_file(module: str, root: Path = ROOT) -> Path | None:
@@ -99,10 +87,8 @@ def module_file(module: str, root: Path = ROOT) -> Path | None:
     if package != root.name:
         return None
     path = root.joinpath(*parts)
-    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
-        if file.is_file():
-            return file
-    return None
+    files = path.with_name(f"{path.name}.py"), path / "__init__.py"
+    return next((file for file in files if file.is_file()), None)
 
 
 def imported_files(file: Path, root: Path = ROOT) -> list[Path]:
@@ -116,23 +102,18 @@ def imported_files(file: Path, root: Path = ROOT) -> list[Path]:
             target = module_file(name, root)
             if target is None:
                 continue
-            package = (
-                target.parent.glob("*.py") if target.name == "__init__.py" and target.parent != root else ()
-            )
-            for one in (target, *package):
-                if one not in found:
-                    found.add(one)
-                    new.append(one)
+            is_package = target.name == "__init__.py" and target.parent != root
+            more = {target, *(target.parent.glob("*.py") if is_package else ())} - found
+            found |= more
+            new += more
     return sorted(found)
 
 
 def digest_of(files: Iterable[Path], root: Path = ROOT) -> str:
     """Of what is written in these files and what they import, and of the versions of Python and what compiles them."""
-    every = sorted({one for file in files for one in imported_files(file, root)})
     digest = hashlib.sha256(_versions())
-    for one in every:
-        digest.update(f"\n{one.relative_to(root)}\n".encode())
-        digest.update(_content(one))
+    for one in sorted({one for file in files for one in imported_files(file, root)}):
+        digest.update(f"\n{one.relative_to(root)}\n".encode() + _content(one))
     return digest.hexdigest()[:16]
 
 

@@ -25,8 +25,7 @@ class Counter:
     def within(cls, segment: Segment, offset: int) -> Counter:
         return cls(segment.address + offset, segment)
 
-    def get(self) -> int:
-        """Load the number with acquire order: all that was written before it was set is visible."""
+    def get(self) -> int:  # with acquire order: all that was written before it was set is visible
         return int(_load(self.address))
 
     def set(self, value: int) -> None:

@@ -5,7 +5,6 @@ Numbers are part of protocols and files: never renumber one, never reuse one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -13,50 +12,40 @@ import torch
 __all__ = ["BY_CODE", "CODES", "HALVES", "LINKED", "NAMED", "STORED", "SUMMED"]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A type: its name in torch, its number, and its name in a safetensors file where that has one."""
-
-    name: str
-    code: int
-    stored: str | None = None
-
-
-TYPES: Final = (
-    Kind("float32", 1, "F32"),
-    Kind("float64", 2, "F64"),
-    Kind("float16", 3, "F16"),
-    Kind("bfloat16", 4, "BF16"),
-    Kind("int8", 5, "I8"),
-    Kind("int16", 6, "I16"),
-    Kind("int32", 7, "I32"),
-    Kind("int64", 8, "I64"),
-    Kind("uint8", 9, "U8"),
-    Kind("bool", 10, "BOOL"),
-    Kind("complex64", 11),
-    Kind("complex128", 12),
-    Kind("complex32", 13),
-    Kind("uint16", 14),
-    Kind("uint32", 15),
-    Kind("uint64", 16),
-    Kind("float8_e4m3fn", 17, "F8_E4M3"),
-    Kind("float8_e5m2", 18, "F8_E5M2"),
-    Kind("float8_e4m3fnuz", 19),
-    Kind("float8_e5m2fnuz", 20),
-    Kind("float8_e8m0fnu", 21),
-)
+TYPES: Final[dict[str, tuple[int, str | None]]] = {
+    "float32": (1, "F32"),
+    "float64": (2, "F64"),
+    "float16": (3, "F16"),
+    "bfloat16": (4, "BF16"),
+    "int8": (5, "I8"),
+    "int16": (6, "I16"),
+    "int32": (7, "I32"),
+    "int64": (8, "I64"),
+    "uint8": (9, "U8"),
+    "bool": (10, "BOOL"),
+    "complex64": (11, None),
+    "complex128": (12, None),
+    "complex32": (13, None),
+    "uint16": (14, None),
+    "uint32": (15, None),
+    "uint64": (16, None),
+    "float8_e4m3fn": (17, "F8_E4M3"),
+    "float8_e5m2": (18, "F8_E5M2"),
+    "float8_e4m3fnuz": (19, None),
+    "float8_e5m2fnuz": (20, None),
+    "float8_e8m0fnu": (21, None),
+}
+"""By the name in torch: the number, and the name in a safetensors file where that has one."""
 _LAST_LINKED: Final = 10  # of the types whose bytes a link carries
 
-NAMED: Final[dict[str, torch.dtype]] = {
-    kind.name: getattr(torch, kind.name) for kind in TYPES if hasattr(torch, kind.name)
-}
+NAMED: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in TYPES if hasattr(torch, name)}
 """By name, those that this torch has."""
-CODES: Final[dict[torch.dtype, int]] = {NAMED[kind.name]: kind.code for kind in TYPES if kind.name in NAMED}
+CODES: Final[dict[torch.dtype, int]] = {dtype: TYPES[name][0] for name, dtype in NAMED.items()}
 BY_CODE: Final[dict[int, torch.dtype]] = {code: dtype for dtype, code in CODES.items()}
 LINKED: Final = tuple(dtype for dtype, code in CODES.items() if code <= _LAST_LINKED)
 """What a link carries."""
 STORED: Final[dict[torch.dtype, str]] = {
-    NAMED[kind.name]: kind.stored for kind in TYPES if kind.stored is not None and kind.name in NAMED
+    dtype: stored for name, dtype in NAMED.items() if (stored := TYPES[name][1]) is not None
 }
 """What a safetensors file holds, and how it calls that."""
 SUMMED: Final = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -64,5 +53,6 @@ SUMMED: Final = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.fl
 HALVES: Final = (torch.bfloat16, torch.float16)
 """Those of them that are widened to float32 to be summed."""
 
-if len({kind.code for kind in TYPES}) != len(TYPES) or not all(kind.code > 0 for kind in TYPES):
+_codes = {code for code, _ in TYPES.values()}
+if len(_codes) != len(TYPES) or min(_codes) < 1:
     raise ImportError("native/dtypes.py: every type needs one code of its own, other than 0")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,23 @@ from manyhands.native.closeable import Closeable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "reserve", "round_up"]
+__all__ = ["CACHE_LINE", "PAGE", "Segment", "ask_for_large_pages", "available_bytes", "reserve", "round_up"]
 
 CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 PAGE = mmap.PAGESIZE
 # Of control groups of version 2, and of version 1.
 _CGROUP = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that holds `num_bytes`."""
     return -(-num_bytes // multiple) * multiple
+
+
+def ask_for_large_pages(memory: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # this kernel has none for such memory: ordinary pages do
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def available_bytes() -> int:
@@ -41,8 +47,8 @@ def available_bytes() -> int:
     machine = (int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     room = next(machine, os.sysconf("SC_AVPHYS_PAGES") * PAGE)
     for files in _CGROUP:
-        limit, usage = (_number(f"/sys/fs/cgroup/{file}") for file in files)
-        if limit is not None and usage is not None:
+        with suppress(OSError, ValueError):  # a limit may be the word max
+            limit, usage = (int(Path("/sys/fs/cgroup", file).read_text()) for file in files)
             room = min(room, max(0, limit - usage))
     return room
 
@@ -61,11 +67,7 @@ class Segment(Closeable):
         self._map: mmap.mmap | None = mmap.mmap(descriptor, num_bytes) if num_bytes else None
         self._address = 0
         if self._map is not None:
-            if _MADV_HUGEPAGE is not None:
-                try:
-                    self._map.madvise(_MADV_HUGEPAGE)
-                except OSError:  # the kernel has no huge pages for shared memory: ordinary ones do
-                    pass
+            ask_for_large_pages(self._map)
             anchor = ctypes.c_char.from_buffer(self._map)
             self._address = ctypes.addressof(anchor)
             del anchor
@@ -118,10 +120,8 @@ class Segment(Closeable):
             os.close(self.descriptor)
             self.descriptor = -1
         if self._map is not None:
-            try:
+            with suppress(BufferError):  # a tensor still points here: the mapping goes with the last one
                 self._map.close()
-            except BufferError:  # a tensor still points here: the mapping goes with the last one
-                pass
             self._map = None
 
 
@@ -140,11 +140,3 @@ def reserve(descriptor: int, num_bytes: int, purpose: str, kept_bytes: int = 0) 
         except OSError as error:
             os.ftruncate(descriptor, kept_bytes)
             raise OutOfSharedMemory(purpose, needed, available_bytes()) from error
-
-
-def _number(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -50,7 +50,7 @@ def prepare(*families: str) -> float:
         if missing:  # and no other process has done it meanwhile
             cores = len(os.sched_getaffinity(0))
             _warn(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
-            _compile_elsewhere(missing)
+            _compile_in_child(missing)
     seconds = time.monotonic() - began
     _SPENT_S.append(seconds)
     if missing:
@@ -77,8 +77,7 @@ def jobs_of(*families: str) -> list[str]:
         elif family in FAMILIES:
             found += FAMILIES[family]
         else:
-            needed = _workload(family)
-            found += [*needed.uses, *(_job_name(family, call) for call in needed.kernels)]
+            found += [*_workload(family).uses, *_workload_jobs(family, rare=False)]
     return list(dict.fromkeys(found))
 
 
@@ -93,19 +92,16 @@ def _workload(name: str) -> Workload:
 
 
 @cache
-def _workload_jobs(name: str) -> dict[str, CompileJob]:
+def _workload_jobs(name: str, *, rare: bool = True) -> dict[str, CompileJob]:
     """Each kernel of a workload is a job, which comes after the one of waiting where its code calls that."""
     workload, waiting, found = _workload(name), module_file("manyhands.native.waiting"), {}
-    for call in (*workload.kernels, *workload.rare_kernels):
-        file = module_file(call.partition(":")[0])
+    for call in (*workload.kernels, *(workload.rare_kernels if rare else ())):
+        module, _, function = call.partition(":")
+        file = module_file(module)
         waits = file is not None and waiting in imported_files(file)
-        found[_job_name(name, call)] = CompileJob((call,), after="waiting" if waits else None)
+        job = f"{name}.{module.rpartition('.')[2]}{'' if function == 'warm' else f'-{function}'}"
+        found[job] = CompileJob((call,), after="waiting" if waits else None)
     return found
-
-
-def _job_name(workload: str, call: str) -> str:
-    module, _, function = call.partition(":")
-    return f"{workload}.{module.rpartition('.')[2]}{'' if function == 'warm' else f'-{function}'}"
 
 
 @cache
@@ -151,7 +147,7 @@ def _alone(root: Path) -> Iterator[None]:
         os.close(descriptor)  # which lets go of the lock
 
 
-def _compile_elsewhere(names: Sequence[str]) -> None:
+def _compile_in_child(names: Sequence[str]) -> None:
     command = [sys.executable, "-m", "manyhands.native.warming", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
@@ -159,7 +155,7 @@ def _compile_elsewhere(names: Sequence[str]) -> None:
         start_new_session=True, text=True,
     )  # fmt: skip
     try:
-        said = _what_it_says(process, names)
+        said = _stderr_of(process, names)
     finally:
         if process.poll() is None:  # it took too long, or somebody pressed Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
@@ -173,7 +169,7 @@ def _compile_elsewhere(names: Sequence[str]) -> None:
         _warn(f"kernels could not be compiled beforehand: {last[0]}")
 
 
-def _what_it_says(process: subprocess.Popen[str], names: Sequence[str]) -> str | None:
+def _stderr_of(process: subprocess.Popen[str], names: Sequence[str]) -> str | None:
     """All that it writes until it ends, while a terminal shows how far it is; None where it takes too long."""
     began, shows = time.monotonic(), sys.stderr.isatty()
     try:
@@ -199,11 +195,7 @@ def run_jobs(names: Sequence[str], slots: int) -> list[str]:
     waiting, done, failed = list(names), set[str](), list[str]()
     running: dict[int, str] = {}
     while waiting or running:
-        ready = [
-            name
-            for name in waiting
-            if (after := job_named(name).after) is None or after in done or after not in names
-        ]
+        ready = [name for name in waiting if job_named(name).after not in set(names) - done]
         while ready and len(running) < slots:
             name = ready.pop(0)
             waiting.remove(name)
@@ -222,7 +214,11 @@ def _fork(name: str) -> int:
         return pid
     status = 1
     try:
-        _compile(job_named(name))
+        for call in job_named(name).calls:
+            module, _, function = call.partition(":")
+            found = import_module(module)
+            if function:
+                getattr(found, function)()
         _mark(name).touch()
         status = 0
     except BaseException:
@@ -230,14 +226,6 @@ def _fork(name: str) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def _compile(job: CompileJob) -> None:
-    for call in job.calls:
-        module, _, function = call.partition(":")
-        found = import_module(module)
-        if function:
-            getattr(found, function)()
 
 
 def _warn(line: str) -> None:

@@ -19,7 +19,6 @@ from manyhands.wire.names import RAW, rounds_hops
 
 __all__ = [
     "CHOSEN",
-    "CodecChoice",
     "CodecCost",
     "LinkCost",
     "candidates",
@@ -69,10 +68,9 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecChoice:
-    """Which codec, since which step, and why."""
-
     codec: str
     step: int
+    """Since when."""
     why: str
 
 
@@ -127,7 +125,9 @@ def decide(
         best = RAW
     if now in total and best != now and total[best] > _SWITCH * total[now]:
         best = now
-    speed = f" at {_rate(1 / link.seconds_per_byte)}" if link.seconds_per_byte > 0 else ""
+    rate = 1 / link.seconds_per_byte if link.seconds_per_byte > 0 else 0.0
+    shown_rate = f" at {rate / 1e6:,.3g} MB/s" if rate < 1e9 else f" at {rate / 1e9:.3g} GB/s"
+    speed = shown_rate if rate else ""
     why = f"{best}: an exchange of {num_bytes / 1e6:.3g} MB takes {1e3 * raw_s:.3g} ms as it is{speed}"
     others = [codec for codec in wire if codec != RAW]
     shown = best if best != RAW else min(others, key=total.__getitem__, default=None)
@@ -153,7 +153,3 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
     last = choices[-1]
     often = f", the last of {len(choices)} looks, with {changes} changes" if len(choices) > 1 else ""
     return f"codec=auto chose {last['why']} (at step {last['step'] + 1}{often})"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:,.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"

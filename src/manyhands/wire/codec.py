@@ -67,7 +67,7 @@ class ParcelCodec(ABC):
     carries_values: bool = True
     """Whether parameters may travel in it, and not only gradients and other changes, parts of which may come later."""
     sums_vote: bool = False
-    """Whether `settle` changes sums, so that whoever adds up must have every worker's."""
+    """Whether `finalize` changes sums, so that whoever adds up must have every worker's."""
     seed: int = 0
     worker: int = 0
     step: int = 0
@@ -99,7 +99,7 @@ class ParcelCodec(ABC):
         self.decode(parcel, encoded, read)
         into.add_(read, alpha=alpha)
 
-    def settle(self, parcel: Parcel, total: Tensor) -> None:  # noqa: B027 - sums are what they are, but for votes
+    def finalize(self, parcel: Parcel, total: Tensor) -> None:  # noqa: B027 - sums are what they are, but for votes
         """Finalize the sum of all workers' parts, in place."""
 
     def at(self, step: int) -> None:
@@ -159,15 +159,14 @@ class ErrorFeedback(ParcelCodec):
     def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
         self.inner.add(parcel, encoded, into, alpha)
 
-    def settle(self, parcel: Parcel, total: Tensor) -> None:
-        self.inner.settle(parcel, total)
+    def finalize(self, parcel: Parcel, total: Tensor) -> None:
+        self.inner.finalize(parcel, total)
 
     def with_residual(self, parcel: Parcel, values: Tensor) -> Tensor:
         """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""
-        kept = self._kept.get(parcel.key)
-        if kept is None:
-            kept = self._kept[parcel.key] = torch.zeros_like(values)
-        return kept.add_(values)
+        if parcel.key not in self._kept:
+            self._kept[parcel.key] = torch.zeros_like(values)
+        return self._kept[parcel.key].add_(values)
 
     def keep(self, residual: Tensor) -> None:
         """Clear what is not finite from a residual, or it would stay there forever."""
@@ -194,14 +193,13 @@ def codec_named(
     stages = parse_codec(text)
     if not stages:
         return None
-    first, *rest = ((stage.word, dict(stage.options)) for stage in stages)
-    word, options = first
+    (word, options), *rest = ((stage.word, dict(stage.options)) for stage in stages)
     location, remembers = CODECS[word].location, CODECS[word].remembers
     if sums and word == "dgc":
         location, remembers = "sparse:DgcSums", False
         options = {name: options[name] for name in ("fraction", "warmup")}
-    if rest:
-        options["values"] = _make(CODECS[rest[0][0]].location, rest[0][1])
+    for inner, inner_options in rest:
+        options["values"] = _make(CODECS[inner].location, inner_options)
     codec = _make(location, options)
     if feedback and has_feedback(text) and not remembers:
         codec = ErrorFeedback(codec)
@@ -251,10 +249,8 @@ def as_one(memory: Mapping[str, Tensor]) -> Tensor:
     rows = [[name, str(one.dtype).removeprefix("torch."), one.numel()] for name, one in memory.items()]
     head = json.dumps(rows).encode()
     head += b" " * (-len(head) % _WORD)
-    parts = [
-        torch.tensor([len(head)]).view(torch.uint8),
-        torch.frombuffer(bytearray(head), dtype=torch.uint8),
-    ]
+    names = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    parts = [torch.tensor([len(head)]).view(torch.uint8), names]
     for one in memory.values():
         flat = one.contiguous().view(torch.uint8)
         parts += [flat, torch.zeros(-flat.numel() % _WORD, dtype=torch.uint8)]

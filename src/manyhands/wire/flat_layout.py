@@ -8,6 +8,7 @@ layout on every worker.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,14 +56,16 @@ class BucketLayout:
 
         A tensor of more dimensions is a matrix with a row for each item of the first.
         """
-        whole = Parcel.whole(number, self.count, self.dtype, exact=exact)
-        slots = [slot for slot in self.slots if shapes and slot.count and len(shapes[slot.parameter]) > 1]
-        matrices = [
-            Matrix(slot.offset, shapes[slot.parameter][0], slot.count // shapes[slot.parameter][0])
-            for slot in slots
-        ]
-        gaps = gaps_between(((slot.offset, slot.offset + slot.count) for slot in self.slots), self.count)
-        return replace(whole, matrices=tuple(matrices), gaps=gaps)
+        shaped = [(slot, shapes[slot.parameter]) for slot in self.slots if shapes and slot.count]
+        return replace(
+            Parcel.whole(number, self.count, self.dtype, exact=exact),
+            matrices=tuple(
+                Matrix(slot.offset, shape[0], slot.count // shape[0])
+                for slot, shape in shaped
+                if len(shape) > 1
+            ),
+            gaps=gaps_between(((slot.offset, slot.offset + slot.count) for slot in self.slots), self.count),
+        )
 
     def views(self, bucket: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each tensor's number and its items, flat, where they lie in memory of this layout."""
@@ -85,13 +88,12 @@ def lay_out(
     """Lay (number of items, dtype) of each parameter, in registration order, into buckets in launch order."""
     closed: list[BucketLayout] = []
     still_open: dict[torch.dtype, list[tuple[int, int]]] = {}
-    open_counts: dict[torch.dtype, int] = {}
+    open_counts: Counter[torch.dtype] = Counter()
     for number in reversed(range(len(parameters))):
         count, dtype = parameters[number]
         still_open.setdefault(dtype, []).append((number, count))
-        open_counts[dtype] = open_counts.get(dtype, 0) + padded(count, dtype)
-        cap = cap_bytes if closed else min(first_bytes, cap_bytes)
-        if open_counts[dtype] * dtype.itemsize >= cap:
+        open_counts[dtype] += padded(count, dtype)
+        if open_counts[dtype] * dtype.itemsize >= (cap_bytes if closed else min(first_bytes, cap_bytes)):
             closed.append(bucket_of(dtype, still_open.pop(dtype)))
             del open_counts[dtype]
     return (*closed, *(bucket_of(dtype, tensors) for dtype, tensors in still_open.items()))

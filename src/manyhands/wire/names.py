@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -43,15 +44,6 @@ MOST_STAGES: Final = 2
 """Of a chain; events have room for three."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodecOption:
-    """One of the numbers or words after a codec's colon: its name, what it is where none is given, how it is read."""
-
-    name: str
-    default: Any
-    read: Callable[[str], Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecEntry:
     """A codec as settings and events know it."""
@@ -62,8 +54,8 @@ class CodecEntry:
     """Where its class is, inside `wire.codecs`."""
     about: str
     """What it sends, in a few words."""
-    options: tuple[CodecOption, ...] = ()
-    """The first may stand without its name."""
+    options: Mapping[str, tuple[Any, Callable[[str], Any]]] = field(default_factory=dict)
+    """After its colon, by name: the value where none is given, and how one is read. The first needs no name."""
     biased: bool = False
     """Whether what it sends is wrong on average: then what is left out is kept, and added to the next."""
     remembers: bool = False
@@ -71,9 +63,9 @@ class CodecEntry:
     hops: bool = False
     """Whether sums may be rounded again at every hop: then any algorithm carries it."""
     sparse: bool = False
-    """It sends a few items: another codec may follow it, for their values."""
-    vectors: bool = True
-    """Whether it may follow a sparse one."""
+    """It sends a few items: another codec may follow it, for their values, which is not sparse itself."""
+    of_matrices: bool = False
+    """It has no use for a vector, so it may not follow a sparse one."""
     of_gradients: str = ""
     """Why it makes no sense for changes of parameters, and what would; empty where it does."""
 
@@ -88,10 +80,9 @@ class CodecStage:
 
 def _reader(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
     def read(text: str) -> float:
-        try:
+        value = math.nan
+        with suppress(ValueError):
             value = float(text)
-        except ValueError:
-            value = math.nan
         if not fits(value):
             raise UserError(f"{text!r} must be {wanted}")
         return value
@@ -100,11 +91,8 @@ def _reader(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float
 
 
 _fraction = _reader(lambda value: 0 < value <= 1, "a fraction above 0 and at most 1, as 0.01")
-
-
-def _number(least: float, below: float) -> Callable[[str], float]:
-    wanted = f"a number from {least:g} to below {below:g}"
-    return _reader(lambda value: least <= value < below, wanted)
+_momentum = _reader(lambda value: 0 <= value < 1, "a number from 0 to below 1")
+_norm = _reader(lambda value: 0 <= value < 1e9, "a number from 0 to below 1e+09")
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
@@ -125,78 +113,74 @@ def _word(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-_FEW = (CodecOption("fraction", 0.01, _fraction),)
-
 CODECS: Final[dict[str, CodecEntry]] = {
     "fp32": CodecEntry(number=3, location="casts:Fp32", about="double precision as single", hops=True),
     "bf16": CodecEntry(number=1, location="casts:Bf16", about="8 significant bits", hops=True),
-    "fp16": CodecEntry(
-        number=2, location="casts:Fp16", about="11 significant bits, a smaller range", hops=True
-    ),
+    "fp16": CodecEntry(number=2, location="casts:Fp16", about="11 significant bits, less range", hops=True),
     "fp8": CodecEntry(
         number=4,
         location="quantized:Fp8",
         about="one byte, scaled per block",
-        options=(CodecOption("kind", "e4m3", _word("e4m3", "e5m2")),),
+        options={"kind": ("e4m3", _word("e4m3", "e5m2"))},
         biased=True,
     ),
     "int8": CodecEntry(
-        number=5, location="quantized:Int8", about="one byte, evenly spaced per block", biased=True
+        number=5, location="quantized:Int8", about="one byte, even steps per block", biased=True
     ),
     "qsgd": CodecEntry(
         number=6,
         location="quantized:Qsgd",
         about="a few levels, rounded at random",
-        options=(CodecOption("levels", 7, _between(1, 127)),),
+        options={"levels": (7, _between(1, 127))},
     ),
     "ternary": CodecEntry(number=7, location="quantized:Ternary", about="-1, 0 or 1, at random"),
     "sign": CodecEntry(
         number=8,
         location="quantized:Sign",
         about="one bit, and the mean size per block",
-        options=(CodecOption("kind", "scaled", _word("scaled", "vote")),),
+        options={"kind": ("scaled", _word("scaled", "vote"))},
         biased=True,
     ),
     "topk": CodecEntry(
         number=9,
         location="sparse:TopK",
         about="the largest items",
-        options=(*_FEW, CodecOption("sampled", False, lambda text: _word("yes", "no")(text) == "yes")),
+        options={
+            "fraction": (0.01, _fraction),
+            "sampled": (False, lambda text: _word("yes", "no")(text) == "yes"),
+        },
         biased=True,
         sparse=True,
-        vectors=False,
     ),
     "randomk": CodecEntry(
         number=10,
         location="sparse:RandomK",
         about="items at random, made larger for the others",
-        options=_FEW,
+        options={"fraction": (0.01, _fraction)},
         sparse=True,
-        vectors=False,
     ),
     "dgc": CodecEntry(
         number=11,
         location="sparse:Dgc",
         about="the largest items of a momentum",
-        options=(
-            CodecOption("fraction", 0.001, _fraction),
-            CodecOption("momentum", 0.9, _number(0, 1)),
-            CodecOption("clip", 0.0, _number(0, 1e9)),
-            CodecOption("warmup", 0, _between(0, 10**9 - 1)),
-        ),
+        options={
+            "fraction": (0.001, _fraction),
+            "momentum": (0.9, _momentum),
+            "clip": (0.0, _norm),
+            "warmup": (0, _between(0, 10**9 - 1)),
+        },
         biased=True,
         remembers=True,
         sparse=True,
-        vectors=False,
         of_gradients="it keeps the momentum of gradients, and {} sends changes of parameters; use topk",
     ),
     "powersgd": CodecEntry(
         number=12,
         location="powersgd:PowerSgd",
         about="matrices as products of two thin ones",
-        options=(CodecOption("rank", 2, _between(1, 1024)),),
+        options={"rank": (2, _between(1, 1024))},
         biased=True,
-        vectors=False,
+        of_matrices=True,
     ),
 }
 
@@ -212,7 +196,7 @@ def parse_codec(text: str) -> tuple[CodecStage, ...]:
     if rest and not first.sparse:
         few = ", ".join(word for word, listed in CODECS.items() if listed.sparse)
         raise UserError(f"codec={text}: another codec can only follow one that sends a few items: {few}")
-    if rest and not rest[0].vectors:
+    if rest and (rest[0].sparse or rest[0].of_matrices):
         raise UserError(
             f"codec={text}: {stages[1].word} cannot follow, only what makes each value smaller, as int8"
         )
@@ -226,8 +210,8 @@ def _parse_stage(text: str) -> CodecStage:
     check_choice("codec", word, (RAW, *CODECS))
     if word == RAW:
         raise UserError(f"codec: {RAW} stands alone")
-    known = {option.name: option for option in CODECS[word].options}
-    options = {option.name: option.default for option in known.values()}
+    known = CODECS[word].options
+    options = {name: default for name, (default, _) in known.items()}
     if colon and (not known or not tail):
         example = f"a value must follow, as {word}:{next(iter(options.values()))}" if known else ""
         raise UserError(f"codec {text}: {example or f'write {word} alone'}")
@@ -244,7 +228,7 @@ def _parse_stage(text: str) -> CodecStage:
             raise UserError(f"codec {text}: {name} is given twice")
         given.add(name)
         try:
-            options[name] = known[name].read(value)
+            options[name] = known[name][1](value)
         except UserError as error:
             raise UserError(f"codec {text}: {name} {error}") from None
     return CodecStage(word, options)
@@ -291,13 +275,13 @@ def momentum_of(text: str) -> float:
     return max((float(stage.options.get("momentum", 0.0)) for stage in stages), default=0.0)
 
 
-def codec_setting() -> Any:
-    """`codec=bf16`: how what travels is made smaller."""
+def codec_setting() -> Any:  # `codec=bf16`: how what travels is made smaller
     return setting(RAW, str)
 
 
-def feedback_setting() -> Any:
-    """`feedback=no`: what a codec leaves out is lost, and not kept for the next exchange."""
+def feedback_setting() -> (
+    Any
+):  # `feedback=no`: what a codec leaves out is lost, not kept for the next exchange
     return switch_setting(True)
 
 

@@ -59,13 +59,11 @@ class Parcel:
         return self.end - self.begin
 
     @property
-    def count(self) -> int:
-        """How many items that are, those in gaps included."""
+    def count(self) -> int:  # of items, those in gaps included
         return self.num_bytes // self.dtype.itemsize
 
     @property
-    def tensor_items(self) -> int:
-        """How many of them belong to tensors."""
+    def tensor_items(self) -> int:  # those that belong to tensors
         return self.count - sum(end - begin for begin, end in self.gaps)
 
     def part(self, begin: int, end: int) -> Parcel:

@@ -54,8 +54,7 @@ class TableRows:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: bool = True
-    """Whether all columns but the first hold numbers."""
+    numbers: bool = True  # in all columns but the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +62,11 @@ class TrainEnd:
     """How a training ended, to its end or by a signal."""
 
     summary: Mapping[str, Any]
-    shown: Sequence[str | TableRows]
-    """What is printed."""
-    notes: Sequence[str] = ()
-    """What is said on stderr."""
-    interrupted: str = ""
-    """What the result of a run is that a signal ended, in words; empty: it came to its end."""
+    shown: Sequence[str | TableRows]  # what is printed
+    notes: Sequence[str] = ()  # what goes to stderr
+    interrupted: str = (
+        ""  # what the result of a run is that a signal ended, in words; empty: it came to its end
+    )
     next: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """What to do next: the words of a command by what it gives."""
     is_summary_of_run: bool = True
@@ -82,8 +80,7 @@ class ComparedTask:
     task: KernelTask
     score: Callable[[nn.Module], Mapping[str, float]] | None = None
     """What a trained model is worth besides, by name; more is better."""
-    scores: tuple[str, ...] = ()
-    """The names."""
+    scores: tuple[str, ...] = ()  # the names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

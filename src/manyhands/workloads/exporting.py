@@ -7,10 +7,11 @@ manyhands export runs/digits-1 --precision int8
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.data.store.tensorfile import check_precision, read_exported, write_exported
+from manyhands.data.store.tensorfile import Exported, check_precision, read_exported, write_exported
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.training import last_kept
 from manyhands.errors import UserError
@@ -37,6 +38,8 @@ __all__ = [
     "recorded_options",
     "trained_steps",
 ]
+
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,7 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
     if task is None:
-        options = _options(exported.about.get("options", "{}"), place)
-        task = _builtin(exported.about.get("task", ""), options, place, with_data=False)
+        task = _builtin(exported.about.get("task", ""), _options(exported, place), place, with_data=False)
         _check_shapes(task, exported.weights, place)
     return _filled(task, exported.weights)
 
@@ -100,9 +102,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
 def recorded_options(path: str | Path) -> Mapping[str, Any]:
     """Of the task that a run, or a file of `manyhands export`, is of."""
     place = Path(path)
-    if not place.is_dir():
-        return _options(read_exported(place).about.get("options", "{}"), place)
-    return _config(place).get("task_options") or {}
+    return (
+        _config(place).get("task_options") or {} if place.is_dir() else _options(read_exported(place), place)
+    )
 
 
 def trained_steps(path: str | Path) -> int:
@@ -115,17 +117,31 @@ def trained_steps(path: str | Path) -> int:
     return int(steps) if steps.isdecimal() and len(steps) < 19 else 0
 
 
-def read_model_file(path: Path | str, name: str) -> tuple[Path, dict[str, str], dict[str, Tensor]]:
-    """A safetensors file, or `name` in the directory of a run: path, header and tensors; UserError where it is none."""
+def read_model_file(
+    path: Path | str,
+    name: str,
+    kind: tuple[str, str],
+    made: Callable[[dict[str, str], dict[str, Tensor]], Model],
+) -> Model:
+    """What is `made` of the header and the tensors of a safetensors file, or of `name` in the directory of a run.
+
+    `kind` is the format that the header must name, and what such a file is in words. UserError says what is wrong.
+    """
     file = Path(path) / name if Path(path).is_dir() else Path(path)
     try:
         with safe_open(file, framework="pt") as opened:
             header: dict[str, str] = opened.metadata() or {}
-            return file, header, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
         raise UserError(f"model {file} is no safetensors file: {error}") from error
+    try:
+        if header.get("format") != kind[0]:
+            raise ValueError(f"its format is {header.get('format', 'not named')!r}, not {kind[0]!r}")
+        return made(header, tensors)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"model {file} is no {kind[1]}: {error}") from error
 
 
 def export_weights(asked: ExportAsked) -> Export:
@@ -154,7 +170,7 @@ def export_run(
         "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
     }
     write_exported(file, weights, precision, about)
-    sizes = [4 * one.numel() if one.is_floating_point() else one.nbytes for one in weights.values()]
+    sizes = (4 * one.numel() if one.is_floating_point() else one.nbytes for one in weights.values())
     return Export(
         path=file,
         precision=precision,
@@ -168,9 +184,7 @@ def export_run(
 
 def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple[Mapping[str, Any], Task]:
     if not (place / "config.json").is_file():
-        raise UserError(
-            f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
-        )
+        raise UserError(f"{place} holds no run (no config.json); name a run's directory, as in runs/digits")
     config = _config(place)
     options = config.get("task_options") or {}
     return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
@@ -182,12 +196,11 @@ def _config(place: Path) -> Mapping[str, Any]:
     return directory.config
 
 
-def _options(text: str, place: Path) -> Mapping[str, Any]:
+def _options(exported: Exported, place: Path) -> Mapping[str, Any]:
     """Those that the header of a file has; it is not trusted."""
-    try:
+    options, text = None, exported.about.get("options", "{}")
+    with suppress(ValueError):
         options = json.loads(text)
-    except ValueError:
-        options = None
     if not isinstance(options, dict):
         raise UserError(
             f"model {place} was not written by `manyhands export`: its options are {text[:80]!r}; give the task "
@@ -228,7 +241,7 @@ def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, di
     kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
     if kept is None:
         raise UserError(
-            f"{place} has no checkpoint yet; wait for the first, or train with a smaller checkpoint_every"
+            f"{place} has no checkpoint yet; wait for one, or train with a smaller checkpoint_every"
         )
     return kept.steps, dict(kept.values)
 

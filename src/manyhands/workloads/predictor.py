@@ -64,6 +64,9 @@ class Predictor(ABC, Generic[Inputs]):
     left_out: int = 0
     """Lines of the last file that were wrong and skipped."""
 
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
     @abstractmethod
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Inputs]:
         """The inputs in a file, some at a time; a UserError says what is wrong with it."""
@@ -107,8 +110,10 @@ class Predictor(ABC, Generic[Inputs]):
 class ModulePredictor(Predictor[Inputs]):
     """One whose model is an `nn.Module` of one tensor: it can be exported as a program, and compute in fewer bits."""
 
+    model: nn.Module
+
     def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
+        super().__init__(model.eval())
 
     def prepare(self) -> None:
         self.model = in_precision(self.model, self.precision)
@@ -147,9 +152,6 @@ def table_of(
     return table
 
 
-_ENGINES = {"aarch64": "qnnpack", "arm64": "qnnpack"}
-
-
 def in_precision(model: nn.Module, precision: str) -> nn.Module:
     """A copy of `model` that computes so; the module itself for fp32. Called in the process that computes."""
     check_precision(precision)
@@ -158,7 +160,7 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
     warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")  # it says which kernel it takes instead
     if precision == "bf16":
         return copy.deepcopy(model).to(torch.bfloat16)
-    torch.backends.quantized.engine = _ENGINES.get(platform.machine(), "x86")
+    torch.backends.quantized.engine = "qnnpack" if platform.machine() in ("aarch64", "arm64") else "x86"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it will move to another package
         made: nn.Module = torch.ao.quantization.quantize_dynamic(  # type: ignore[no-untyped-call]

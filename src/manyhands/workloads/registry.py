@@ -34,8 +34,7 @@ __all__ = [
     "require_task",
 ]
 
-GROUP = "manyhands.workloads"
-"""The group of entry points."""
+GROUP = "manyhands.workloads"  # of entry points
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,27 +105,14 @@ FAMILIES: Final = {
 }
 """The jobs that each kind of run needs besides those of its workload."""
 
+_TASKS, _OPENED = "manyhands.workloads.tasks", "manyhands.serving.torch_predictors"
+
 WORKLOADS: dict[str, Workload] = {
-    "digits": Workload(
-        task="manyhands.workloads.tasks.digits:DIGITS",
-        predictor="manyhands.serving.torch_predictors:open_images",
-    ),
-    "mnist": Workload(
-        task="manyhands.workloads.tasks.mnist:MNIST",
-        predictor="manyhands.serving.torch_predictors:open_images",
-    ),
-    "language": Workload(
-        task="manyhands.workloads.tasks.language:LANGUAGE",
-        predictor="manyhands.serving.torch_predictors:open_text",
-    ),
-    "recurrent": Workload(
-        task="manyhands.workloads.tasks.recurrent:RECURRENT",
-        predictor="manyhands.serving.torch_predictors:open_text",
-    ),
-    "line": Workload(
-        task="manyhands.workloads.tasks.line:LINE",
-        predictor="manyhands.serving.torch_predictors:open_numbers",
-    ),
+    "digits": Workload(task=f"{_TASKS}.digits:DIGITS", predictor=f"{_OPENED}:open_images"),
+    "mnist": Workload(task=f"{_TASKS}.mnist:MNIST", predictor=f"{_OPENED}:open_images"),
+    "language": Workload(task=f"{_TASKS}.language:LANGUAGE", predictor=f"{_OPENED}:open_text"),
+    "recurrent": Workload(task=f"{_TASKS}.recurrent:RECURRENT", predictor=f"{_OPENED}:open_text"),
+    "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",
         forks_workers=False,

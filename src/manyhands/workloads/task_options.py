@@ -12,13 +12,24 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.errors import UserError, nearest, printable
+from manyhands.strategy import parse_size
 
-__all__ = ["CheckedOptions", "Option", "check_options", "chosen", "narrowed", "option", "options_of"]
+__all__ = [
+    "CheckedOptions",
+    "Option",
+    "check_options",
+    "chosen",
+    "memory_option",
+    "narrowed",
+    "option",
+    "options_of",
+]
 
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -35,8 +46,7 @@ class Option:
     default: Any
     """None where the option may be left out and has no value then, and where it is required."""
     required: bool = False
-    many: bool = False
-    """Whether it may be given several times; its value is a tuple."""
+    many: bool = False  # whether it may be given several times; its value is a tuple
     help: str
     at_least: float | None = None
     above: float | None = None
@@ -46,12 +56,9 @@ class Option:
     flag: str = ""
     """Its flag, where that is not made of its name; a bool with one takes no value, and turns the default around."""
     metavar: str = ""
-    shown: str = ""
-    """What the help says of the default, where the default itself does not."""
-    hidden: bool = False
-    """For Python alone: no command offers it."""
-    reads: Callable[[str], Any] | None = None
-    """How a command line's text becomes the value, where `kind` does not say."""
+    shown: str = ""  # what the help says of the default, where the default itself does not
+    hidden: bool = False  # for Python alone: no command offers it
+    reads: Callable[[str], Any] | None = None  # how text becomes the value, where `kind` does not say
 
     def parse(self, text: str) -> Any:
         """The value that `text` stands for; UserError where it stands for none."""
@@ -84,10 +91,9 @@ class Option:
                 and (self.below is None or value < self.below)
             )
         if fits and self.kind is Path:
-            try:
+            fits = False
+            with suppress(UnicodeEncodeError):
                 fits = b"\0" not in os.fsencode(value)  # a file can be called this
-            except UnicodeEncodeError:
-                fits = False
         if fits and self.choices and value not in self.choices:
             raise UserError(f"{self.name} is {printable(repr(value))}; {nearest(value, self.choices)}")
         if not fits:
@@ -107,6 +113,11 @@ def option(default: Any, help_text: str, **about: Any) -> Any:
     """A field of an options dataclass; `default` is `...` where it is required, `about` as the fields of `Option`."""
     metadata = {"option": {"help": help_text, **about}}
     return dataclasses.field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+def memory_option(help_text: str, *, at_least: int = 1, **about: Any) -> Any:
+    given = {"at_least": at_least, "reads": parse_size, "metavar": "SIZE", "shown": "2GiB"}
+    return option(2 << 30, help_text, **given, **about)
 
 
 def check_options(options: Any) -> None:
@@ -164,7 +175,6 @@ def _kind(hint: Any) -> tuple[type, bool]:
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is tuple:
         return _kind(kinds[0])
     if len(kinds) != 1 or kinds[0] not in _KINDS:
-        raise TypeError(
-            f"an option cannot be of type {hint!r}; allowed: {', '.join(kind.__name__ for kind in _KINDS)}"
-        )
+        allowed = ", ".join(kind.__name__ for kind in _KINDS)
+        raise TypeError(f"an option cannot be of type {hint!r}; allowed: {allowed}")
     return typing.cast(type, kinds[0]), False

@@ -44,9 +44,7 @@ class Gate:
         self._inside = Counter.within(segment, offset + Counter.NUM_BYTES)
         words = segment.address + offset + 2 * Counter.NUM_BYTES
         self._served, self._never = words, words + CACHE_LINE
-        self._group = group
-        self._purpose = purpose
-        self._spins = spins_for(group.world)
+        self._group, self._purpose, self._spins = group, purpose, spins_for(group.world)
         self._waits: dict[int, int] = {}
 
     def draw(self) -> int:
@@ -60,10 +58,8 @@ class Gate:
 
     def enter(self, number: int) -> None:
         """Wait until this number is admitted; PeerTimeout names the worker that is inside."""
-        begin = time.monotonic_ns()
-        deadline = begin + int(self._group.timeout_s * 1e9)
-        peer = self._inside.get()
-        until = begin
+        begin = until = time.monotonic_ns()
+        deadline, peer = begin + int(self._group.timeout_s * 1e9), self._inside.get()
         with LongWait() as wait:
             while True:
                 until = min(until + _SLICE_NS, deadline)
@@ -111,12 +107,10 @@ class Turn(NamedTuple):
 def require_turn(status: int, turn: Turn) -> None:
     """Raise the error for how a compiled step's wait ended, unless it was REACHED."""
     if status == ABORTED:
-        raise Aborted(
-            "a worker stops waiting for its turn: another failed first, or the run is being taken down"
-        )
+        raise Aborted("a worker stops waiting for the gate: another failed first, or the run is taken down")
     if status != REACHED:
         raise PeerTimeout(
-            f"a worker waited {turn.patience_ns / 1e9:g} s for its turn; see whether the others still run, or allow "
+            f"a worker waited {turn.patience_ns / 1e9:g} s at the gate; see whether the others still run, or allow "
             "more than that with timeout_s",
             -1,
         )

@@ -11,11 +11,10 @@ least that leaves every rank with its own copy.
 * The mean divides the sum by the number of ranks. The maximum of anything and NaN is NaN, as in
   `torch.maximum`; of +0.0 and -0.0 it is that of the higher rank.
 * With one rank nothing is computed and the part stays as it is.
-* A result may go to one part only, which is half of a reduce-scatter: one write where an all-reduce has as
-  many as there are ranks.
+* A result may go to one part only, which is half of a reduce-scatter.
 
-numba knows no 16-bit floats, so these travel as uint16. Code is compiled for the machine at hand and cached; the key of
-numba's cache holds the CPU's name and features, so a cache on a shared disk serves different machines.
+numba knows no 16-bit floats, so these travel as uint16. The key of numba's cache holds the CPU's name and features, so
+a cache on a shared disk serves different machines.
 """
 
 from __future__ import annotations
@@ -101,13 +100,9 @@ def _narrow_half_by_bits(value: float) -> int:
     return uint16(magnitude | (sign >> uint32(16)))  # type: ignore[no-any-return]
 
 
-def _has_half_instructions() -> bool:
-    """Whether LLVM turns half conversions into instructions; it would else call a library that is not there."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return platform.machine() == "aarch64" or "+f16c" in features.split(",")
-
-
-if _has_half_instructions():
+# Where LLVM has no instructions to convert halves, it would call a library that is not there.
+_features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+if platform.machine() == "aarch64" or "+f16c" in _features:
     _widen_half, _narrow_half = _extend_half, _truncate_to_half
 else:
     _widen_half, _narrow_half = _widen_half_by_bits, _narrow_half_by_bits
@@ -160,15 +155,19 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
             second[i] = result
 
     @_compiled_for(name)
-    def reduce_block(parts: Any, shift: int, total: Any, largest: bool, divisor: float) -> None:
-        """Three ranks or more, a block at a time: `total` and the block being read stay in the cache."""
+    def add_up(parts: Any, ranks: int, shift: int, total: Any, largest: bool) -> None:
         first, second = items_at(parts[0] + shift, total.size), items_at(parts[1] + shift, total.size)
         for i in range(total.size):
             total[i] = _combine(widen(first[i]), widen(second[i]), largest)
-        for rank in range(2, parts.size - 1):
+        for rank in range(2, ranks):
             part = items_at(parts[rank] + shift, total.size)
             for i in range(total.size):
                 total[i] = _combine(total[i], widen(part[i]), largest)
+
+    @_compiled_for(name)
+    def reduce_block(parts: Any, shift: int, total: Any, largest: bool, divisor: float) -> None:
+        """Three ranks or more, a block at a time: `total` and the block being read stay in the cache."""
+        add_up(parts, parts.size - 1, shift, total, largest)
         last = items_at(parts[parts.size - 1] + shift, total.size)
         for i in range(total.size):
             last[i] = narrow(_combine(total[i], widen(last[i]), largest) / divisor)
@@ -187,19 +186,15 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
     def reduce_block_to(
         parts: Any, target: int, shift: int, total: Any, largest: bool, divisor: float
     ) -> None:
-        first, second = items_at(parts[0] + shift, total.size), items_at(parts[1] + shift, total.size)
-        for i in range(total.size):
-            total[i] = _combine(widen(first[i]), widen(second[i]), largest)
-        for rank in range(2, parts.size):
-            part = items_at(parts[rank] + shift, total.size)
-            for i in range(total.size):
-                total[i] = _combine(total[i], widen(part[i]), largest)
+        add_up(parts, parts.size, shift, total, largest)
         result = items_at(parts[target] + shift, total.size)
         for i in range(total.size):
             result[i] = narrow(total[i] / divisor)
 
     @_compiled_for(name)
     def reduce(parts: Any, count: int, operation: int, target: int, scratch: int) -> None:
+        if _copied(parts, item_bytes * count, operation):
+            return
         divisor = wide(parts.size if operation == MEAN else 1)
         if parts.size == 2:
             first, second = items_at(parts[0], count), items_at(parts[1], count)
@@ -231,12 +226,6 @@ def _spread(parts: Any, source: int, shift: int, num_bytes: int) -> None:
                 part[i] = block[i]
 
 
-_reduce_float = _reducer("float32", float32, float32, _same, _same)
-_reduce_double = _reducer("float64", float64, float64, _same, _same)
-_reduce_bfloat = _reducer("bfloat16", uint16, float32, _widen_bfloat, _narrow_bfloat)
-_reduce_half = _reducer("float16", uint16, float32, _widen_half, _narrow_half)
-
-
 @helper()
 def _copied(parts: Any, num_bytes: int, operation: int) -> bool:
     """Do what needs no arithmetic; whether that was all."""
@@ -249,37 +238,35 @@ def _copied(parts: Any, num_bytes: int, operation: int) -> bool:
     return True
 
 
+_reduce_float = _reducer("float32", float32, float32, _same, _same)
+_reduce_double = _reducer("float64", float64, float64, _same, _same)
+_reduce_bfloat = _reducer("bfloat16", uint16, float32, _widen_bfloat, _narrow_bfloat)
+_reduce_half = _reducer("float16", uint16, float32, _widen_half, _narrow_half)
+
+
+# Written out for each type: numba finds a function that was made by another one in no cache.
 def _float32(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
-    parts = array_at(table, world, int64)
-    if not _copied(parts, 4 * count, operation):
-        _reduce_float(parts, count, operation, target, scratch)
+    _reduce_float(array_at(table, world, int64), count, operation, target, scratch)
 
 
 def _float64(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
-    parts = array_at(table, world, int64)
-    if not _copied(parts, 8 * count, operation):
-        _reduce_double(parts, count, operation, target, scratch)
+    _reduce_double(array_at(table, world, int64), count, operation, target, scratch)
 
 
 def _bfloat16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
-    parts = array_at(table, world, int64)
-    if not _copied(parts, 2 * count, operation):
-        _reduce_bfloat(parts, count, operation, target, scratch)
+    _reduce_bfloat(array_at(table, world, int64), count, operation, target, scratch)
 
 
 def _float16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
-    parts = array_at(table, world, int64)
-    if not _copied(parts, 2 * count, operation):
-        _reduce_half(parts, count, operation, target, scratch)
+    _reduce_half(array_at(table, world, int64), count, operation, target, scratch)
 
 
 _ENTRIES = {FLOAT32: _float32, FLOAT64: _float64, BFLOAT16: _bfloat16, FLOAT16: _float16}
-_SIGNATURE = types.void(int64, int64, int64, int64, int64, int64)
 
 
 @cache
 def _compiled(kind: int) -> Any:
-    return cfunc(_SIGNATURE)(_ENTRIES[kind])
+    return cfunc(types.void(*[int64] * 6))(_ENTRIES[kind])
 
 
 def reducer_address(kind: int) -> int:
@@ -287,8 +274,7 @@ def reducer_address(kind: int) -> int:
 
     Compiled when it is first asked for: a program pays for the types it uses, seconds each, once per machine.
     """
-    address: int = _compiled(kind).address
-    return address
+    return int(_compiled(kind).address)
 
 
 def warm() -> None:
@@ -312,8 +298,7 @@ def call_reducer(
     """
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        function = ir.FunctionType(ir.VoidType(), [word] * 6)
+        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
         builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
 
     return types.void(*[int64] * 7), codegen

@@ -20,9 +20,8 @@ the number of the last operation it has arrived at and one with the last it is d
 numbered by one count per group, the same on all ranks because all launch in the same order. Rank j reduces
 its slice of operation k once every rank has arrived at k, and k is complete once every rank is done with it.
 
-What one rank keeps to itself are blocks of int64 words, passed by address so that a call from Python costs
-four integers: one block for the group (GROUP_*) and one per bucket (_BUCKET_*). Operations launched and not
-yet reduced are a linked list through their buckets' blocks.
+What one rank keeps to itself are blocks of int64 words, passed by address so that a call from Python costs four
+integers: one for the group (GROUP_*) and one per bucket (_BUCKET_*), which are linked from launch to reduction.
 """
 
 from __future__ import annotations
@@ -172,9 +171,8 @@ class SharedGroupFiles(Closeable):
     """
 
     def __init__(self, control: Segment, arena: int, world: int) -> None:
-        self._control = control
+        self._control, self.world = control, world
         self.arena = arena  # the descriptor of the arena, which rank 0 sizes in `allocate`
-        self.world = world
 
     @classmethod
     def create(cls, world: int, *, first_operation: int = 1) -> Self:
@@ -228,13 +226,11 @@ class SharedGroup(Closeable):
     ) -> None:
         if not 0 <= rank < world:
             raise UserError(f"rank={rank}: must be at least 0 and less than world={world}")
-        self.rank = rank
-        self.world = world
+        self.rank, self.world = rank, world
         self._roles = tuple(range(world) if roles is None else roles)
         os.set_inheritable(control, False)
         os.set_inheritable(arena, False)
-        self._control = Segment.attach(control)
-        self._arena_descriptor = arena
+        self._control, self._arena_descriptor = Segment.attach(control), arena
         self._arena: Segment | None = None
         self._common_bytes: int | None = None
         self._part_bytes = 0
@@ -287,9 +283,7 @@ class SharedGroup(Closeable):
         Rank 0 reserves it, as in `allocate`. Who writes where, and when, is the caller's business.
         """
         if self._common_bytes is not None or self._arena is not None or num_bytes < 0:
-            raise UserError(
-                f"share({num_bytes}): comes once, before allocate, with a number of bytes of at least 0"
-            )
+            raise UserError(f"share({num_bytes}): comes once, before allocate, with 0 bytes or more")
         self._common_bytes = round_up(num_bytes, PAGE)
         self._reserve(self._common_bytes, purpose)
         common = Segment.attach(os.dup(self._arena_descriptor))
@@ -337,15 +331,13 @@ class SharedGroup(Closeable):
             ends = [0, *(one.stop for one in ranges)]
             follow = all(one == range(begin, one.stop) for begin, one in zip(ends, ranges, strict=False))
             if len(ranges) != self.world or ends[-1] != count or not follow:
-                raise UserError(
-                    f"ranges={list(ranges)}: must be {self.world} ranges, one after the other from 0 to {count}"
-                )
+                wanted = f"must be {self.world} ranges, one after the other from 0 to {count}"
+                raise UserError(f"ranges={list(ranges)}: {wanted}")
             mine = ranges[self.rank]
         begins = [(self._common_bytes or 0) + rank * self._part_bytes + offset for rank in range(self.world)]
         first = self._arena.address + mine.start * dtype.itemsize
         block = np.zeros(_BUCKET_TABLE + self.world, np.int64)
-        block[_BUCKET_COUNT] = len(mine)
-        block[_BUCKET_REDUCER] = reducer_address(SUMMED[dtype])
+        block[[_BUCKET_COUNT, _BUCKET_REDUCER]] = len(mine), reducer_address(SUMMED[dtype])
         block[_BUCKET_TABLE:] = [first + begin for begin in begins]
         self._blocks.append(block)
         return Bucket([self._arena.tensor(begin, count, dtype) for begin in begins], block, self)
@@ -439,7 +431,6 @@ class SharedGroup(Closeable):
             raise UserError("this bucket is under way: finish comes before it is launched again")
         if status == TIMED_OUT:
             raise self._timeout()
-        assert status == ABORTED
         word = int(self._control.array(_ABORT_OFFSET, 1, np.uint32)[0])
         reason = f"rank {self._roles[word - 2]} failed first" if word > 1 else "the run is being taken down"
         raise Aborted(f"rank {self._roles[self.rank]} stops its exchange: {reason}")
@@ -461,10 +452,9 @@ class SharedGroup(Closeable):
 
 
 def _operation(op: str) -> int:
-    code = _OPERATIONS.get(op)
-    if code is None:
+    if op not in _OPERATIONS:
         raise UserError(f"op={op!r}: {nearest(op, _OPERATIONS)}")
-    return code
+    return _OPERATIONS[op]
 
 
 def _abort(control: Segment, world: int, rank_blamed: int | None) -> None:
@@ -512,10 +502,8 @@ def _launch(group: Any, bucket_address: int, operation: int) -> bool:
     if bucket[_BUCKET_NUMBER] > group[_GROUP_FINISHED]:
         return False
     number = group[_GROUP_LAUNCHED] + 1
-    group[_GROUP_LAUNCHED] = number
-    bucket[_BUCKET_OPERATION] = operation
-    bucket[_BUCKET_NUMBER] = number
-    bucket[_BUCKET_NEXT] = 0
+    group[_GROUP_LAUNCHED] = bucket[_BUCKET_NUMBER] = number
+    bucket[_BUCKET_OPERATION], bucket[_BUCKET_NEXT] = operation, 0
     if group[_GROUP_OLDEST] == 0:
         group[_GROUP_OLDEST] = bucket_address
     else:
@@ -578,10 +566,8 @@ def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> in
         waited_ns = clock_ns() - began_ns
         waiting_ns[rank] += waited_ns
         if status != REACHED:
-            group[_GROUP_LATE] = rank
-            group[_GROUP_LATE_PHASE] = phase
-            group[_GROUP_LATE_OPERATION] = number
-            group[_GROUP_LATE_NS] = waited_ns
+            group[_GROUP_LATE], group[_GROUP_LATE_PHASE] = rank, phase
+            group[_GROUP_LATE_OPERATION], group[_GROUP_LATE_NS] = number, waited_ns
             return status  # type: ignore[no-any-return]
     return REACHED
 

@@ -40,6 +40,7 @@ class Order(ABC):
     """
 
     NUM_BYTES: ClassVar[int] = 4 * Counter.NUM_BYTES + Gate.NUM_BYTES
+    _gate_order: ClassVar[int] = FREE
 
     def __init__(
         self, segment: Segment, offset: int, group: SharedGroup, numbering: Callable[[int], int] | None = None
@@ -79,7 +80,7 @@ class Order(ABC):
 
     @property
     def turn(self) -> Turn:
-        return self._gate.turn(FREE)
+        return self._gate.turn(self._gate_order)
 
     @abstractmethod
     def stop(self, step: int) -> None:
@@ -115,10 +116,7 @@ class Locked(Free):
     """One step at a time, in order of arrival."""
 
     _ticket = 0
-
-    @property
-    def turn(self) -> Turn:
-        return self._gate.turn(LOCKED)
+    _gate_order = LOCKED
 
     def enter(self, step: int) -> None:
         self._ticket = self._gate.draw()
@@ -147,9 +145,7 @@ class _Planned(Order):
 class Turns(_Planned):
     """Round-robin: one step at a time, in the order of the batches."""
 
-    @property
-    def turn(self) -> Turn:
-        return self._gate.turn(TURNS)
+    _gate_order = TURNS
 
     def begin(self, first: int, end: int) -> None:
         super().begin(first, end)

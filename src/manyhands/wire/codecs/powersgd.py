@@ -66,7 +66,7 @@ class PowerSgd(ParcelCodec):
             into[begin:end].copy_(rest[: end - begin])
             rest = rest[end - begin :]
 
-    def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, residual: Tensor) -> None:
+    def subtract(self, parcel: Parcel, left: Tensor, right: Tensor, residual: Tensor) -> None:
         """Subtract from `residual` what this worker has sent: P summed times its Q, and raw items."""
         sent = torch.empty_like(residual)
         self.product(parcel, left, right, sent)
@@ -115,16 +115,18 @@ class PowerSgd(ParcelCodec):
 
     def _start(self, parcel: Parcel, number: int, one: Matrix) -> Tensor:
         """The Q of the step before; zero columns, as all are at first, are drawn, identically on all workers."""
-        kept, factor, there = self._right.get(parcel.key), None, None
+        kept, factor = (
+            self._right.get(parcel.key),
+            torch.zeros(one.columns, self._rank, dtype=_type_of(parcel)),
+        )
         if kept is not None:
             at = sum(self._rank * before.columns for before in self._factored(parcel)[:number])
             factor = kept[at : at + self._rank * one.columns].view(one.columns, self._rank)
-            there = factor.any(0)
-            if bool(there.all()):
-                return factor
+        if bool(factor.any(0).all()):
+            return factor
         generator = torch.Generator().manual_seed(mix(self.seed, parcel.number, parcel.begin, number) >> 1)
-        drawn = torch.randn(one.columns, self._rank, generator=generator, dtype=_type_of(parcel))
-        return drawn if factor is None or there is None else torch.where(there, factor, drawn)
+        drawn = torch.randn(one.columns, self._rank, generator=generator, dtype=factor.dtype)
+        return torch.where(factor.any(0), factor, drawn)
 
 
 def sum_factors(
@@ -143,7 +145,7 @@ def sum_factors(
     add_up(left)
     right = codec.right(parcel, residual, left)
     if feedback is not None:
-        codec.take_off(parcel, left, right, residual)
+        codec.subtract(parcel, left, right, residual)
         feedback.keep(residual)
     add_up(right)
     codec.start_with(parcel, right)

@@ -7,7 +7,7 @@ say so with one mark in place of their scale, and all of the block is read as Na
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,9 @@ class FloatCodec(ParcelCodec):
     block: ClassVar[int]
     scale_bytes: ClassVar[int] = 4
 
-    @abstractmethod
     def item_bytes(self, count: int) -> int:
-        """What `count` items take, without their scales."""
+        """What `count` items take, without their scales: a byte each, unless a codec says otherwise."""
+        return count
 
     @abstractmethod
     def pack(self, parcel: Parcel, values: Floats, scales: Any, items: Bytes) -> None:
@@ -50,15 +50,12 @@ class FloatCodec(ParcelCodec):
         return self._head(parcel) + self.item_bytes(parcel.count)
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        head, end = self._head(parcel), self.size(parcel)
-        scales, items = self._scales(into[:head]), into[head:end].numpy()
-        self.pack(parcel, values.to(torch.float32).numpy(), scales, items)
-        return end
+        self.pack(parcel, values.to(torch.float32).numpy(), *self._parts(parcel, into))
+        return self.size(parcel)
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
         expect_bytes(encoded, self.size(parcel))
-        head = self._head(parcel)
-        scales, items = self._scales(encoded[:head]), encoded[head:].numpy()
+        scales, items = self._parts(parcel, encoded)
         if self.scale_bytes == 4:
             good = (scales < _INFINITE) | (scales == NOT_FINITE)
             if not good.all():
@@ -73,19 +70,15 @@ class FloatCodec(ParcelCodec):
     def _head(self, parcel: Parcel) -> int:
         return self.scale_bytes * -(-parcel.count // self.block)
 
-    def _scales(self, head: Tensor) -> Any:
-        return head.numpy().view(np.uint32) if self.scale_bytes == 4 else head.numpy()
+    def _parts(self, parcel: Parcel, whole: Tensor) -> tuple[Any, Bytes]:
+        """The scales, as words or bytes, and the items of an encoded parcel."""
+        head, end = self._head(parcel), self.size(parcel)
+        scales = whole[:head].numpy()
+        return scales.view(np.uint32) if self.scale_bytes == 4 else scales, whole[head:end].numpy()
 
 
-class _Fp8Kind(NamedTuple):
-    """A format of eight bits: bits of its fraction, bias of its exponent, and the code of its largest number."""
-
-    fraction: int
-    bias: int
-    largest: int
-
-
-_KINDS: Final = {"e4m3": _Fp8Kind(3, 7, 0x7E), "e5m2": _Fp8Kind(2, 15, 0x7B)}
+_KINDS: Final = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}
+"""Formats of eight bits: bits of the fraction, bias of the exponent, and the code of the largest number."""
 
 
 class Fp8(FloatCodec):
@@ -102,18 +95,14 @@ class Fp8(FloatCodec):
     def __init__(self, kind: str = "e4m3") -> None:
         self._kind = _KINDS[kind]
 
-    def item_bytes(self, count: int) -> int:
-        return count
-
-    def pack(self, parcel: Parcel, values: Floats, scales: Bytes, items: Bytes) -> None:
-        del parcel
+    def pack(self, parcel: Parcel, values: Floats, scales: Bytes, items: Bytes) -> None:  # noqa: ARG002
         kernels.pack_fp8(values, scales, items, *self._kind)
 
     def unpack(self, scales: Bytes, items: Bytes, into: Floats) -> None:
         if len(scales) and ((scales > 247) & (scales < kernels.FP8_MARK)).any():
             raise BadBytes("a block has a scale that no block has")
         if kernels.unpack_fp8(scales, items, into, *self._kind):
-            raise BadBytes("an item is no number of this format")
+            raise BadBytes("an item is not a number of this format")
 
 
 class Int8(FloatCodec):
@@ -121,11 +110,7 @@ class Int8(FloatCodec):
 
     block = kernels.INT8_BLOCK
 
-    def item_bytes(self, count: int) -> int:
-        return count
-
-    def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:
-        del parcel
+    def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:  # noqa: ARG002
         kernels.pack_int8(values, scales, items.view(np.int8))
 
     def unpack(self, scales: Scales, items: Bytes, into: Floats) -> None:
@@ -203,8 +188,7 @@ class Sign(FloatCodec):
     def item_bytes(self, count: int) -> int:
         return 4 * -(-count // 32)
 
-    def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:
-        del parcel
+    def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:  # noqa: ARG002
         kernels.pack_sign(values, scales, items.view(np.uint32))
         if self.sums_vote:
             scales[scales != NOT_FINITE] = _ONE
@@ -214,8 +198,7 @@ class Sign(FloatCodec):
             raise BadBytes("a vote counts 1, and a block came with another size")
         kernels.unpack_sign(scales, items.view(np.uint32), into)
 
-    def settle(self, parcel: Parcel, total: Tensor) -> None:
+    def finalize(self, parcel: Parcel, total: Tensor) -> None:  # noqa: ARG002
         """Replace the sum by the majority's sign, where there is a vote."""
-        del parcel
         if self.sums_vote:
             total.sign_()

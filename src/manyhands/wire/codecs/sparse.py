@@ -44,16 +44,16 @@ def empty_gaps(parcel: Parcel, values: Tensor) -> None:
 
 
 class SparseCodec(ParcelCodec):
-    """Fills in how many items it sends at `most`, and which it chooses; `values` encodes what they are."""
+    """Fills in which items it chooses, a `fraction` at `most`; `values` encodes what they are."""
 
     carries_values = False
 
-    def __init__(self, values: ParcelCodec | None = None) -> None:
-        self.inner = values
+    def __init__(self, fraction: float, values: ParcelCodec | None = None) -> None:
+        self._fraction, self.inner = fraction, values
 
-    @abstractmethod
     def most(self, parcel: Parcel) -> int:
         """How many items it sends at most."""
+        return few(self._fraction, parcel)
 
     @abstractmethod
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
@@ -107,11 +107,19 @@ class SparseCodec(ParcelCodec):
         return self.read_places(parcel, encoded[middle:].numpy(), count), values
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        indices, values = self.read(parcel, encoded)  # or raises, and leaves `into` as it is
-        _add(into.zero_(), indices, values, 1.0)
+        found = self.read(parcel, encoded)  # or raises, and leaves `into` as it is
+        self._add(into.zero_(), *found, 1.0)
 
     def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-        _add(into, *self.read(parcel, encoded), alpha)
+        self._add(into, *self.read(parcel, encoded), alpha)
+
+    @staticmethod
+    def _add(into: Tensor, indices: Indices, values: Tensor, alpha: float) -> None:
+        if into.dtype == torch.float32:
+            kernels.add_at(values.numpy(), indices, into.numpy(), np.float32(alpha))
+        else:
+            places = torch.from_numpy(indices.astype(np.int64))
+            into.index_add_(0, places, values.to(into.dtype), alpha=alpha)
 
     def from_worker(self, seed: int, worker: int) -> None:
         self.seed, self.worker = seed, worker
@@ -129,14 +137,6 @@ class SparseCodec(ParcelCodec):
         return _HEAD + self._value_bytes(parcel, count) + self.place_bytes(parcel, count)
 
 
-def _add(into: Tensor, indices: Indices, values: Tensor, alpha: float) -> None:
-    if into.dtype == torch.float32:
-        kernels.add_at(values.numpy(), indices, into.numpy(), np.float32(alpha))
-    else:
-        places = torch.from_numpy(indices.astype(np.int64))
-        into.index_add_(0, places, values.to(into.dtype), alpha=alpha)
-
-
 _LEAST_SAMPLES: Final = 4096
 _SHARE: Final = 64  # one item of so many is looked at
 
@@ -152,11 +152,8 @@ class TopK(SparseCodec):
     def __init__(
         self, fraction: float = 0.01, sampled: bool = False, values: ParcelCodec | None = None
     ) -> None:
-        super().__init__(values)
-        self._fraction, self._sampled = fraction, sampled
-
-    def most(self, parcel: Parcel) -> int:
-        return few(self._fraction, parcel)
+        super().__init__(fraction, values)
+        self._sampled = sampled
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
         count = self.most(parcel)
@@ -213,11 +210,7 @@ class RandomK(SparseCodec):
     """
 
     def __init__(self, fraction: float = 0.01, values: ParcelCodec | None = None) -> None:
-        super().__init__(values)
-        self._fraction = fraction
-
-    def most(self, parcel: Parcel) -> int:
-        return few(self._fraction, parcel)
+        super().__init__(fraction, values)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
         indices = self._drawn(parcel, self.drawn(parcel))
@@ -225,12 +218,10 @@ class RandomK(SparseCodec):
         kernels.enlarge(values, parcel.tensor_items, indices, kept)
         return indices, kept
 
-    def place_bytes(self, parcel: Parcel, count: int) -> int:
-        del parcel, count
+    def place_bytes(self, parcel: Parcel, count: int) -> int:  # noqa: ARG002
         return _KEY
 
-    def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:
-        del indices
+    def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:  # noqa: ARG002
         into[:] = np.frombuffer(self.drawn(parcel).to_bytes(_KEY, "little"), np.uint8)
 
     def read_places(self, parcel: Parcel, encoded: Bytes, count: int) -> Indices:
@@ -257,8 +248,8 @@ class DgcSums(SparseCodec):
     """
 
     def __init__(self, fraction: float = 0.001, warmup: int = 0, values: ParcelCodec | None = None) -> None:
-        super().__init__(values)
-        self._fraction, self._warmup = fraction, warmup
+        super().__init__(fraction, values)
+        self._warmup = warmup
 
     def density(self, step: int) -> float:
         if step >= self._warmup:
@@ -298,8 +289,7 @@ class Dgc(DgcSums):
         values: ParcelCodec | None = None,
     ) -> None:
         super().__init__(fraction, warmup, values)
-        self.momentum = momentum
-        self._clip = clip
+        self.momentum, self._clip = momentum, clip
         self._velocity: dict[str, Tensor] = {}
         self._residual: dict[str, Tensor] = {}
 
@@ -313,8 +303,7 @@ class Dgc(DgcSums):
         residual.add_(velocity)
         indices, kept = self.choose(parcel, residual.to(torch.float32).numpy())
         num_bytes = self.write(parcel, indices, kept, into)
-        places = torch.from_numpy(indices.astype(np.int64))
-        velocity[places] = 0.0
+        velocity[torch.from_numpy(indices.astype(np.int64))] = 0.0
         self.add(parcel, into[:num_bytes], residual, -1.0)
         for one in (velocity, residual):
             if not one.sum().isfinite():

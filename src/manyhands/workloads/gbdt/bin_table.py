@@ -6,10 +6,8 @@ and on nothing else. Bins lie in tiles of eight columns, one byte each; features
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
@@ -89,6 +87,15 @@ class Holdout:
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
 
+    def only(self, blocks: Iterator[RowBlock], *, held: bool) -> Iterator[RowBlock]:
+        """The rows that are held out, or the others."""
+        first = 0
+        for block in blocks:
+            out = self.chosen(first, len(block))
+            first += len(block)
+            if out.any() if held else not out.all():
+                yield block if not out.any() and not held else block.take(out if held else ~out)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSample:
@@ -104,19 +111,13 @@ class RowSample:
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
         """The bins of every feature that has two or more; columns are sorted by several threads."""
-        room = available_bytes()
-        if (
-            self.columns > _MOST_COLUMNS or self.columns * _COLUMN_BYTES > room
-        ):  # as one absurd index makes it
-            most = min(_MOST_COLUMNS, room // _COLUMN_BYTES)
+        most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
+        if self.columns > most:  # as one absurd index makes it
             raise UserError(
                 f"{where} has feature {self.columns - 1}, but here a model has {most:,} columns at most; number the "
                 "features from 0 without gaps, or hash them into fewer"
             )
-        if self.blocks[0].sparse is not None:
-            columns, values_of = _sparse_values(self, categorical)
-        else:
-            columns, values_of = np.arange(self.columns), self._dense_values
+        columns, values_of = _column_values(self, categorical)
         sampled = sum(map(len, self.blocks))
 
         def bins_of(column: int) -> FeatureBins:
@@ -132,28 +133,26 @@ class RowSample:
                 return bins_of_categories(column, values, counts, max_bin, where)
             return bins_of_numbers(column, values, counts, max_bin)
 
-        def bins_of_some(some: NDArray[np.int64]) -> list[FeatureBins]:
-            return [one for one in map(bins_of, some.tolist()) if one.count > 1]
-
         size = max(1, min(_COLUMNS_AT_ONCE, -(-len(columns) // (4 * threads))))
-        parts = [columns[begin : begin + size] for begin in range(0, len(columns), size)]
+        parts = [columns[begin : begin + size].tolist() for begin in range(0, len(columns), size)]
         with ThreadPoolExecutor(threads) as pool:
-            found = [one for some in pool.map(bins_of_some, parts) for one in some]
+            every = pool.map(lambda some: [bins_of(column) for column in some], parts)
+            found = [one for some in every for one in some if one.count > 1]
         if not found:
             raise DataError(f"{where}: no feature has two values, so there is nothing to split")
         return BinTable(found, self.columns)
 
-    def _dense_values(self, column: int) -> Numbers:
-        return np.concatenate([block.values[:, column] for block in self.blocks]).astype(np.float64)
 
-
-def _sparse_values(
+def _column_values(
     sample: RowSample, categorical: frozenset[int]
 ) -> tuple[NDArray[np.int64], Callable[[int], Numbers]]:
     """The columns that may have two bins, which those without a value have not unless they are categories.
 
     And the values of each, without the zeros that are left out.
     """
+    if sample.blocks[0].sparse is None:
+        every, parts = np.arange(sample.columns), [block.values for block in sample.blocks]
+        return every, lambda column: np.concatenate([one[:, column] for one in parts], dtype=np.float64)
     rows = Rows.join([block.sparse for block in sample.blocks if block.sparse is not None])
     order = np.argsort(rows.indices, kind="stable")
     named, begins = np.unique(rows.indices[order], return_index=True)
@@ -214,16 +213,6 @@ def sample_rows(
         held_labels=joined["held"],
         held_weights=joined["held_w"],
     )
-
-
-@contextmanager
-def shared_folder(shared: bool) -> Iterator[str]:
-    """A temporary folder for bins that several processes map; none where one process has them."""
-    if not shared:
-        yield ""
-        return
-    with tempfile.TemporaryDirectory(prefix="manyhands-gbdt-") as folder:
-        yield folder
 
 
 def bin_rows(

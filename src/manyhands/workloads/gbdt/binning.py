@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.row_sources import RowBlock
@@ -48,13 +48,10 @@ class FeatureBins:
     column: int
     low: float
     high: float
-    """The least and the greatest number seen."""
-    missing: bool = False
-    """Whether there are missing values, which have the last bin."""
+    missing: bool = False  # whether there are missing values, which have the last bin
     bounds: NDArray[np.float64] | None = None
     categories: NDArray[np.int64] | None = None
-    zero_share: float = 0.0
-    """Of the rows seen, those in which it is 0."""
+    zero_share: float = 0.0  # of the rows seen, those in which it is 0
 
     @property
     def kind(self) -> int:
@@ -62,8 +59,7 @@ class FeatureBins:
         return _CATEGORIES if self.categories is not None else int(self.missing)
 
     @property
-    def count(self) -> int:
-        """How many bins there are; a feature with one cannot be split."""
+    def count(self) -> int:  # of bins; a feature with one cannot be split
         if self.categories is not None:
             return 1 + len(self.categories)
         assert self.bounds is not None, "numbers have bounds"
@@ -103,10 +99,10 @@ def bins_of_categories(
         )
     names, inverse = np.unique(whole, return_inverse=True)
     often = np.bincount(inverse, counts[known], len(names))
-    order = np.lexsort((names, -often))[: max_bin - 1]
-    low, high = (float(names[0]), float(names[-1])) if len(names) else (0.0, 0.0)
+    chosen = names[np.lexsort((names, -often))[: max_bin - 1]]
     zero_share = _share_of_zeros(values, counts)
-    return FeatureBins(column=column, low=low, high=high, categories=names[order], zero_share=zero_share)
+    low, high = (float(names[0]), float(names[-1])) if len(names) else (0.0, 0.0)
+    return FeatureBins(column=column, low=low, high=high, categories=chosen, zero_share=zero_share)
 
 
 class BinTable:
@@ -114,10 +110,8 @@ class BinTable:
 
     def __init__(self, features: Sequence[FeatureBins], columns: int) -> None:
         """`columns` are those of the table, used or not."""
-        self.features = list(features)
-        self.columns = columns
-        bounds: list[NDArray[np.float64]] = []
-        places: list[NDArray[np.int64]] = []
+        self.features, self.columns = list(features), columns
+        bounds, places = list[NDArray[np.float64]](), list[NDArray[np.int64]]()
         for one in self.features:
             if one.categories is not None:
                 order = np.argsort(one.categories)
@@ -144,8 +138,7 @@ class BinTable:
 
     def of_dense(self, values: NDArray[np.float64]) -> NDArray[np.uint8]:
         out = np.empty((len(values), len(self.features)), np.uint8)
-        kind = values.dtype if values.dtype == np.float32 else np.float64
-        given = np.ascontiguousarray(values, kind)
+        given = np.ascontiguousarray(values, np.float32 if values.dtype == np.float32 else np.float64)
         bin_kernels.bin_dense(given, self._columns, self.kinds, *self._cuts, out)
         return out
 
@@ -171,10 +164,8 @@ class ByteLayout:
     columns: NDArray[np.int64]
     firsts: NDArray[np.int64]
     """The byte of its first bin that is not that of zero, at least 1; 0 where it has a column of its own."""
-    zeros: NDArray[np.int64]
-    """The bin of zero."""
-    counts: NDArray[np.int64]
-    """How many bins it has."""
+    zeros: NDArray[np.int64]  # the bin of zero
+    counts: NDArray[np.int64]  # how many bins it has
     offsets: NDArray[np.int64]
     """Where the bytes of each column begin among those of all, and their number at the end."""
 
@@ -212,9 +203,17 @@ def bundled_layout(bins: BinTable, blocks: Sequence[RowBlock]) -> ByteLayout:
     if len(chosen) < 2:
         return _laid_out(counts, zeros, [])
     chosen = chosen[::-1]  # those that are there most often are placed first
-    bits = _where_not_zero(blocks, np.array([bins.features[one].column for one in chosen]))
-    bundles = [[int(chosen[at]) for at in one] for one in _exclusive(bits, counts[chosen])]
-    return _laid_out(counts, zeros, bundles)
+    columns = np.array([bins.features[one].column for one in chosen])
+    packed, left = [], _LOOKED_AT  # for each column a bit a row: whether its value is anything but 0
+    for block in blocks:
+        for begin in range(0, min(len(block), left), _ROWS_AT_ONCE):
+            end = min(begin + _ROWS_AT_ONCE, len(block), left)
+            bits = np.packbits(_not_zero(block, begin, end, columns).T, axis=1)
+            filled = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
+            packed.append(np.ascontiguousarray(filled).view(np.uint64))
+        left -= min(len(block), left)
+    sets = _exclusive(np.concatenate(packed, axis=1), counts[chosen])
+    return _laid_out(counts, zeros, [[int(chosen[at]) for at in one] for one in sets])
 
 
 def _counts_and_zeros(bins: BinTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -229,8 +228,8 @@ def _laid_out(
     """Features that share nothing first, in their order; a bundle of one shares nothing."""
     columns, firsts = np.full(len(counts), -1, np.int64), np.zeros(len(counts), np.int64)
     shared = [bundle for bundle in bundles if len(bundle) > 1]
-    together = {feature for bundle in shared for feature in bundle}
-    alone = [feature for feature in range(len(counts)) if feature not in together]
+    bundled = {feature for bundle in shared for feature in bundle}
+    alone = [feature for feature in range(len(counts)) if feature not in bundled]
     columns[alone] = np.arange(len(alone))
     sizes = counts[alone].tolist()
     for number, bundle in enumerate(shared, len(alone)):
@@ -261,31 +260,17 @@ def _exclusive(bits: NDArray[np.uint64], counts: NDArray[np.int64]) -> list[list
     return sets
 
 
-def _where_not_zero(blocks: Sequence[RowBlock], columns: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """For each column a bit a row: whether its value is anything but 0."""
-    found, left = [], _LOOKED_AT
-    for block in blocks:
-        for begin in range(0, min(len(block), left), _ROWS_AT_ONCE):
-            end = min(begin + _ROWS_AT_ONCE, len(block), left)
-            packed = np.packbits(_not_zero(block, begin, end, columns).T, axis=1)
-            missing = -packed.shape[1] % 8
-            found.append(np.ascontiguousarray(np.pad(packed, ((0, 0), (0, missing)))).view(np.uint64))
-        left -= min(len(block), left)
-    return np.concatenate(found, axis=1)
-
-
 def _not_zero(block: RowBlock, begin: int, end: int, columns: NDArray[np.int64]) -> NDArray[np.bool_]:
     out = np.zeros((end - begin, len(columns)), np.bool_)
     if block.sparse is None:
         known = columns < block.values.shape[1]
         out[:, known] = block.values[begin:end, columns[known]] != 0
         return out
-    rows = block.sparse
+    rows, span = block.sparse, slice(*block.sparse.starts[[begin, end]])
     places = np.full(max(rows.size, int(columns.max()) + 1), -1, np.int64)
     places[columns] = np.arange(len(columns))
-    first, last = rows.starts[begin], rows.starts[end]
     which = np.repeat(np.arange(end - begin), np.diff(rows.starts[begin : end + 1]))
-    at = places[rows.indices[first:last]]
-    known = (at >= 0) & (rows.values[first:last] != 0)
+    at = places[rows.indices[span]]
+    known = (at >= 0) & (rows.values[span] != 0)
     out[which[known], at[known]] = True
     return out

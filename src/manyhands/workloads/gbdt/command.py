@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import num_of
-from manyhands.workloads.compiled_workload import (
-    ComparedTask,
-    CompiledWorkload,
-    TableRows,
-    TrainEnd,
-    WorkerOptions,
-)
+from manyhands.workloads import compiled_workload as seam
+from manyhands.workloads.compiled_workload import TableRows, TrainEnd
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.task_options import narrowed, option
 
@@ -72,7 +67,7 @@ class _Table(GbdtOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainGbdt(WorkerOptions, _Table):
+class _TrainGbdt(seam.WorkerOptions, _Table):
     valid: str | None = option(None, "rows to measure on after each tree, read likewise", metavar="FILE")
     valid_fraction: float | None = option(
         None, "hold out this share of the rows instead", shown="0; 0.2 of embedded sets"
@@ -90,56 +85,47 @@ class _CompareGbdt(_Table):
 
 
 @contextmanager
-def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[ComparedTask]:
+def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[seam.ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.gbdt.training import gbdt_task
 
     options = narrowed(GbdtOptions, asked)
     with Bars() as bars, gbdt_task(asked.table(), options, shared=True, bars=bars) as task:
-        yield ComparedTask(task=task)
+        yield seam.ComparedTask(task=task)
 
 
 def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.gbdt.bin_table import Holdout
     from manyhands.workloads.gbdt.model import measure_model
     from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
     from manyhands.workloads.gbdt.training import train_gbdt
 
     test = asked.source(asked.test) if asked.test is not None else None
-    result = train_gbdt(
-        asked.table(asked.valid, asked.valid_fraction, asked.start),
-        narrowed(GbdtOptions, asked),
-        strategy=asked.strategy,
-        workers=asked.workers,
-        bars=bars,
-        keep=keep,
-    )
+    table, options = asked.table(asked.valid, asked.valid_fraction, asked.start), narrowed(GbdtOptions, asked)
+    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
+    result = train_gbdt(table, options, bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / MODEL_TEXT
     write_model(model, file)
     by_gain, by_split = model.importance("gain"), model.importance("split")
     order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
+    measured = measure_model(model, test) if test is not None else {}
+    if test is None and result.valid_rows:
+        held = Holdout(fraction=table.valid_fraction, seed=options.seed) if table.valid is None else None
+        quality = measure_model(model, table.valid or table.train, held)["quality"]
+        measured = {"quality": quality}
     summary = {
-        **result.summary,
-        "objective": result.objective,
+        **result.full_summary(),
         "trees": len(model.trees),
-        "trees_grown": result.trees_grown,
-        "rows": result.rows,
-        "valid_rows": result.valid_rows,
         "features": model.columns,
-        "train_losses": result.train_losses,
-        "valid_losses": result.valid_losses,
         "valid_loss": result.valid_losses[result.trees_kept - 1] if result.valid_losses else None,
         "importance": [
             {"feature": model.names[at], "gain": float(by_gain[at]), "splits": int(by_split[at])}
             for at in order
             if by_split[at]
         ],
-        "seconds": result.seconds,
-        "train_seconds": result.train_seconds,
-        "interrupted": result.interrupted,
-        **(measure_model(model, test) if test is not None else {}),
-        "strategy": asked.strategy,
-        "workers": asked.workers,
+        **measured,
+        **how,
         "model": str(file),
     }
     predict = ("predict", keep.out, asked.test or asked.train, "--out", "predictions.txt")
@@ -174,7 +160,7 @@ def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
     return [*lines, f"model   {summary['model']}"]
 
 
-GBDT = CompiledWorkload(
+GBDT = seam.CompiledWorkload(
     name="gbdt",
     help="Train gradient-boosted trees: a number or two labels, from a table of any size.",
     options_type=_TrainGbdt,

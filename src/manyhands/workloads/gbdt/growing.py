@@ -83,8 +83,7 @@ class DividedRows:
     def __init__(self, tiles: NDArray[np.uint8], layout: ByteLayout, rows: range, most_leaves: int) -> None:
         self.tiles, self._layout = tiles, layout
         self._all = np.arange(rows.start, rows.stop, dtype=np.int32)
-        self._rows = self._all.copy()
-        self._spare = np.empty_like(self._all)
+        self._rows, self._spare = self._all.copy(), np.empty_like(self._all)
         self._spans = [(0, 0)] * most_leaves
 
     def begin(self) -> None:
@@ -92,9 +91,7 @@ class DividedRows:
         self._spans[0] = (0, len(self._rows))
 
     def of(self, leaf: int) -> NDArray[np.int32]:
-        begin, end = self._spans[leaf]
-        found: NDArray[np.int32] = self._rows[begin:end]
-        return found
+        return self._rows[slice(*self._spans[leaf])]
 
     def divide(self, leaf: int, new: int, feature: int, to_left: NDArray[np.uint8]) -> None:
         """Leave the rows whose bin goes to the left in `leaf`, and give the others to `new`."""
@@ -112,11 +109,10 @@ class _Leaf:
     def __init__(
         self, totals: Sequence[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
     ) -> None:
-        self.totals, self.l2, self.depth = totals, l2, depth
+        """`node` is the one that it hangs on, on the left or not."""
+        self.totals, self.l2, self.depth, self.node, self.is_left = totals, l2, depth, node, is_left
         self.split: list[int] = split.tolist()
         self.gain = float(split.view(np.float64)[fields.GAIN])
-        self.node, self.is_left = node, is_left
-        """The node that it hangs on, and on which side."""
 
 
 def grow(
@@ -137,15 +133,21 @@ def grow(
         best = max(allowed, key=lambda leaf: leaf.gain, default=None)  # of equal ones the first
         if best is None or not best.gain > 0:
             break
-        chosen = leaves.index(best)
-        parent, new = leaves[chosen], len(leaves)
-        record, node = parent.split, new - 1
-        _write_node(tree, leaves, chosen, rule, options)
+        chosen, new, record = leaves.index(best), len(leaves), best.split
+        node = new - 1
+        if best.node >= 0:
+            (tree.left if best.is_left else tree.right)[best.node] = node
+        tree.left[node], tree.right[node] = ~chosen, ~new
+        tree.feature[node], tree.threshold[node] = record[fields.FEATURE], record[fields.THRESHOLD]
+        tree.flags[node] = record[fields.FLAGS] & (fields.CATEGORICAL | fields.DEFAULT_LEFT)
+        tree.categories[node], tree.gain[node] = record[fields.BITS : fields.BITS + 4], best.gain
+        value, weight, count = _value(best, rule, options.rate)
+        tree.node_value[node], tree.node_weight[node], tree.node_count[node] = value, weight, count
         to_left = node_directions(tree, node, features[record[fields.FEATURE]])
         for rows in divided:
             rows.divide(chosen, new, record[fields.FEATURE], to_left)
         left = record[fields.LEFT : fields.LEFT + 2]
-        right = [parent.totals[0] - left[0], parent.totals[1] - left[1]]
+        right = [best.totals[0] - left[0], best.totals[1] - left[1]]
         l2 = options.lambda_l2 + (options.cat_l2 if record[fields.FLAGS] & fields.SORTED else 0.0)
         left_is_smaller = _count(left, rule) <= _count(right, rule)
         smaller = divided[0].of(chosen if left_is_smaller else new)
@@ -154,7 +156,7 @@ def grow(
         if left_is_smaller:  # its histogram was kept as that of the new leaf, which is the right one
             search.swap(chosen, new)
         of_left, of_right = splits if left_is_smaller else splits[::-1]
-        depth = parent.depth + 1
+        depth = best.depth + 1
         leaves[chosen] = _Leaf(left, of_left, l2, depth=depth, node=node, is_left=True)
         leaves.append(_Leaf(right, of_right, l2, depth=depth, node=node, is_left=False))
     tree.num_leaves = len(leaves)
@@ -184,19 +186,3 @@ def _value(leaf: _Leaf, rule: Sequence[float], rate: float) -> tuple[float, floa
     gradient, hessian = leaf.totals[0] / rule[4], (leaf.totals[1] >> int(rule[0])) / rule[5]
     value = -gradient / (hessian + leaf.l2) * rate if hessian + leaf.l2 > 0 else 0.0
     return value, hessian, _count(leaf.totals, rule)
-
-
-def _write_node(
-    tree: GrownTree, leaves: Sequence[_Leaf], chosen: int, rule: Sequence[float], options: GbdtOptions
-) -> None:
-    """Make a node of a leaf; its children are that leaf and a new one."""
-    leaf, node = leaves[chosen], len(leaves) - 1
-    record = leaf.split
-    if leaf.node >= 0:
-        (tree.left if leaf.is_left else tree.right)[leaf.node] = node
-    tree.left[node], tree.right[node] = ~chosen, ~len(leaves)
-    tree.feature[node], tree.threshold[node] = record[fields.FEATURE], record[fields.THRESHOLD]
-    tree.flags[node] = record[fields.FLAGS] & (fields.CATEGORICAL | fields.DEFAULT_LEFT)
-    tree.categories[node] = record[fields.BITS : fields.BITS + 4]
-    tree.gain[node] = leaf.gain
-    tree.node_value[node], tree.node_weight[node], tree.node_count[node] = _value(leaf, rule, options.rate)

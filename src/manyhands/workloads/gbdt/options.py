@@ -13,13 +13,10 @@ OBJECTIVES = {
     "binary": "log loss of two labels",
     "regression": "squared error",
 }
-"""What is learned, by name."""
-
 PARALLEL = {
     "data": "the histograms of all features are summed over workers; the trees are those of one worker",
     "voting": "workers vote for features, and the histograms of those elected are summed (Meng et al., 2016)",
 }
-"""What travels, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

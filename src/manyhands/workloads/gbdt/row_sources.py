@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.file_reader import bundled_file
-from manyhands.data.matrix import Rows
 from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.errors import DataError, UserError, nearest
 
 __all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
@@ -61,14 +60,13 @@ class RowBlock:
         return RowBlock(labels=None, weights=self.weights, dense=np.delete(self.values, label, axis=1))
 
     def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
-        labels = None if self.labels is None else self.labels[chosen]
-        weights = None if self.weights is None else self.weights[chosen]
+        labels, weights = (None if one is None else one[chosen] for one in (self.labels, self.weights))
         if self.sparse is None:
             return RowBlock(labels=labels, weights=weights, dense=self.values[chosen])
         rows, lengths = self.sparse, np.diff(self.sparse.starts)
         entries, span = np.repeat(chosen, lengths), slice(rows.starts[0], rows.starts[-1])
         picked = Rows(
-            starts=np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64),
+            starts=np.cumsum([0, *lengths[chosen]]).astype(np.int64),
             indices=rows.indices[span][entries],
             values=rows.values[span][entries],
             labels=rows.labels[chosen],
@@ -107,9 +105,8 @@ def model_names(names: Sequence[str], where: str) -> list[str]:
     for at, name in enumerate(names):
         short = "_".join(name.split()) or f"Column_{at}"
         if short in found:
-            raise DataError(
-                f"{where}: columns {found[short]!r} and {name!r} are both {short!r} in a model file; rename one"
-            )
+            both = f"columns {found[short]!r} and {name!r}"
+            raise DataError(f"{where}: {both} are both {short!r} in a model file; rename one")
         found[short] = name
     return list(found)
 
@@ -143,9 +140,7 @@ class ArraySource(RowSource):
         weights: NDArray[Any] | None = None,
     ) -> None:
         if values.ndim != 2 or not len(values):
-            raise DataError(
-                f"{name} has shape {values.shape}; a table has rows and columns, at least one row"
-            )
+            raise DataError(f"{name} has shape {values.shape}; a table has columns, and at least one row")
         if values.dtype.kind not in "fiub":
             raise DataError(f"{name} holds {values.dtype}; a table holds numbers")
         for what, given in (("labels", labels), ("weights", weights)):
@@ -159,10 +154,8 @@ class ArraySource(RowSource):
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for begin in range(0, len(self._values), _BLOCK_ROWS):
             span = slice(begin, begin + _BLOCK_ROWS)
-            values, labels, weights = (
-                None if one is None else one[span] for one in (self._values, self._labels, self._weights)
-            )
-            assert values is not None, "a table has values"
+            values, besides = self._values[span], (self._labels, self._weights)
+            labels, weights = (None if one is None else one[span] for one in besides)
             if values.dtype not in (np.float32, np.float64):
                 values = values.astype(np.float64)
             yield _block(values, labels, weights, on_rows)
@@ -205,8 +198,8 @@ class _TextSource(RowSource):
 
 class _MatrixSource(RowSource):
     def __init__(self, matrix: NpyMatrix | ParquetMatrix, label_index: int = 0) -> None:
-        self.name, self.names, self._matrix = str(matrix.path), matrix.names, matrix
-        self.label_index = label_index
+        self.name, self.names = str(matrix.path), matrix.names
+        self._matrix, self.label_index = matrix, label_index
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for block in self._matrix.blocks():
@@ -245,8 +238,7 @@ def _breast_cancer() -> RowSource:
     else:
         table = np.loadtxt(file, delimiter=",", skiprows=1)  # the first line says how many there are
         values, labels = table[:, :-1], table[:, -1].astype(np.int64)
-    ways = ("mean_{}", "{}_error", "worst_{}")
-    names = [way.format(measured) for way in ways for measured in _OF_CELLS]
+    names = [way.format(one) for way in ("mean_{}", "{}_error", "worst_{}") for one in _OF_CELLS]
     return ArraySource(values, labels, name="breast-cancer", names=names)
 
 
@@ -283,8 +275,7 @@ def open_source(
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
         raise UserError(f"{text} cannot be read: there is no such file{hint}")
     if ending == ".npy":
-        usual = "0" if labelled else None
-        matrix = NpyMatrix(Path(text), usual if label is None else label)
+        matrix = NpyMatrix(Path(text), "0" if label is None and labelled else label)
         return _MatrixSource(matrix, matrix.label or 0)
     if ending == ".parquet":
         table = ParquetMatrix(Path(text), None)

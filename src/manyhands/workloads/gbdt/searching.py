@@ -7,10 +7,9 @@
   votes for the `top_k` features that gain most on its own rows, and only the histograms of the 2 · `top_k` with most
   votes are summed. Where there are no more features than that, it is the same as data-parallel.
 
-Where workers meet while they grow a tree: each writes numbers that all read, in memory that they share.
-
-Two kinds of memory: an area of each worker, as large as a histogram, and a row of a few words that it tells the others.
-Both are written before a barrier and read after it; rows are two in turn, so that one barrier each is enough.
+Workers share two kinds of memory while they grow a tree: an area of each, as large as a histogram, and a row of a few
+words. Both are written before a barrier and read after it; there are two rows, used alternately, so that one barrier
+each is enough.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from manyhands.workloads.gbdt.split_kernels import RECORD_WORDS
 __all__ = ["SEARCHES", "LocalRows", "SharedHistograms", "SplitSearch", "area_words", "gathered_words"]
 
 Words = NDArray[np.int64]
+RowIds = NDArray[np.int32]
 _HISTOGRAM_WORDS = 2
 
 
@@ -40,8 +40,7 @@ class SharedHistograms:
 
     def __init__(self, rank: int, areas: Words, gathered: Words, barrier: Callable[[], None]) -> None:
         self.rank, self.world, self.areas = rank, len(areas), areas
-        self.area: Words = areas[rank]
-        """This worker's: written before `meet`, read by all after it."""
+        self.area: Words = areas[rank]  # this worker's: written before `barrier`, read by all after it
         self._gathered, self._barrier = gathered, barrier
         self._next = self.bytes_sent = 0
 
@@ -61,7 +60,7 @@ class SharedHistograms:
         gathered = segment.array(begin + 8 * world * wide, 2 * world * narrow, np.int64)
         return cls(group.rank, areas, gathered.reshape(2, world, narrow), group.barrier), segment
 
-    def meet(self, words: int) -> None:
+    def barrier(self, words: int) -> None:
         """Collective: all have written their areas, of which the others read `words`."""
         self.bytes_sent += 8 * words * (self.world - 1)
         self._barrier()
@@ -71,9 +70,8 @@ class SharedHistograms:
         gathered = self._gathered[self._next]
         self._next = 1 - self._next
         gathered[self.rank, : len(words)] = words
-        self.meet(len(words))
-        found: Words = gathered[:, : len(words)]
-        return found
+        self.barrier(len(words))
+        return gathered[:, : len(words)]  # type: ignore[no-any-return]
 
     def largest(self, value: float) -> float:
         return float(self.gather(np.array([value]).view(np.int64)).copy().view(np.float64).max())
@@ -84,6 +82,17 @@ class SharedHistograms:
 
 def _whole_lines(words: int) -> int:
     return round_up(8 * words, CACHE_LINE) // 8
+
+
+def area_words(options: GbdtOptions, offsets: Words) -> int:
+    """How large an area has to be: a histogram, or the elected parts of two."""
+    whole = _HISTOGRAM_WORDS * (int(offsets[-1]) + 1)
+    return whole if options.parallel == "data" else 2 * whole
+
+
+def gathered_words(options: GbdtOptions) -> int:
+    """How many words workers `gather` at most."""
+    return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -107,7 +116,7 @@ class LocalRows:
         parts = layout.columns, layout.firsts, layout.zeros, layout.offsets
         self._parts = parts if layout.firsts.any() else None
 
-    def histogram(self, rows: NDArray[np.int32], offsets: Words, out: Words) -> None:
+    def histogram(self, rows: RowIds, offsets: Words, out: Words) -> None:
         """Of some rows, by feature; `offsets` are where the bins of each begin."""
         found = out if self._parts is None else self._packed
         given = self.words, self.first, self.layout.offsets, self.ordered
@@ -116,35 +125,25 @@ class LocalRows:
             histogram_kernels.spread(found, self._parts, offsets, out)
 
 
-def area_words(options: GbdtOptions, offsets: Words) -> int:
-    """How large an area has to be: a histogram, or the elected parts of two."""
-    whole = _HISTOGRAM_WORDS * (int(offsets[-1]) + 1)
-    return whole if options.parallel == "data" else 2 * whole
-
-
-def gathered_words(options: GbdtOptions) -> int:
-    """How many words workers `gather` at most."""
-    return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
-
-
+@dataclass(eq=False)
 class SplitSearch(ABC):
     """Finds splits of leaves; `_places` are the rows of its pool with their histograms, by the leaf's number."""
 
-    def __init__(
-        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
-    ) -> None:
-        self._rendezvous, self._offsets, self._kinds, self._options = rendezvous, offsets, kinds, options
+    _rendezvous: SharedHistograms
+    _offsets: Words
+    _kinds: Words
+    _options: GbdtOptions
+
+    def __post_init__(self) -> None:
         self._records = np.zeros((2, RECORD_WORDS), np.int64)
-        self._places = list(range(options.num_leaves))
+        self._places = list(range(self._options.num_leaves))
 
     @abstractmethod
-    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+    def root(self, local: LocalRows, rows: RowIds) -> tuple[Words, Words]:
         """Collective: the two sums of all rows, and the best split of leaf 0, which they are."""
 
     @abstractmethod
-    def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
-    ) -> Words:
+    def children(self, local: LocalRows, parent: int, new: int, smaller: RowIds, totals: Words) -> Words:
         """Collective: the best splits of the two children of a leaf, a row each, the one with fewer rows first.
 
         `parent` is split into itself and `new`: the histogram of the smaller is kept as that of `new`, which `swap` may
@@ -169,35 +168,32 @@ class SplitSearch(ABC):
 class DataSearch(SplitSearch):
     """Every worker has the whole sums of some features."""
 
-    def __init__(
-        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
-    ) -> None:
-        super().__init__(rendezvous, offsets, kinds, options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        offsets, rendezvous = self._offsets, self._rendezvous
         begin, end = _share_of_features(offsets, rendezvous.rank, rendezvous.world)
         self._features = np.arange(begin, end)
         self._starts = offsets[begin : end + 1] - offsets[begin]
         self._span = 2 * int(offsets[begin]), 2 * int(offsets[end])
-        self._pool = np.zeros((options.num_leaves, self._span[1] - self._span[0]), np.int64)
+        self._pool = np.zeros((self._options.num_leaves, self._span[1] - self._span[0]), np.int64)
 
-    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+    def root(self, local: LocalRows, rows: RowIds) -> tuple[Words, Words]:
         self._count(local, rows)
         histogram_kernels.reduce_areas(self._rendezvous.areas, *self._span, self._pool[self._places[0]])
         totals = self._rendezvous.areas[:, -2:].sum(axis=0)
         return totals, self._found([0], totals.reshape(1, 2), local)[0]
 
-    def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
-    ) -> Words:
+    def children(self, local: LocalRows, parent: int, new: int, smaller: RowIds, totals: Words) -> Words:
         """The larger child is what the smaller leaves of its parent."""
         self._count(local, smaller)
         areas, rows = self._rendezvous.areas, (self._places[new], self._places[parent])
         histogram_kernels.take_from_parent(areas, *self._span, self._pool, *rows)
         return self._found([new, parent], totals, local)
 
-    def _count(self, local: LocalRows, rows: NDArray[np.int32]) -> None:
+    def _count(self, local: LocalRows, rows: RowIds) -> None:
         rendezvous = self._rendezvous
         local.histogram(rows, self._offsets, rendezvous.area)
-        rendezvous.meet(rendezvous.area.size - (self._span[1] - self._span[0]))
+        rendezvous.barrier(rendezvous.area.size - (self._span[1] - self._span[0]))
 
     def _found(self, leaves: Sequence[int], totals: Words, local: LocalRows) -> Words:
         places = np.array([self._places[leaf] for leaf in leaves], np.int64)
@@ -210,29 +206,24 @@ class DataSearch(SplitSearch):
 class VotingSearch(SplitSearch):
     """Every worker has the histograms of its own rows; those of features that were elected are summed."""
 
-    def __init__(
-        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
-    ) -> None:
-        super().__init__(rendezvous, offsets, kinds, options)
-        self._pool = np.zeros((options.num_leaves, 2 * (int(offsets[-1]) + 1)), np.int64)
-        self._gains = np.zeros(len(kinds))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pool = np.zeros((self._options.num_leaves, 2 * (int(self._offsets[-1]) + 1)), np.int64)
+        self._gains = np.zeros(len(self._kinds))
 
-    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+    def root(self, local: LocalRows, rows: RowIds) -> tuple[Words, Words]:
         local.histogram(rows, self._offsets, self._pool[self._places[0]])
         totals = self._rendezvous.gather(self._pool[self._places[0]][-2:]).sum(axis=0)
         return totals, self._elected(local, [0], totals.reshape(1, 2))[0]
 
-    def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
-    ) -> Words:
+    def children(self, local: LocalRows, parent: int, new: int, smaller: RowIds, totals: Words) -> Words:
         """Both have histograms here, by subtraction, and an election each."""
         local.histogram(smaller, self._offsets, self._pool[self._places[new]])
         histogram_kernels.subtract(self._pool[self._places[parent]], self._pool[self._places[new]])
         return self._elected(local, [new, parent], totals)
 
     def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Words) -> Words:
-        rendezvous, elected = self._rendezvous, self._election(local, leaves)
-        at, spans = 0, []
+        rendezvous, elected, at, spans = self._rendezvous, self._election(local, leaves), 0, []
         for leaf, features in zip(leaves, elected, strict=True):
             whole, begin = self._pool[self._places[leaf]], at
             for feature in features:
@@ -240,7 +231,7 @@ class VotingSearch(SplitSearch):
                 rendezvous.area[at : at + own.size] = own
                 at += own.size
             spans.append((begin, at))
-        rendezvous.meet(at)
+        rendezvous.barrier(at)
         for number, (features, span) in enumerate(zip(elected, spans, strict=True)):
             self._find(features, span, totals[number], local, self._records[number])
         return self._best(len(leaves))
@@ -275,8 +266,7 @@ class VotingSearch(SplitSearch):
     ) -> None:
         """The best split among this worker's part of the elected features."""
         rendezvous = self._rendezvous
-        sizes = np.diff(self._offsets)[features]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        starts = np.cumsum([0, *np.diff(self._offsets)[features]]).astype(np.int64)
         begin, end = _share_of_features(starts, rendezvous.rank, rendezvous.world)
         words = span[0] + 2 * int(starts[begin]), span[0] + 2 * int(starts[end])
         summed = np.zeros(words[1] - words[0], np.int64)

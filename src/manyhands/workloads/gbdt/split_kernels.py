@@ -36,10 +36,7 @@ def _numbers(
     count_bits = np.int64(rule[0])
     mask = (np.int64(1) << count_bits) - 1
     least, least_hessian, l2, unit_g, unit_h = np.int64(rule[1]), rule[2], rule[3], rule[4], rule[5]
-    per_g, per_h = (
-        1.0 / unit_g,
-        1.0 / unit_h,
-    )  # powers of two: to multiply is as exact as to divide, and faster
+    per_g, per_h = 1.0 / unit_g, 1.0 / unit_h  # powers of two: to multiply is as exact as to divide
     total_g, total_h = gradient * per_g, hessian * per_h
     left_g, left_w = np.int64(0), np.int64(0)
     numbers = bins - 1 if with_missing else bins
@@ -65,10 +62,8 @@ def _numbers(
         score = _score(left, left_h, l2) + _score(total_g - left, right_h, l2)
         if score > best:
             best = score
-            record[THRESHOLD] = bin_number
-            record[FLAGS] = DEFAULT_LEFT if missing_left else 0
-            record[LEFT] = left_g
-            record[LEFT + 1] = left_w
+            record[THRESHOLD], record[FLAGS] = bin_number, DEFAULT_LEFT if missing_left else 0
+            record[LEFT], record[LEFT + 1] = left_g, left_w
     return best
 
 

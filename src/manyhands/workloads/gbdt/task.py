@@ -69,8 +69,7 @@ class GbdtTask(KernelTask):
         return self.train.rows
 
     @property
-    def batch_size(self) -> int:
-        """All of them: a step is a tree."""
+    def batch_size(self) -> int:  # all of them: a step is a tree
         return self.train.rows
 
     @property
@@ -81,9 +80,10 @@ class GbdtTask(KernelTask):
     def options(self) -> Mapping[str, Any]:
         left_out = ("trees", "allow_overload", "early_stopping")
         kept = {name: value for name, value in asdict(self.gbdt).items() if name not in left_out}
+        valid_rows = self.valid.rows if self.valid else 0
         return kept | {
             "features": len(self.bins.features),
-            "valid_rows": self.valid.rows if self.valid else 0,
+            "valid_rows": valid_rows,
             "start_trees": self.start_trees,
         }
 
@@ -96,7 +96,7 @@ class GbdtTask(KernelTask):
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
         """Trees are no memory that workers could share without order."""
-        raise self._refusal(segment, offset)
+        raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +108,7 @@ class GbdtTask(KernelTask):
         return GbdtStep(self, model, SharedHistograms.alone(self.gbdt, self.bins.offsets))
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        offsets = self.bins.offsets
-        histograms, segment = SharedHistograms.shared(group, control_bytes, self.gbdt, offsets)
+        histograms, segment = SharedHistograms.shared(group, control_bytes, self.gbdt, self.bins.offsets)
         step = GbdtStep(self, self.model(), histograms)
         step.segment = segment
         return step
@@ -148,8 +147,8 @@ class GbdtStep(KernelStep):
             rule=np.zeros(12),
             ordered=np.zeros(2 * count, np.int64),
         )
-        patience = task.gbdt.early_stopping
-        rule = EarlyStopping(metric=VALID_LOSS, patience=patience) if patience and self._held else None
+        patience = task.gbdt.early_stopping if self._held else 0
+        rule = EarlyStopping(metric=VALID_LOSS, patience=patience) if patience else None
         self._stopping = StoppingCount(rule) if rule is not None else None
         self._is_binary = task.gbdt.objective == "binary"
 
@@ -260,9 +259,8 @@ class _Rows:
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
     why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
-    check_shared_rows(
-        strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"
-    )
+    use = f"use {strategy.word}, and --parallel voting to send less"
+    check_shared_rows(strategy, workers, "gbdt", f"{why}; {use}")
 
 
 _WORD_BITS = 62
@@ -287,6 +285,5 @@ def units_for(rows: int, largest_gradient: float, largest_hessian: float) -> Wor
         _, size = math.frexp(largest)  # largest < 2^size
         return math.ldexp(1.0, min(bits - size - count_bits, 900))
 
-    return WordUnits(
-        unit(largest_gradient, _WORD_BITS), unit(largest_hessian, _WORD_BITS - count_bits), count_bits
-    )
+    gradient, hessian = unit(largest_gradient, _WORD_BITS), unit(largest_hessian, _WORD_BITS - count_bits)
+    return WordUnits(gradient, hessian, count_bits)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -122,9 +123,7 @@ def read_model(path: Path | str) -> GbdtModel:
     except OSError as error:
         raise DataError(f"model {file} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise DataError(
-            f"model {file} has more than {_MOST_BYTES >> 30} GiB; it is no model that this program reads"
-        )
+        raise DataError(f"model {file} has more than {_MOST_BYTES >> 30} GiB, and is not read")
     return parse_model(content, str(file))
 
 
@@ -150,9 +149,8 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
     except UnicodeDecodeError as error:
         raise DataError(f"model {where} is no text: {error.reason} at byte {error.start}") from error
     except _Wrong as error:
-        raise DataError(
-            f"model {where} is no gradient boosting model in LightGBM's text form: {error}"
-        ) from error
+        what = "gradient boosting model in LightGBM's text form"
+        raise DataError(f"model {where} is no {what}: {error}") from error
     infos = tuple(header.get("feature_infos", "").split(" "))
     return GbdtModel(
         trees=trees,
@@ -177,18 +175,14 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, in
     if not objective or objective.split()[0] not in Links.KNOWN or "sqrt" in objective.split():
         raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(Links.KNOWN)}")
     for setting in objective.split()[1:]:
-        if setting.startswith("sigmoid:"):
-            try:
-                fits = 0 < float(setting[8:]) < float("inf")
-            except ValueError:
-                fits = False
-            if not fits:
-                raise _Wrong(f"its objective has {setting!r}")
-    names = tuple(header.get("feature_names", "").split(" "))
-    if header.get("max_feature_idx") != str(len(names) - 1):
-        raise _Wrong(
-            f"max_feature_idx is {header.get('max_feature_idx')!r}, but {len(names)} features have names"
-        )
+        fits = not setting.startswith("sigmoid:")
+        with suppress(ValueError):
+            fits = fits or 0 < float(setting[8:]) < float("inf")
+        if not fits:
+            raise _Wrong(f"its objective has {setting!r}")
+    names, most = tuple(header.get("feature_names", "").split(" ")), header.get("max_feature_idx")
+    if most != str(len(names) - 1):
+        raise _Wrong(f"max_feature_idx is {most!r}, but {len(names)} features have names")
     label = header.get("label_index", "0").strip()  # of a table with one column more than there are features
     if not (label.isascii() and label.isdigit()) or len(label) > 9 or int(label) > len(names):
         raise _Wrong(f"label_index is {label[:20]!r}, none of {len(names)} features and a label")
@@ -203,11 +197,10 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
     if fields.get("is_linear", "0") != "0":
         raise _Wrong(f"tree {number} is linear, which is not read")
     leaves = _whole(fields, "num_leaves", number)
-    nodes = leaves - 1
     if leaves < 1:
         raise _Wrong(f"tree {number} has num_leaves={leaves}")
     arrays: dict[str, NDArray[Any]] = {}
-    for names, size in ((_BY_NODE, nodes), (_BY_LEAF, leaves)):
+    for names, size in ((_BY_NODE, leaves - 1), (_BY_LEAF, leaves)):
         for name, (own, kind) in names.items():
             if name in fields and fields[name].strip():
                 arrays[own] = _array(fields[name], kind, size, f"tree {number}: {name}")
@@ -218,11 +211,10 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
     sets = _whole(fields, "num_cat", number, usual=0)
     starts, words = np.zeros(1, np.int64), np.zeros(0, np.uint32)
     if sets:
-        given = fields.get("cat_boundaries", "")
-        starts = _array(given, np.int64, sets + 1, f"tree {number}: cat_boundaries")
+        bounds, given = (fields.get(name, "") for name in ("cat_boundaries", "cat_threshold"))
+        starts = _array(bounds, np.int64, sets + 1, f"tree {number}: cat_boundaries")
         if starts[0] != 0 or (starts[1:] <= starts[:-1]).any():  # differences may overflow
             raise _Wrong(f"tree {number}: cat_boundaries do not ascend from 0")
-        given = fields.get("cat_threshold", "")
         words = _array(given, np.uint32, int(starts[-1]), f"tree {number}: cat_threshold")
     shrinkage = _array(fields.get("shrinkage", "1"), np.float64, 1, f"tree {number}: shrinkage")
     if np.isinf(arrays["leaf_value"]).any():
@@ -268,9 +260,7 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
         raise _Wrong(f"tree {number} has a categorical split without its categories")
     wanted = np.concatenate([np.arange(-nodes - 1, 0), np.arange(1, nodes)])[: 2 * nodes]
     if not np.array_equal(np.sort(np.concatenate([left, right])), wanted):
-        raise _Wrong(
-            f"tree {number}: its children are not every leaf and every node but the first, once each"
-        )
+        raise _Wrong(f"tree {number}: its children are not all leaves and all nodes but the first, once each")
     if any(((child >= 0) & (child <= np.arange(nodes))).any() for child in (left, right)):
         raise _Wrong(f"tree {number} has a node whose child comes before it")
 
@@ -281,14 +271,12 @@ class GbdtPredictor(Predictor[RowBlock]):
     takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
     formats: ClassVar[tuple[str, ...]] = FORMATS
 
-    def __init__(self, model: GbdtModel) -> None:
-        self.model = model
+    model: GbdtModel
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
         """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
         self.check_read_as(read_as)
-        reading = Reading(format=read_as.format, threads=read_as.threads)
-        model = self.model
+        model, reading = self.model, Reading(format=read_as.format, threads=read_as.threads)
         for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
             yield block.for_columns(model.columns, model.label_index)
 

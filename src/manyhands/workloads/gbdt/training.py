@@ -5,9 +5,10 @@ Rows are read and put into bins once, by the caller's process; then it is a run 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,14 +23,7 @@ from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import CompiledResult, TrainedRun, train_compiled
-from manyhands.workloads.gbdt.bin_table import (
-    BinnedRows,
-    Holdout,
-    RowSample,
-    bin_rows,
-    sample_rows,
-    shared_folder,
-)
+from manyhands.workloads.gbdt.bin_table import BinnedRows, Holdout, RowSample, bin_rows, sample_rows
 from manyhands.workloads.gbdt.binning import bundled_layout, own_columns
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -70,16 +64,11 @@ class GbdtResult(CompiledResult):
     objective: str
     rows: int
     valid_rows: int
-    trees_grown: int
-    """In this training."""
-    trees_kept: int
-    """Fewer, where early stopping looked further than the best."""
-    train_losses: list[float]
-    """The mean loss before each tree."""
-    valid_losses: list[float]
-    """That of rows held out after each tree; empty where there are none."""
-    train_seconds: float
-    """Growing trees alone."""
+    trees_grown: int  # in this training
+    trees_kept: int  # fewer, where early stopping looked further than the best
+    train_losses: list[float]  # the mean before each tree
+    valid_losses: list[float]  # that of rows held out after each tree; empty where there are none
+    train_seconds: float  # growing trees alone
 
 
 def train_gbdt(
@@ -104,15 +93,8 @@ def train_gbdt(
     await_workers(chosen, ["manyhands.workloads.gbdt.preload_gbdt"], compiled=True)  # while rows are read
     with gbdt_task(table, options, shared=chosen.most_workers != 1, bars=bars, threads=workers) as task:
         learned_at, bar = time.monotonic(), bars.phase("boosting", options.trees, "trees")
-        trained = train_compiled(
-            task,
-            chosen,
-            workers=workers,
-            epochs=options.trees,
-            options=options,
-            shown=(bar, float),
-            keep=keep,
-        )
+        how: Any = {"workers": workers, "epochs": options.trees, "options": options, "keep": keep}
+        trained = train_compiled(task, chosen, **how, shown=(bar, float))
         train_seconds = float(trained.summary.get("seconds", time.monotonic() - learned_at))
         return _result(task, table, trained, train_seconds, time.monotonic() - spent_s() - began)
 
@@ -128,14 +110,13 @@ def gbdt_task(
     bars = bars or Bars()
     with bars.phase("reading", None, "rows") as phase:
         first = _FirstPass(table, options, phase.advance, threads)
-    with (
-        shared_folder(shared) as folder,
-        shared_folder(shared) as valid_folder,
-        bars.phase("binning", first.sample.rows, "rows") as phase,
-    ):
+    with ExitStack() as stack, bars.phase("binning", first.sample.rows, "rows") as phase:
+        prefix, folders = "manyhands-gbdt-", ["", ""]  # files, where several processes map them
+        if shared:
+            folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for _ in folders]
         yield GbdtTask(
-            train=first.binned(folder, phase.advance, threads),
-            valid=first.binned_held(table.valid, valid_folder),
+            train=first.binned(folders[0], phase.advance, threads),
+            valid=first.binned_held(table.valid, folders[1]),
             bins=first.bins,
             start_trees=len(table.start.trees) if table.start is not None else 0,
             largest_weight=float(first.sample.weights.max()),
@@ -170,15 +151,14 @@ class _FirstPass:
             bias = float(np.log(bias / (1 - bias)))
         self._start, self._bias = table.start, bias
 
-    def _score(self, block: RowBlock) -> NDArray[np.float64] | float:
-        """What a row's score begins with."""
+    def _score(self, block: RowBlock) -> NDArray[np.float64] | float:  # what a row's begins with
         return self._bias if self._start is None else self._start.scores(block)
 
     def binned(self, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
         def read() -> Iterator[RowBlock]:
-            return _only(self.source.blocks(next(advance, None)), self.holdout, held=False)
+            return self.holdout.only(self.source.blocks(next(advance, None)), held=False)
 
         layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
         return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
@@ -199,7 +179,7 @@ class _FirstPass:
             return None
 
         def read() -> Iterator[RowBlock]:
-            return source.blocks() if valid is not None else _only(source.blocks(), self.holdout, held=True)
+            return source.blocks() if valid is not None else self.holdout.only(source.blocks(), held=True)
 
         targets = _targets(labels, self.options.objective, source.name, _pair(sample.labels))
         layout = own_columns(self.bins)  # rows held out need not exclude what others do
@@ -231,19 +211,16 @@ def _result(
         count = StoppingCount(EarlyStopping(metric=VALID_LOSS, patience=options.early_stopping))
         any(count.add(number, {VALID_LOSS: loss}) for number, loss in enumerate(valid, 1))
         best = max(count.best_step, 1)
-    model = GbdtModel.of(
-        state,
-        best,
-        task.bins,
-        objective=options.objective,
-        bias=0.0 if table.start is not None else float(task.train.opened()[3][0]),
-        rate=options.rate,
-        names=_names(table),
-        parameters=_parameters(options, best),
-    )
+    bias = 0.0 if table.start is not None else float(task.train.opened()[3][0])
+    model = GbdtModel.of(state, best, task.bins, options, bias, _names(table))
     earlier = table.start.trees if table.start is not None else ()
     return GbdtResult(
-        model=replace(model, trees=earlier + model.trees, label_index=table.train.label_index),
+        model=replace(
+            model,
+            trees=earlier + model.trees,
+            label_index=table.train.label_index,
+            parameters=_parameters(options, best),
+        ),
         objective=options.objective,
         rows=task.train.rows,
         valid_rows=task.valid.rows if task.valid is not None else 0,
@@ -260,11 +237,8 @@ def _result(
 
 def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
     """What the trees were grown with, in the words of a model file."""
-    renamed = {
-        "rate": "learning_rate",
-        "min_sum_hessian": "min_sum_hessian_in_leaf",
-        "min_gain": "min_gain_to_split",
-    }
+    renamed = {"rate": "learning_rate", "min_gain": "min_gain_to_split"}
+    renamed["min_sum_hessian"] = "min_sum_hessian_in_leaf"
     others = ("objective", "trees", "parallel", "early_stopping", "allow_overload")
     kept = {renamed.get(name, name): one for name, one in asdict(options).items() if name not in others}
     return {
@@ -275,15 +249,6 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
         **kept,
         "max_depth": options.max_depth or -1,
     }
-
-
-def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
-    first = 0
-    for block in blocks:
-        out = holdout.chosen(first, len(block))
-        first += len(block)
-        if out.any() if held else not out.all():
-            yield block if not out.any() and not held else block.take(out if held else ~out)
 
 
 def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:
@@ -315,12 +280,10 @@ def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _objective(asked: str, sample: RowSample, where: str) -> str:
-    if asked == "regression":
-        return asked
     pair = _pair(sample.labels)
     if asked == "auto":
         return "binary" if pair is not None else "regression"
-    if pair is None:
+    if asked == "binary" and pair is None:
         seen = np.unique(sample.labels)
         shown = ", ".join(f"{value:g}" for value in seen[:5]) + (", …" if len(seen) > 5 else "")
         raise DataError(

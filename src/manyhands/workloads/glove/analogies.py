@@ -44,8 +44,7 @@ class Section:
     questions: tuple[tuple[str, str, str, str], ...]
 
     @property
-    def semantic(self) -> bool:
-        """Whether the questions are about the world, not about grammar."""
+    def semantic(self) -> bool:  # about the world, not about grammar
         return not self.name.startswith("gram")
 
 
@@ -73,20 +72,20 @@ class AnalogyScore:
 
     @property
     def total(self) -> SectionScore:
-        return _sum("total", False, self.sections)
+        return self._sum("total", (False, True))
 
     @property
     def semantic(self) -> SectionScore:
-        return _sum("semantic", True, [one for one in self.sections if one.semantic])
+        return self._sum("semantic", (True,))
 
     @property
     def syntactic(self) -> SectionScore:
-        return _sum("syntactic", False, [one for one in self.sections if not one.semantic])
+        return self._sum("syntactic", (False,))
 
-
-def _sum(name: str, semantic: bool, sections: Sequence[SectionScore]) -> SectionScore:
-    counts = {key: sum(getattr(one, key) for one in sections) for key in ("asked", "known", "right")}
-    return SectionScore(name=name, semantic=semantic, **counts)
+    def _sum(self, name: str, semantic: tuple[bool, ...]) -> SectionScore:
+        sections = [one for one in self.sections if one.semantic in semantic]
+        counts = {key: sum(getattr(one, key) for one in sections) for key in ("asked", "known", "right")}
+        return SectionScore(name=name, semantic=semantic == (True,), **counts)
 
 
 def _lines(what: str, path: Path | str) -> list[bytes]:
@@ -111,8 +110,7 @@ def read_questions(path: Path | str) -> list[Section]:
             continue
         if len(fields) != 4:
             raise DataError(f"{path}, line {number}: a question has 4 words, not {len(fields)}")
-        if not sections:
-            sections.append(("questions", []))
+        sections = sections or [("questions", [])]
         a, b, c, d = fields
         sections[-1][1].append((a, b, c, d))
     if not any(questions for _, questions in sections):
@@ -122,31 +120,24 @@ def read_questions(path: Path | str) -> list[Section]:
 
 def ask_analogies(vectors: Vectors, sections: Sequence[Section], bars: Bars | None = None) -> AnalogyScore:
     """Answer every question whose words all have vectors; words are looked up as they are, else in lower case."""
-    total = sum(len(section.questions) for section in sections)
+    total, unit = sum(len(section.questions) for section in sections), vectors.unit
+    step = max(1, _PRODUCTS // max(1, len(unit)))
     scores: list[SectionScore] = []
     with (bars or Bars()).phase("analogies", total, "questions") as phase:
         for section in sections:
             rows = [[vectors.find(word) for word in question] for question in section.questions]
             known = np.array([row for row in rows if None not in row], np.int64).reshape(-1, 4)
-            counts = {"asked": len(rows), "known": len(known), "right": _right(vectors.unit, known)}
+            counts = {"asked": len(rows), "known": len(known), "right": 0}
+            for start in range(0, len(known), step):
+                a, b, c, d = known[start : start + step].T
+                # The length of the target changes no order, so it is left as it is.
+                cosines = (unit[b] - unit[a] + unit[c]) @ unit.T
+                for given in (a, b, c):
+                    cosines[np.arange(len(d)), given] = -np.inf
+                counts["right"] += int(np.count_nonzero(cosines.argmax(axis=1) == d))
             scores.append(SectionScore(name=section.name, semantic=section.semantic, **counts))
             phase.advance(len(rows))
     return AnalogyScore(sections=tuple(scores))
-
-
-def _right(unit: NDArray[np.float32], questions: NDArray[np.int64]) -> int:
-    """How many of the questions, rows (a, b, c, d), have d as the nearest to b − a + c among the words not given."""
-    right = 0
-    step = max(1, _PRODUCTS // max(1, len(unit)))
-    for start in range(0, len(questions), step):
-        a, b, c, d = questions[start : start + step].T
-        # The length of the target changes no order, so it is left as it is.
-        cosines = (unit[b] - unit[a] + unit[c]) @ unit.T
-        asked = np.arange(len(d))
-        for given in (a, b, c):
-            cosines[asked, given] = -np.inf
-        right += int(np.count_nonzero(cosines.argmax(axis=1) == d))
-    return right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +168,8 @@ def read_pairs(path: Path | str) -> list[Pair]:
             one, other, score = line.decode().strip().split("\t")[:3]
             pairs.append(Pair(one=one.strip(), other=other.strip(), score=float(score)))
         except ValueError:  # too few fields, no number, no UTF-8
-            raise DataError(
-                f"{path}, line {number}: {line[:60]!r} is not two words and a number with tabs between"
-            ) from None
+            wanted = "two words and a number with tabs between"
+            raise DataError(f"{path}, line {number}: {line[:60]!r} is not {wanted}") from None
     if not pairs:
         raise DataError(f"{path} holds no pairs of words")
     return pairs

@@ -92,7 +92,7 @@ def _compared(asked: _CompareGlove, out: Path) -> Iterator[ComparedTask]:
     from manyhands.workloads.glove.corpus import Corpus
     from manyhands.workloads.glove.demo import demo_corpus, demo_pairs, demo_questions
     from manyhands.workloads.glove.glove_task import GloveTask
-    from manyhands.workloads.glove.learning import shuffled_records, summed_vectors
+    from manyhands.workloads.glove.learning import shuffled_records, snapshot_of
     from manyhands.workloads.glove.vector_files import Vectors
 
     questions = read_questions(asked.analogies) if asked.analogies is not None else demo_questions()
@@ -104,7 +104,7 @@ def _compared(asked: _CompareGlove, out: Path) -> Iterator[ComparedTask]:
             vocabulary, records = shuffled_records(corpus, folder, learning, bars)
 
         def score(model: nn.Module) -> Mapping[str, float]:
-            vectors = Vectors(list(vocabulary.words), summed_vectors(model))
+            vectors = Vectors(list(vocabulary.words), snapshot_of(model).vectors())
             answered, ordered = ask_analogies(vectors, questions).total, compare_similarity(vectors, pairs)
             found = {"analogies": answered.accuracy} if answered.known else {}
             return found | ({"similarity": ordered.correlation} if math.isfinite(ordered.correlation) else {})
@@ -114,11 +114,11 @@ def _compared(asked: _CompareGlove, out: Path) -> Iterator[ComparedTask]:
 
 
 def _train(asked: _TrainGlove, keep: Keeping, bars: Bars) -> TrainEnd:
-    from manyhands.workloads.glove import demo
     from manyhands.workloads.glove.corpus import Corpus
+    from manyhands.workloads.glove.demo import demo_corpus
     from manyhands.workloads.glove.learning import learn_vectors
 
-    corpus, out = Corpus(*asked.corpus) if asked.corpus else demo.demo_corpus(), keep.out
+    corpus, out = Corpus(*asked.corpus) if asked.corpus else demo_corpus(), keep.out
     learnt = learn_vectors(corpus, out, asked.learning, bars=bars, resume=keep.resume, options=keep.options)
     summary, file = learnt.summary, out / "vectors.txt"
     shown: list[str | TableRows] = [*_lines(summary), f"vectors  {file}"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +98,7 @@ class RecordReader(Closeable):
     """
 
     def __init__(self, path: Path, capacity: int, vocabulary_size: int) -> None:
-        self._path = path
-        self._vocabulary_size = vocabulary_size
+        self._path, self._vocabulary_size = path, vocabulary_size
         self._buffer = np.empty(capacity * RECORD.itemsize, np.uint8)
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -129,35 +128,35 @@ class RecordReader(Closeable):
             self._file = -1
 
 
-class RecordWriter:
+class RecordWriter(Closeable):
     """Writes records one after the other into a new file, or to the end of one with `append`; a context manager.
 
     A disk that takes no more raises WriteFailed with a sentence; whoever made the folder removes what is there.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
-        self.path = path
-        self.written = 0
-        self._how = os.O_APPEND if append else os.O_TRUNC
-        self._file = -1
-
-    def __enter__(self) -> Self:
-        try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | self._how | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise _failed(self.path, error, 0) from error
-        return self
+        self.path, self.written, how = path, 0, os.O_APPEND if append else os.O_TRUNC
+        with self._disk_errors(0):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
 
     def write(self, records: NDArray[Any]) -> None:
         rest = records.view(np.uint8).data
-        try:
+        with self._disk_errors(self.written + len(records)):
             while rest:
                 rest = rest[os.write(self._file, rest[:_WRITE_BYTES]) :]
-        except OSError as error:
-            raise _failed(self.path, error, self.written + len(records)) from error
         self.written += len(records)
 
-    def __exit__(self, *_: object) -> None:
+    @contextmanager
+    def _disk_errors(self, records: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WriteFailed(
+                f"the disk took no more than {records * RECORD.itemsize:,} bytes of {self.path}: {reason(error)}; "
+                "temporary files are removed; free some space, write to a larger disk, or raise the least count"
+            ) from error
+
+    def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -175,13 +174,6 @@ def temporary_folder(beside: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def _failed(path: Path, error: OSError, records: int) -> WriteFailed:
-    return WriteFailed(
-        f"the disk took no more than {records * RECORD.itemsize:,} bytes of {path}: {reason(error)}; temporary files "
-        "are removed; free some space, write to a larger disk, or raise the least count of a word"
-    )
-
-
 _MOST_PIECE = 1 << 20
 _MOST_BUCKETS = 4096
 
@@ -194,15 +186,22 @@ def shuffle_records(
     `source` and `out` may be the same file. At most `memory_bytes` are used for records; what does not fit goes
     through temporary files beside `out`, which are removed whatever happens.
     """
-    count = record_count(source)
-    buckets, bars = _buckets(count, memory_bytes), bars or Bars()
+    count, bars = record_count(source), bars or Bars()
+    # Records to deal at once: two buffers of a third of the memory each, and what was drawn for them.
+    at_once = max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
+    buckets = _buckets(count, memory_bytes)
+    if buckets > min(_MOST_BUCKETS, at_once):
+        raise UserError(
+            f"memory={format_bytes(memory_bytes)} is too little to shuffle {count:,} records "
+            f"({format_bytes(count * RECORD.itemsize)}); give more"
+        )
     state = np.array([seed & (1 << 64) - 1], np.uint64)
     with temporary_folder(out) as folder, RecordWriter(folder / "shuffled") as writer:
         with bars.phase("shuffling", count * (1 if buckets == 1 else 2), "records") as phase:
             parts = [source]
             if buckets > 1:
                 parts = [folder / f"bucket-{number}" for number in range(buckets)]
-                _scatter(source, parts, _at_once(memory_bytes), state, phase)
+                _scatter(source, parts, at_once, state, phase)
             for part in parts:
                 records = np.empty(record_count(part) if part.exists() else 0, RECORD)
                 if len(records):
@@ -217,29 +216,17 @@ def shuffle_records(
         writer.path.replace(out)
 
 
-def _at_once(memory_bytes: int) -> int:
-    """Records to deal at once: two buffers of a third of the memory each, and what was drawn for them."""
-    return max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
-
-
 def _buckets(count: int, memory_bytes: int) -> int:
     """How many, so that each fits with much room for chance."""
-    if count * RECORD.itemsize <= memory_bytes:
-        return 1
-    buckets = -(-count * RECORD.itemsize * 3 // (2 * max(1, memory_bytes)))
-    if buckets > min(_MOST_BUCKETS, _at_once(memory_bytes)):
-        raise UserError(
-            f"memory={format_bytes(memory_bytes)} is too little to shuffle {count:,} records "
-            f"({format_bytes(count * RECORD.itemsize)}); give more"
-        )
-    return buckets
+    num_bytes = count * RECORD.itemsize
+    return 1 if num_bytes <= memory_bytes else -(-num_bytes * 3 // (2 * max(1, memory_bytes)))
 
 
 def _scatter(source: Path, parts: list[Path], at_once: int, state: NDArray[Any], phase: BarPhase) -> None:
     """Each record of `source` to the end of a part drawn for it."""
     piece, sorted_piece = np.empty(at_once, RECORD), np.empty(at_once, RECORD)
     ends, chosen = np.empty(len(parts), np.int64), np.empty(at_once, np.int32)
-    # Files are opened for each piece, so that their number is no matter of the system's limit.
+    # Files are opened for each piece, so that the system's limit on open files does not matter.
     with _reading(source) as file:
         while found := read_records(file, piece):
             deal_pairs(*_halves(piece[:found]), *_halves(sorted_piece[:found]), chosen, ends, state)

@@ -60,9 +60,8 @@ class Corpus:
             if isinstance(source, Path):
                 with _opened(source) as file:
                     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                        raise DataError(
-                            f"corpus {source} is no regular file, but it is read twice; save it to a file first"
-                        )
+                        why = "is not a regular file, but it is read twice; save it to a file first"
+                        raise DataError(f"corpus {source} {why}")
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """The text in blocks of about `block_bytes`, a newline after each file."""
@@ -83,9 +82,7 @@ class Corpus:
                 yield Block(data=data, share=min(1.0, (before + share * size) / whole))
             before += size
         if not words:
-            raise UserError(
-                f"the corpus is empty: {self} holds no word; give a text with words between white space"
-            )
+            raise UserError(f"the corpus is empty: {self} holds no word; give a text with words")
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -102,9 +99,8 @@ def _pieces(source: Path | bytes, block_bytes: int) -> Iterator[tuple[bytes, flo
             yield source[start : start + block_bytes], min(1.0, (start + block_bytes) / len(source))
         return
     with _opened(source) as raw:
-        size = max(1, os.fstat(raw.fileno()).st_size)
+        size, offset = max(1, os.fstat(raw.fileno()).st_size), 0
         stream = gzip.GzipFile(fileobj=raw, mode="rb") if source.suffix == ".gz" else raw
-        offset = 0
         while True:
             try:
                 piece = stream.read(block_bytes)
@@ -120,8 +116,7 @@ def _pieces(source: Path | bytes, block_bytes: int) -> Iterator[tuple[bytes, flo
 
 def _cut(source: Path | bytes, pieces: Iterator[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
     """The same bytes, cut at white space, and a newline at the end."""
-    kept: list[bytes] = []
-    kept_bytes = 0
+    kept, kept_bytes = list[bytes](), 0
     for piece, share in pieces:
         end = 1 + max(piece.rfind(white) for white in _WHITE)
         if end:
@@ -130,10 +125,8 @@ def _cut(source: Path | bytes, pieces: Iterator[tuple[bytes, float]]) -> Iterato
         kept.append(piece[end:])
         kept_bytes += len(piece) - end
         if kept_bytes > _LONGEST_WORD:
-            raise DataError(
-                f"{_name(source)} has a word of more than {_LONGEST_WORD:,} bytes; is this a text with words "
-                "between white space?"
-            )
+            long = f"a word of more than {_LONGEST_WORD:,} bytes"
+            raise DataError(f"{_name(source)} has {long}; is this a text with words between white space?")
     yield b"".join((*kept, b"\n")), 1.0
 
 

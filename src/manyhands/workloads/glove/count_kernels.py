@@ -167,20 +167,15 @@ def merge_rows(state: Any, runs: Any, cursors: Any, ends: Any, dense: Any, out: 
     return MERGE_DONE
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_ONE, _MIX_TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
-
-
 @helper()
 def _below(limit: int, state: Any) -> Any:
     """A number from 0 to limit - 1: SplitMix64 (Steele, Lea, Flood 2014), its upper 53 bits as a fraction."""
-    state[0] += _STEP
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
     mixed = state[0]
-    mixed = (mixed ^ (mixed >> _S30)) * _MIX_ONE
-    mixed = (mixed ^ (mixed >> _S27)) * _MIX_TWO
-    mixed ^= mixed >> _S31
-    return np.int64(np.float64(mixed >> _S11) * 2.0**-53 * limit)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return np.int64(np.float64(mixed >> np.uint64(11)) * 2.0**-53 * limit)
 
 
 @njit(cache=True, nogil=True)

@@ -64,8 +64,7 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     Each block read is bytes and, once numbered, four times as many; each of the buffers in flight must hold the
     longest row; a part costs 8 bytes a word (its number and its place); the rest is fixed.
     """
-    flights = 2 * workers
-    share = memory_bytes // 8
+    flights, share = 2 * workers, memory_bytes // 8
     block_bytes = max(1 << 12, min(BLOCK_BYTES, share // (8 * flights)))
     out_records = max(words, min(_OUT_RECORDS, share // (RECORD.itemsize * flights)))
     out_bytes = out_records * RECORD.itemsize * flights
@@ -121,13 +120,10 @@ def count_cooccurrence(
     room = plan_memory(memory_bytes, len(vocabulary), table.num_bytes, workers, window)
     bars = bars or Bars()
     with temporary_folder(out) as folder:
-        runs: list[Path] = []
-        counted = 0
+        runs, counted = list[Path](), 0
         with children(workers) as pool:
-            weights = WEIGHTINGS[weighting](window)
-            counter = _RowCounter(
-                pool, len(vocabulary), workers, room.out_records, weights, (symmetric, diagonal)
-            )
+            how = WEIGHTINGS[weighting](window), (symmetric, diagonal)
+            counter = _RowCounter(pool, len(vocabulary), workers, room.out_records, *how)
             with bars.phase("counting", int(vocabulary.counts.sum()), "tokens") as phase:
                 for text, carried in _parts(corpus, table, pool, workers, window, room):
                     runs.append(folder / f"run-{len(runs)}")
@@ -147,8 +143,7 @@ def _parts(
 ) -> Iterator[tuple[NDArray[np.int32], int]]:
     """The text as numbers of words, in parts with a BREAK at both ends; each begins with what it carries over.
 
-    The second of a pair is how many items at the beginning belong to the part before: the BREAK and its last
-    `window`.
+    The second of a pair is how many items at the beginning belong to the part before: the BREAK and its last `window`.
     """
     part = np.empty(room.part_words, np.int32)  # the system gives memory only for what is written
     part[0] = BREAK

@@ -17,6 +17,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 
@@ -28,16 +29,7 @@ __all__ = ["demo_corpus", "demo_pairs", "demo_questions", "english"]
 
 _PACKAGES = ("numpy", "torch")
 _MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough to wait for
-_SKIPPED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "testing",
-    "_vendor",
-}
+_SKIPPED = re.compile("site-packages|dist-packages|tests?|idle_test|__pycache__|testing|_vendor")
 # Each way begins with a character of its own, so that the search skips to the next of them.
 _TEXTS = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''|" + rb"(#[^\n]*\n(?:[ \t]*#[^\n]*\n)*)", re.DOTALL)
 _LETTERS = bytes(
@@ -49,20 +41,15 @@ _LEAST_WORDS = 4
 def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
     """The corpus, at most `most_bytes` of each of the standard library, numpy and torch, the same every time."""
     specs = [importlib.util.find_spec(name) for name in _PACKAGES]
-    folders = [
-        folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
-    ]
+    folders = [one for spec in specs if spec is not None for one in spec.submodule_search_locations or ()]
     lines: list[str] = []
     for root in (sysconfig.get_path("stdlib"), *folders):
         room = most_bytes
         for path in _files(Path(root)):
-            try:
-                source = path.read_text("utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            for line in english(source):
-                room -= len(line) + 1
-                lines.append(line)
+            with suppress(OSError, UnicodeDecodeError):
+                found = list(english(path.read_text("utf-8")))
+                room -= sum(len(line) + 1 for line in found)
+                lines += found
             if room <= 0:
                 break
     if not lines:
@@ -88,7 +75,7 @@ def english(source: str) -> Iterator[str]:
 
 def _files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        folders[:] = sorted(name for name in folders if not _SKIPPED.fullmatch(name))
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
@@ -121,21 +108,16 @@ _APART = (
 
 def demo_questions() -> list[Section]:
     named = {"opposites": _OPPOSITES, "gram1-plural": _PLURALS, "gram2-third-person": _VERBS}
-    pairs = {name: permutations(map(_two, text.split(",")), 2) for name, text in named.items()}
-    return [
-        Section(name=name, questions=tuple((*one, *other) for one, other in both))
-        for name, both in pairs.items()
-    ]
+    pairs = {name: permutations(_pairs(text), 2) for name, text in named.items()}
+    return [Section(name=name, questions=tuple((*a, *b) for a, b in both)) for name, both in pairs.items()]
 
 
 def demo_pairs() -> list[Pair]:
-    return [
-        Pair(one=one, other=other, score=score)
-        for score, text in ((2.0, _SAME_KIND), (1.0, _SAME_SUBJECT), (0.0, _APART))
-        for one, other in map(_two, text.split(","))
-    ]
+    degrees = ((2.0, _SAME_KIND), (1.0, _SAME_SUBJECT), (0.0, _APART))
+    return [Pair(one=a, other=b, score=score) for score, text in degrees for a, b in _pairs(text)]
 
 
-def _two(text: str) -> tuple[str, str]:
-    one, other = text.split()
-    return one, other
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for pair in text.split(","):
+        one, other = pair.split()
+        yield one, other

@@ -80,10 +80,8 @@ def dot(_typing: Any, _one: Any, _other: Any, _lanes: Any, like: Any) -> Any:
             second = _load(builder, builder.add(args[1], shift), kind, size * _LANES)
             product = builder.fmul(first, second, flags=_FAST)
             builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
-        name = f"llvm.vector.reduce.fadd.v{_LANES}f{size * 8}"
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(kind.element, [kind.element, kind]), name
-        )
+        name, taken = f"llvm.vector.reduce.fadd.v{_LANES}f{size * 8}", [kind.element, kind]
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind.element, taken), name)
         return builder.call(function, [ir.Constant(kind.element, 0.0), builder.load(total)], fastmath=_FAST)
 
     return like(types.int64, types.int64, types.int64, like), codegen
@@ -98,10 +96,8 @@ def _update(_typing: Any, _one: Any, _other: Any, _lanes: Any, _accumulators: An
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind, size = _vector(scale)
-        align = size * _LANES
-        root = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(kind, [kind]), f"llvm.sqrt.v{_LANES}f{size * 8}"
-        )
+        align, name = size * _LANES, f"llvm.sqrt.v{_LANES}f{size * 8}"
+        root = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name)
         factor: Any = ir.Constant(kind, ir.Undefined)
         for lane in range(_LANES):
             factor = builder.insert_element(factor, args[4], ir.Constant(ir.IntType(32), lane))
@@ -139,9 +135,8 @@ def _prefetch(_typing: Any, _address: Any) -> Any:
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [pointer, word, word, word]), "llvm.prefetch.p0"
-        )
+        taken = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, taken, "llvm.prefetch.p0")
         hints = [ir.Constant(word, hint) for hint in (1, 3, 1)]  # to write, keep close, data
         builder.call(function, [builder.inttoptr(args[0], pointer), *hints])
         return context.get_dummy_value()
@@ -149,12 +144,9 @@ def _prefetch(_typing: Any, _address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-_bits_of = converter(
-    types.float64, types.int64, lambda builder, value: builder.bitcast(value, ir.IntType(64))
-)
-_float_of = converter(
-    types.int64, types.float64, lambda builder, value: builder.bitcast(value, ir.DoubleType())
-)
+_INT, _DOUBLE = types.int64, types.float64
+_bits_of = converter(_DOUBLE, _INT, lambda builder, value: builder.bitcast(value, ir.IntType(64)))
+_float_of = converter(_INT, _DOUBLE, lambda builder, value: builder.bitcast(value, ir.DoubleType()))
 _HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the root of 1/2
 _ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to an integer, which the low bits then are
 _ROUND_BITS = 0x4338000000000000

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.errors import UserError
-from manyhands.native.segment import Segment, available_bytes, round_up
+from manyhands.native.segment import Segment, ask_for_large_pages, available_bytes, round_up
 from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = ["GloveModel", "GloveSnapshot"]
@@ -42,13 +42,11 @@ class GloveLayout:
     dim: int
 
     @property
-    def lanes(self) -> int:
-        """Items that the kernels walk over; the bias comes after them."""
+    def lanes(self) -> int:  # items that the kernels walk over; the bias comes after them
         return round_up(self.dim, LANES)
 
     @property
-    def accumulators(self) -> int:
-        """Where the accumulators begin, in the order of what they belong to."""
+    def accumulators(self) -> int:  # where they begin, in the order of what they belong to
         return round_up(self.lanes + 1, _LINE_ITEMS)
 
     @property
@@ -64,6 +62,11 @@ class GloveSnapshot:
     context: NDArray[Any]
     word_bias: NDArray[Any]
     context_bias: NDArray[Any]
+
+    def vectors(self) -> NDArray[np.float32]:
+        """(V, dim): the sum of each word's two vectors, the usual result."""
+        both: NDArray[np.float32] = (self.word + self.context).astype(np.float32)
+        return both
 
 
 class GloveModel(nn.Module):
@@ -86,8 +89,7 @@ class GloveModel(nn.Module):
         super().__init__()
         self.dims = range(options.dim) if dims is None else dims
         self.layout = GloveLayout(len(self.dims))
-        self.vocabulary_size = vocabulary_size
-        self._options = options
+        self.vocabulary_size, self._options = vocabulary_size, options
         dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
         self.values: NDArray[Any] = (
             segment.array(offset, count, dtype) if segment is not None else _anonymous(count, dtype)
@@ -131,14 +133,10 @@ class GloveModel(nn.Module):
             yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
 
     def snapshot(self) -> GloveSnapshot:
-        size, dim, bias = self.vocabulary_size, self.layout.dim, self.layout.lanes
-        word, context = self.rows[:size], self.rows[size:]
-        return GloveSnapshot(
-            word=word[:, :dim].copy(),
-            context=context[:, :dim].copy(),
-            word_bias=word[:, bias].copy(),
-            context_bias=context[:, bias].copy(),
-        )
+        size, vectors = self.vocabulary_size, self.rows[:, : self.layout.dim].copy()
+        biases = self.rows[:, self.layout.lanes].copy()
+        of_words = {"word": vectors[:size], "word_bias": biases[:size]}
+        return GloveSnapshot(**of_words, context=vectors[size:], context_bias=biases[size:])
 
 
 def _anonymous(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -150,9 +148,5 @@ def _anonymous(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
             "use fewer words or a smaller dim"
         )
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # this kernel has none: ordinary pages do
-            pass
+    ask_for_large_pages(memory)
     return np.frombuffer(memory, dtype, count)

@@ -35,23 +35,20 @@ Batch = tuple[Tensor, Tensor, Tensor, int]
 
 
 def glove_tables(work: GloveWork, workers: int) -> Task:
-    batch = float(work.glove.batch)
+    batch, steps = float(work.glove.batch), _batches_per_pass(work)
     return Task(
         model=partial(GloveTables, work),
         loss=partial(_loss, work=work, workers=workers),
         data=_Chunks(work, workers),
         optimizer=partial(_optimizer, work=work),
         batch_size=workers,
-        records_each=work.num_records / (_batches_per_pass(work) * workers),
-        passes=Passes(
-            steps=_batches_per_pass(work), weight=batch, last_weight=batch, total=float(work.num_records)
-        ),
+        records_each=work.num_records / (steps * workers),
+        passes=Passes(steps=steps, weight=batch, last_weight=batch, total=float(work.num_records)),
         collate=_joined,
         sparse={
-            "word.weight": operator.itemgetter(0),
-            "context.weight": operator.itemgetter(1),
-            "word_bias.weight": operator.itemgetter(0),
-            "context_bias.weight": operator.itemgetter(1),
+            f"{kind}{table}.weight": operator.itemgetter(rows)
+            for rows, kind in enumerate(("word", "context"))
+            for table in ("", "_bias")
         },
         name="glove",
     )
@@ -63,10 +60,11 @@ class GloveTables(nn.Module):
     def __init__(self, work: GloveWork) -> None:
         super().__init__()
         start = GloveModel(work.vocabulary_size, work.glove).initialise().snapshot()
-        self.word = _table(start.word)
-        self.context = _table(start.context)
-        self.word_bias = _table(start.word_bias[:, None])
-        self.context_bias = _table(start.context_bias[:, None])
+        self.word, self.context = _table(start.word), _table(start.context)
+        self.word_bias, self.context_bias = (
+            _table(start.word_bias[:, None]),
+            _table(start.context_bias[:, None]),
+        )
 
     def forward(self, words: Tensor, contexts: Tensor) -> Tensor:
         products: Tensor = (self.word(words) * self.context(contexts)).sum(1)
@@ -74,11 +72,10 @@ class GloveTables(nn.Module):
         return products + biases[:, 0]
 
     def snapshot(self) -> GloveSnapshot:
-        tables = (self.word, self.context, self.word_bias, self.context_bias)
-        word, context, word_bias, context_bias = (table.weight.detach().numpy().copy() for table in tables)
-        return GloveSnapshot(
-            word=word, context=context, word_bias=word_bias[:, 0], context_bias=context_bias[:, 0]
-        )
+        named = [(name.removesuffix(".weight"), one) for name, one in self.named_parameters()]
+        found = {name: one.detach().numpy().copy() for name, one in named}
+        biases = {name: one[:, 0] for name, one in found.items() if name.endswith("_bias")}
+        return GloveSnapshot(**{**found, **biases})
 
 
 def _table(values: np.ndarray) -> nn.Embedding:
@@ -120,8 +117,7 @@ class _Chunks:
     """Sample i: one worker's chunk of a batch, read from the file when it is asked for."""
 
     def __init__(self, work: GloveWork, workers: int) -> None:
-        self._work = work
-        self._workers = workers
+        self._work, self._workers = work, workers
         self._places: np.ndarray | None = None
 
     def __len__(self) -> int:

@@ -84,8 +84,7 @@ class GloveTask(GloveWork, KernelTask):
         return self.num_records
 
     @cached_property
-    def batch_size(self) -> int:
-        """Records of a step: a multiple of the batch, or of the records that pass a gate at once."""
+    def batch_size(self) -> int:  # a multiple of the batch, or of the records that pass a gate at once
         wanted = min(_MOST, -(-self.num_records // _PER_PASS))
         if self.glove.batch == 1:
             return round_up(wanted, STEP)
@@ -134,7 +133,6 @@ class GloveTask(GloveWork, KernelTask):
             warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
-        """STEP records go through the gate at once."""
         return turn_number(self.num_records, self.portion(step))
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
@@ -166,9 +164,8 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
             f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
         )
     if not strategy.trains_compiled and strategy.truth is not Truth.SERVERS:
-        raise UserError(
-            f"strategy {strategy} does not train glove; allowed: hogwild, single, mirrored, allreduce, tensor, ps"
-        )
+        allowed = "hogwild, single, mirrored, allreduce, tensor, ps"
+        raise UserError(f"strategy {strategy} does not train glove; allowed: {allowed}")
     if options.batch == 1:
         raise UserError(
             f"batch=1: {strategy} works on batches of records, whose duplicate rows are summed; use a batch of 2 or "
@@ -192,10 +189,8 @@ class RecordStep(KernelStep):
 
     def __init__(self, work: GloveTask, model: GloveModel, turn: Turn) -> None:
         super().__init__(model)
-        self._rows, self._shape = model, model.shape()
-        self._settings = work.glove.settings()
-        self._num_records = work.num_records
-        self._turn = turn
+        self._rows, self._shape, self._settings = model, model.shape(), work.glove.settings()
+        self._num_records, self._turn = work.num_records, turn
         capacity = min(work.batch_size, work.num_records)
         self._reader = RecordReader(work.path, capacity, work.vocabulary_size)
 
@@ -223,13 +218,13 @@ class RecordStep(KernelStep):
 class BatchStep(KernelStep):
     """The batches of a portion, in one thread: the reference, and what the ways to share them have in common."""
 
+    _with_bias = True  # whether products have both biases here
+
     def __init__(self, work: GloveTask, model: GloveModel, rows: GloveModel, part: int) -> None:
         """`rows` are those that are moved here, `part` the most records that are read here of a batch."""
         super().__init__(model)
-        self.rows = rows
+        self.rows, self._shape, self._settings = rows, rows.shape(), work.glove.settings()
         self._batch, self._rate = work.glove.batch, work.glove.rate
-        self._shape = rows.shape()
-        self._settings = work.glove.settings()
         dtype, most = work.glove.numpy_dtype, min(2 * work.glove.batch, 2 * work.vocabulary_size)
         self._errors = np.zeros(part, dtype)
         self._slots = np.full(2 * work.vocabulary_size, -1, np.int32)
@@ -239,8 +234,7 @@ class BatchStep(KernelStep):
         self._bytes_sent = 0
 
     def take(self, portion: Portion) -> Taken:
-        loss, samples, read_ns, messages = 0.0, 0, 0, 0
-        self._bytes_sent = 0
+        loss, samples, read_ns, messages, self._bytes_sent = 0.0, 0, 0, 0, 0
         for begin in range(portion.begin, portion.end, self._batch):
             mine = self.records(min(self._batch, portion.end - begin))
             asked_ns = time.monotonic_ns()
@@ -269,18 +263,25 @@ class BatchStep(KernelStep):
 
     def take_batch(self, block: Block) -> float:
         """Move the rows by one batch, of which `block` is read here; the sum of costs that count here."""
-        cost, errors = self._errors_of(block)
-        self._step(self._sum(block, errors, self._touched, self._gradients))
+        cost, found = self._sum(block, self._touched, self._gradients)
+        self._step(found)
         return cost
 
-    def _errors_of(self, block: Block, *, with_bias: bool = True) -> tuple[float, NDArray[Any]]:
-        errors = self._errors[: block[1].size // 2]
-        kernels.batch_dots(self.rows.values, block[0], self._shape, with_bias, errors)
+    def _sum(self, block: Block, touched: NDArray[Any], gradients: NDArray[Any]) -> tuple[float, int]:
+        """The costs of the records, and how many rows they touch, whose gradients are summed into `gradients`."""
+        values, shape, errors = self.rows.values, self._shape, self._errors[: block[1].size // 2]
+        kernels.batch_dots(values, block[0], shape, self._with_bias, errors)
         self._add_dots(len(errors))
-        return float(kernels.batch_errors(block[1], errors, self._settings)), errors
+        cost, found = float(kernels.batch_errors(block[1], errors, self._settings)), (touched, gradients)
+        return cost, int(
+            kernels.sum_gradients(values, block[0], errors, shape, self._rate, self._slots, *found)
+        )
 
     def _add_dots(self, count: int) -> None:
         """Sum the first `count` products over workers, where each has a part of them."""
+
+    def _step(self, found: int) -> None:
+        kernels.step_rows(self.rows.values, self._touched[:found], self._gradients, self._shape, self._slots)
 
     def fill(self) -> None:
         self.rows.initialise()
@@ -290,14 +291,6 @@ class BatchStep(KernelStep):
         self._reader.close()
         super().close()
 
-    def _sum(self, block: Block, errors: NDArray[Any], touched: NDArray[Any], gradients: NDArray[Any]) -> int:
-        found = touched, gradients
-        values, shape = self.rows.values, self._shape
-        return int(kernels.sum_gradients(values, block[0], errors, shape, self._rate, self._slots, *found))
-
-    def _step(self, found: int) -> None:
-        kernels.step_rows(self.rows.values, self._touched[:found], self._gradients, self._shape, self._slots)
-
 
 class TensorStep(BatchStep):
     """Some dimensions of all vectors; `model` is the whole, in memory that all workers see."""
@@ -305,14 +298,12 @@ class TensorStep(BatchStep):
     shares_memory = False
 
     def __init__(self, work: GloveTask, group: SharedGroup, control_bytes: int) -> None:
-        size, options = work.vocabulary_size, work.glove
-        whole_bytes = GloveModel.num_bytes(size, options)
-        offset = round_up(control_bytes, CACHE_LINE)
-        self.segment = group.share(offset + whole_bytes, "vectors of all dimensions")
+        size, options, offset = work.vocabulary_size, work.glove, round_up(control_bytes, CACHE_LINE)
+        self.segment = group.share(offset + work.num_bytes, "vectors of all dimensions")
         whole = GloveModel(size, options, segment=self.segment, offset=offset)
         dims = split(options.dim, group.rank, group.world)
         super().__init__(work, whole, GloveModel(size, options, dims=dims), options.batch)
-        self._whole, self._group = whole, group
+        self._whole, self._group, self._with_bias = whole, group, group.rank == 0
         self._item = options.numpy_dtype.itemsize
         group.allocate(round_up(options.batch * self._item, CACHE_LINE), "partial inner products")
         dtype = torch.from_numpy(np.empty(0, options.numpy_dtype)).dtype
@@ -321,13 +312,12 @@ class TensorStep(BatchStep):
 
     def counted(self, samples: int) -> tuple[int, int]:
         """All see all of them: the first counts the losses, and the records are shared out."""
-        first = self._group.rank == 0
-        return samples if first else 0, len(split(samples, self._group.rank, self._group.world))
+        mine = len(split(samples, self._group.rank, self._group.world))
+        return samples if self._with_bias else 0, mine
 
     def take_batch(self, block: Block) -> float:
-        cost, errors = self._errors_of(block, with_bias=self._group.rank == 0)
-        self._step(self._sum(block, errors, self._touched, self._gradients))
-        return cost if self._group.rank == 0 else 0.0
+        cost = super().take_batch(block)
+        return cost if self._with_bias else 0.0
 
     def _add_dots(self, count: int) -> None:
         self._errors[count:] = 0
@@ -356,10 +346,8 @@ class AllReduceStep(BatchStep):
         model = GloveModel(work.vocabulary_size, work.glove)
         part = len(split(work.glove.batch, 0, group.world))
         super().__init__(work, model, model, part)
-        self._group = group
-        self._number = 0
-        most, span = 2 * part, model.layout.accumulators
-        dtype = work.glove.numpy_dtype
+        self._group, self._number = group, 0
+        most, span, dtype = 2 * part, model.layout.accumulators, work.glove.numpy_dtype
         ids = round_up(8 * (most + 1), CACHE_LINE)
         area = ids + round_up(most * span * dtype.itemsize, CACHE_LINE)
         offset = round_up(control_bytes, CACHE_LINE)
@@ -379,8 +367,7 @@ class AllReduceStep(BatchStep):
         areas = self._areas[self._number % 2]
         self._number += 1
         mine, gradients = areas[self._group.rank]
-        cost, errors = self._errors_of(block)
-        mine[0] = self._sum(block, errors, mine[1:], gradients)
+        cost, mine[0] = self._sum(block, mine[1:], gradients)
         self._bytes_sent += (self._group.world - 1) * int(mine[0]) * self._row_bytes
         self._group.barrier()
         found = 0

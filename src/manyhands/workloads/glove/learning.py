@@ -18,25 +18,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.data.store.atomic import reason
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, require_free
 from manyhands.engine.options import Options
-from manyhands.engine.run import PASS_LOSS
 from manyhands.engine.training import Keeping
 from manyhands.errors import UserError
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.host import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_training import AfterPass, CompiledResult, Rows, train_compiled
+from manyhands.workloads.compiled_training import AfterPass, CompiledResult, train_compiled
 from manyhands.workloads.glove.cooccurrence_files import record_count, shuffle_records, temporary_folder
 from manyhands.workloads.glove.corpus import Corpus
 from manyhands.workloads.glove.counting import count_cooccurrence
-from manyhands.workloads.glove.glove_model import GloveModel
+from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 from manyhands.workloads.glove.glove_server import GloveTables
 from manyhands.workloads.glove.glove_task import GloveTask, check_together
 from manyhands.workloads.glove.options import CountingOptions, GloveOptions
@@ -51,7 +48,7 @@ __all__ = [
     "Learning",
     "learn_vectors",
     "shuffled_records",
-    "summed_vectors",
+    "snapshot_of",
     "train_glove",
 ]
 
@@ -60,18 +57,10 @@ __all__ = [
 class GloveResult(CompiledResult):
     """What came out: the parameters at the end, of words and of contexts, row by row."""
 
+    model: GloveSnapshot
     costs: list[float]
     """After each finished pass, the mean of f d^2 / 2 over all records, each taken before its own update."""
-    word: NDArray[Any]
-    context: NDArray[Any]
-    word_bias: NDArray[Any]
-    context_bias: NDArray[Any]
     records_per_s: float
-
-    def vectors(self) -> NDArray[np.float32]:
-        """(V, dim): the sum of each word's two vectors, the usual result."""
-        both: NDArray[np.float32] = (self.word + self.context).astype(np.float32)
-        return both
 
 
 def train_glove(
@@ -101,14 +90,9 @@ def train_glove(
         whole, more = divmod(step, per_pass)
         return whole * work.num_records + min(more * per_step, work.num_records)
 
-    def hear(rows: Rows) -> None:
+    def count(step: int) -> None:
         nonlocal trained_records
-        for row in rows:
-            step = row["step"]
-            if PASS_LOSS not in row.get("metrics", {}):
-                trained_records += records_after(step) - records_after(step - 1)
-            elif after_pass is not None:
-                after_pass(step // per_pass, row["metrics"][PASS_LOSS])
+        trained_records += records_after(step) - records_after(step - 1)
 
     bar = None if bars is None else bars.phase("training", work.num_records * options.passes, "records")
     prepare("glove")
@@ -121,20 +105,16 @@ def train_glove(
         options=options,
         shown=None if bar is None else (bar, records_after),
         keep=keep,
-        on_rows=hear,
+        after_pass=after_pass,
+        on_step=count,
     )
     seconds, model = time.monotonic() - began, trained.model
     if model is None:
         model = task.model()
         model.load_state_dict(trained.values)
-    assert isinstance(model, GloveModel | GloveTables), "what the task builds"
-    found = model.snapshot()
     return GloveResult(
+        model=snapshot_of(model),
         costs=trained.pass_losses,
-        word=found.word,
-        context=found.context,
-        word_bias=found.word_bias,
-        context_bias=found.context_bias,
         seconds=seconds,
         records_per_s=trained_records / seconds,
         interrupted=not trained.summary,
@@ -142,12 +122,9 @@ def train_glove(
     )
 
 
-def summed_vectors(model: nn.Module) -> NDArray[np.float32]:
-    """(V, dim): the sum of each word's two vectors, of any model that a task of word vectors builds."""
-    assert isinstance(model, GloveModel | GloveTables), "what the task builds"
-    found = model.snapshot()
-    both: NDArray[np.float32] = (found.word + found.context).astype(np.float32)
-    return both
+def snapshot_of(model: nn.Module) -> GloveSnapshot:
+    assert isinstance(model, GloveModel | GloveTables), "what a task of word vectors builds"
+    return model.snapshot()
 
 
 _OWN_FILES = frozenset({"vocab.txt", "cooccurrence.bin", "vectors.txt", "shuffled.bin"})
@@ -175,16 +152,10 @@ class Learning(CountingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """What came out: the vectors, the vocabulary, and a summary that JSON can hold."""
-
     vectors: Vectors
     vocabulary: Vocabulary
-    summary: dict[str, Any]
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended training; the vectors are those of the last checkpoint."""
-        return bool(self.summary["interrupted"])
+    summary: dict[str, Any]  # as JSON
+    interrupted: bool  # by Ctrl-C in training: the vectors are those of the last checkpoint
 
 
 def learn_vectors(
@@ -232,7 +203,7 @@ def learn_vectors(
             raise
         if not result.interrupted:  # an interrupted run may be resumed with the records
             shuffled.unlink(missing_ok=True)
-        vectors = Vectors(vocabulary.words, result.vectors())
+        vectors = Vectors(vocabulary.words, result.model.vectors())
         vectors.save_text(out / "vectors.txt")
     summary = {
         "task": "glove",
@@ -242,15 +213,15 @@ def learn_vectors(
         "tokens": vocabulary.tokens,
         "vocabulary": len(vocabulary),
         "records": records,
-        "seconds": clock.seconds,
-        "tokens_per_s": vocabulary.tokens / max(clock.seconds["counting"], 1e-9),
+        "seconds": dict(clock),
+        "tokens_per_s": vocabulary.tokens / max(clock["counting"], 1e-9),
         "records_per_s": result.records_per_s,
         "costs": list(result.costs),
         "interrupted": result.interrupted,
         "settings": asdict(learning),
         "run": dict(result.summary),
     }
-    return Learnt(vectors=vectors, vocabulary=vocabulary, summary=summary)
+    return Learnt(vectors=vectors, vocabulary=vocabulary, summary=summary, interrupted=result.interrupted)
 
 
 def shuffled_records(
@@ -272,26 +243,19 @@ def _prepare(
     if resume and shuffled.exists():
         with clock.phase("vocabulary"), clock.phase("counting"), clock.phase("shuffling"):
             return Vocabulary.load(out / "vocab.txt"), record_count(shuffled)
-    workers, memory = learning.workers, learning.memory_bytes
+    memory = learning.memory_bytes
     with temporary_folder(out / "vectors.txt") as folder:
         with clock.phase("vocabulary"):
             least, most = learning.min_count, learning.max_vocab
-            vocabulary = count_words(corpus, min_count=least, max_size=most, workers=workers, bars=bars)
+            vocabulary = count_words(
+                corpus, min_count=least, max_size=most, workers=learning.workers, bars=bars
+            )
             vocabulary.save(out / "vocab.txt")
         counts = (out if learning.keep_counts else folder) / "cooccurrence.bin"
         with clock.phase("counting"):
-            records = count_cooccurrence(
-                corpus,
-                vocabulary,
-                counts,
-                window=learning.window,
-                symmetric=learning.symmetric,
-                weighting=learning.weighting,
-                diagonal=learning.diagonal,
-                memory_bytes=memory,
-                workers=workers,
-                bars=bars,
-            )
+            names = ("window", "symmetric", "weighting", "diagonal", "memory_bytes", "workers")
+            given = {name: getattr(learning, name) for name in names}
+            records = count_cooccurrence(corpus, vocabulary, counts, **given, bars=bars)
         if not records:
             raise UserError(
                 f"no two words of the vocabulary stand together in a line of {corpus}; give longer lines, or a lower "
@@ -304,11 +268,8 @@ def _prepare(
     return vocabulary, records
 
 
-class _Clock:
+class _Clock(dict[str, float]):
     """Seconds of each phase, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -316,7 +277,7 @@ class _Clock:
         try:
             yield
         finally:
-            self.seconds[name] = time.monotonic() - began
+            self[name] = time.monotonic() - began
 
 
 def _make_folder(out: Path) -> None:

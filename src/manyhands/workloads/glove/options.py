@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.strategy import Strategy, parse_size
-from manyhands.workloads.task_options import CheckedOptions, option
+from manyhands.strategy import Strategy
+from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
 __all__ = ["BATCH", "WEIGHTINGS", "CountingOptions", "GloveOptions", "usual_batch"]
 
@@ -36,26 +36,15 @@ class CountingOptions:
         "distance", "what two words count: distance (1/distance) or count (1)", choices=WEIGHTINGS
     )
     diagonal: bool = option(True, "leave out words beside themselves", flag="--no-diagonal")
-    memory_bytes: int = option(
-        2 << 30,
-        "limit for counting and shuffling; more goes to disk",
-        at_least=1,
-        flag="--memory",
-        reads=parse_size,
-        metavar="SIZE",
-        shown="2GiB",
-    )
+    memory_bytes: int = memory_option("limit for counting and shuffling; more goes to disk", flag="--memory")
     workers: int = option(2, "threads that count and workers that train", at_least=1)
     strategy: str = option(
         "hogwild", "how to train: single, hogwild, allreduce, mirrored, tensor or ps, with settings"
     )
-    keep_counts: bool = option(
-        False, "keep the co-occurrence records as cooccurrence.bin", flag="--keep-counts"
-    )
+    keep_counts: bool = option(False, "keep the records as cooccurrence.bin", flag="--keep-counts")
 
     @property
-    def training_workers(self) -> int:
-        """How many train: `single` is one, whoever counted."""
+    def training_workers(self) -> int:  # `single` is one, whoever counted
         return min(self.workers, Strategy.parse(self.strategy).most_workers or self.workers)
 
 
@@ -85,5 +74,5 @@ class GloveOptions(CheckedOptions):
 
 
 def usual_batch(strategy: str | Strategy) -> int:
-    """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
+    """How many records a strategy takes at a time where no number is given: one, or `BATCH`."""
     return BATCH if Strategy.parse(strategy).facts.record_order is None else 1

@@ -10,6 +10,7 @@ import difflib
 import mmap
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -87,13 +88,10 @@ class Vectors:
 
     def combine(self, expression: str, top: int = 10) -> list[tuple[str, float]]:
         """The words nearest to a sum such as `king - man + woman`, of unit vectors; the given words are left out."""
-        total = np.zeros(self.dim, np.float32)
-        given: set[int] = set()
-        for sign, row in self.signed_rows(expression):
-            given.add(row)
-            total += sign * self.unit[row]
+        signs, rows = map(list, zip(*self.signed_rows(expression), strict=True))
+        total: NDArray[np.float32] = (np.array(signs, np.float32)[:, None] * self.unit[rows]).sum(axis=0)
         length = float(np.linalg.norm(total))
-        return self._nearest(total / length if length > 0 else total, given, top)
+        return self._nearest(total / length if length > 0 else total, set(rows), top)
 
     def _nearest(self, direction: NDArray[np.float32], given: set[int], top: int) -> list[tuple[str, float]]:
         if top < 1:
@@ -108,10 +106,8 @@ class Vectors:
         write_atomically(Path(path), self._lines())
 
     def save_word2vec(self, path: Path | str, *, binary: bool = False) -> None:
-        little = self.matrix.astype("<f4", copy=False)
-        rows = (
-            word.encode() + b" " + row.tobytes() + b"\n" for word, row in zip(self.words, little, strict=True)
-        )
+        items = zip(self.words, self.matrix.astype("<f4", copy=False), strict=True)
+        rows = (word.encode() + b" " + row.tobytes() + b"\n" for word, row in items)
         header = [f"{len(self)} {self.dim}\n".encode()]
         write_atomically(Path(path), chain(header, rows if binary else self._lines()))
 
@@ -146,10 +142,9 @@ class Vectors:
     def _read(cls, path: Path, file: BinaryIO) -> Vectors:
         header = file.readline(_LONGEST_LINE).split()
         is_counted = len(header) == 2 and all(field.isdigit() for field in header)
-        for field in header if is_counted else ():
-            if len(field) > _MOST_DIGITS:
-                shown = field[:20].decode()
-                raise DataError(f"{path}, line 1: {shown}… is no number of vectors, nor of dimensions")
+        long = [field[:20].decode() for field in header if is_counted and len(field) > _MOST_DIGITS]
+        if long:
+            raise DataError(f"{path}, line 1: {long[0]}… is not a number of vectors, nor of dimensions")
         words, dim = map(int, header) if is_counted else (0, 0)
         if not words or not dim:  # not word2vec's first line
             file.seek(0)
@@ -161,9 +156,7 @@ class Vectors:
             return cls(*_read_binary(path, file, words, dim))
         found = cls(*_read_lines(path, file, dim, 2))
         if len(found) != words:
-            raise DataError(
-                f"{path} promises {words} vectors and has {len(found)}; it is truncated or damaged"
-            )
+            raise DataError(f"{path} promises {words} vectors and has {len(found)}: truncated or damaged")
         return found
 
 
@@ -212,7 +205,7 @@ def _read_lines(path: Path, file: BinaryIO, dim: int, number: int) -> tuple[list
             texts += fields[1:]
         parts.append(_parsed(path, number, texts, dim))
         number += len(lines)
-    return words, np.concatenate(parts) if parts else np.empty((0, dim), np.float32)
+    return words, np.concatenate([np.empty((0, dim), np.float32), *parts])
 
 
 def _text(path: Path, number: int, word: bytes) -> str:
@@ -310,16 +303,11 @@ class VectorsPredictor(Predictor[list[str]]):
 
     @property
     def example(self) -> Any:
-        """The most frequent word that can be asked: no sign, and none that is too long or falls apart."""
-        words = self.vectors.words
-        return next((word for word in words if self._can_be_asked(word)), words[0])
-
-    def _can_be_asked(self, word: str) -> bool:
-        try:
-            self.inputs([word])
-        except UserError:
-            return False
-        return True
+        """The most frequent word that is an input: no sign, and none that is too long or falls apart."""
+        for word in self.vectors.words:
+            with suppress(UserError):
+                return self.inputs([word])[0]
+        return self.vectors.words[0]
 
 
 def open_vectors(path: Path) -> VectorsPredictor:

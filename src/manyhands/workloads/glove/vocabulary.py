@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,20 +30,17 @@ _MOST_COUNT = 1 << 40  # of one word; the sum over all words then fits in 64 bit
 
 
 class Vocabulary:
-    """Words and their counts, most frequent first.
-
-    `tokens` is how many words the corpus has in all, those that are too rare included.
-    """
+    """Words and their counts, most frequent first; `tokens` is how many words the corpus has, rare ones included."""
 
     def __init__(
         self, words: Sequence[str], counts: Sequence[int] | NDArray[np.int64], tokens: int | None = None
     ) -> None:
         self.words: tuple[str, ...] = tuple(words)
         self.counts: NDArray[np.int64] = np.asarray(counts, np.int64)
-        if self.counts.shape != (len(self.words),):
-            size = len(self.words)
+        size = len(self.words)
+        if self.counts.shape != (size,):
             raise UserError(f"a vocabulary of {size} words needs as many counts, not {self.counts.shape}")
-        if len(set(self.words)) != len(self.words):
+        if len(set(self.words)) != size:
             raise UserError("a vocabulary must not have a word twice")
         self.tokens = int(self.counts.sum()) if tokens is None else tokens
 
@@ -67,14 +64,14 @@ class Vocabulary:
         words, counts = list[str](), list[int]()
         # Only a newline ends a line here: str.splitlines would cut words that have other separators in them.
         for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
-            word, _, count = line.rstrip(b"\r").rpartition(b" ")
-            try:
+            word, _, text = line.rstrip(b"\r").rpartition(b" ")
+            count = -1
+            with suppress(ValueError):
                 words.append(word.decode())
-                counts.append(int(count) if word else -1)
-            except ValueError:
-                counts.append(-1)
-            if not 0 <= counts[-1] <= _MOST_COUNT:
-                raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count")
+                count = int(text) if word else -1
+            if not 0 <= count <= _MOST_COUNT:
+                raise DataError(f"{path}, line {number}: {line[:80]!r} is not a word and a count")
+            counts.append(count)
         return cls(words, counts)
 
 
@@ -95,24 +92,6 @@ def count_words(
         raise UserError(f"min_count={min_count} must be at least 1")
     if max_size is not None and max_size < 2:
         raise UserError(f"max_size={max_size} must be at least 2")
-    tables = _count_in_threads(corpus, workers, bars or Bars())
-    whole = tables[0]
-    for table in tables[1:]:
-        whole.absorb(table)
-    counts = whole.counts
-    chosen = [(-int(counts[at]), whole.word(at)) for at in np.flatnonzero(counts >= min_count).tolist()]
-    chosen = sorted(chosen)[:max_size]
-    if len(chosen) < 2:
-        raise UserError(
-            f"the vocabulary has {len(chosen)} word{'s' * (len(chosen) != 1)} (of {len(whole):,} different ones in "
-            f"{corpus}, those that come at least min_count={min_count} times); at least 2 are needed: give more text, "
-            "or a lower min_count"
-        )
-    words, often = [word.decode() for _, word in chosen], [-count for count, _ in chosen]
-    return Vocabulary(words, often, tokens=int(counts.sum()))
-
-
-def _count_in_threads(corpus: Corpus, workers: int, bars: Bars) -> list[WordTable]:
     tables = [WordTable(1 << 16) for _ in range(workers)]
     free: SimpleQueue[WordTable] = SimpleQueue()
     for table in tables:
@@ -126,11 +105,24 @@ def _count_in_threads(corpus: Corpus, workers: int, bars: Bars) -> list[WordTabl
             free.put(table)
 
     tokens = 0
-    with children(workers) as pool, bars.phase("vocabulary", None, "tokens") as phase:
+    with children(workers) as pool, (bars or Bars()).phase("vocabulary", None, "tokens") as phase:
         for counted, share in in_order(pool, count, corpus.blocks(), 2 * workers):
             tokens += counted
             phase.advance(counted, total=tokens / max(share, 1e-9))
-    return tables
+    whole, *others = tables
+    for table in others:
+        whole.absorb(table)
+    counts = whole.counts
+    chosen = [(-int(counts[at]), whole.word(at)) for at in np.flatnonzero(counts >= min_count).tolist()]
+    chosen = sorted(chosen)[:max_size]
+    if len(chosen) < 2:
+        raise UserError(
+            f"the vocabulary has {len(chosen)} word{'s' * (len(chosen) != 1)} (of {len(whole):,} different ones in "
+            f"{corpus}, those that come at least min_count={min_count} times); at least 2 are needed: give more text, "
+            "or a lower min_count"
+        )
+    words, often = [word.decode() for _, word in chosen], [-count for count, _ in chosen]
+    return Vocabulary(words, often, tokens=int(counts.sum()))
 
 
 Item = TypeVar("Item")

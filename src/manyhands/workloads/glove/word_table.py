@@ -52,8 +52,7 @@ class WordTable:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self._slots, self._hashes, self._starts, self._counts, self._arena)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self._arrays())
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -94,15 +93,13 @@ class WordTable:
         """Make room: twice the entries when they are used up, twice the arena (and a word of `longest` bytes) else."""
         size = len(self)
         if size == len(self._hashes):
-            more = 2 * size
-            self._hashes = _longer(self._hashes, more)
-            self._starts = _longer(self._starts, more + 1)
-            self._counts = _longer(self._counts, more)
-            self._slots = np.full(2 * more, _EMPTY, np.int32)
+            self._hashes, self._counts = _longer(self._hashes, size), _longer(self._counts, size)
+            self._starts = _longer(self._starts, size)
+            self._slots = np.full(4 * size, _EMPTY, np.int32)
             _rehash(self._slots, self._hashes, size)
         else:
             # A word is at most as long as what is left, but no single word needs all of a long text.
-            self._arena = _longer(self._arena, 2 * len(self._arena) + min(longest, 1 << 16))
+            self._arena = _longer(self._arena, len(self._arena) + min(longest, 1 << 16))
 
 
 def warm() -> None:
@@ -114,10 +111,8 @@ def warm() -> None:
     table.numbers(b"words\n", np.empty(6, np.int32))
 
 
-def _longer(array: NDArray[Any], size: int) -> NDArray[Any]:
-    grown = np.zeros(size, array.dtype)
-    grown[: len(array)] = array
-    return grown
+def _longer(array: NDArray[Any], more: int) -> NDArray[Any]:
+    return np.concatenate([array, np.zeros(more, array.dtype)])
 
 
 @inlined()
@@ -176,8 +171,7 @@ def _add(table: Any, word: Any, times: int) -> Any:
 @njit(inline="always")
 def _word_at(data: Any, at: int) -> Any:
     """The end of the word that begins at `at`, and its hash."""
-    code = _FNV_OFFSET
-    end = at
+    code, end = _FNV_OFFSET, at
     while end < data.size and not _white(data[end]):
         code = (code ^ np.uint64(data[end])) * _FNV_PRIME
         end += 1
@@ -227,8 +221,7 @@ def _rehash(slots: Any, hashes: Any, size: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _numbers(data: Any, slots: Any, hashes: Any, starts: Any, arena: Any, out: Any) -> Any:
-    found = 0
-    at = 0
+    found, at = 0, 0
     while at < data.size:
         byte = data[at]
         if _white(byte):

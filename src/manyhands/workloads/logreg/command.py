@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UserError, num_of
-from manyhands.strategy import Strategy, parse_size
+from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TrainEnd, WorkerOptions
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.task_options import narrowed, option
+from manyhands.workloads.task_options import memory_option, narrowed, option
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -29,9 +29,7 @@ class _Examples(LogregOptions):
     file_format: str = option(
         "auto", "how they are written: libsvm or vw; auto looks at the first line", flag="--format"
     )
-    bits: int | None = option(
-        None, "hash features into a table of 2^bits", shown="none: the index is the row"
-    )
+    bits: int | None = option(None, "hash features into 2^bits rows", shown="none: the index is the row")
     hash_names: str = option(
         "numbers", "names of vw files that are numbers: numbers, as they are, or all: hashed", flag="--hash"
     )
@@ -41,13 +39,8 @@ class _Examples(LogregOptions):
     def reading(self) -> Reading:
         from manyhands.data.row_files import Reading
 
-        return Reading(
-            format=self.file_format,
-            bits=self.bits,
-            hash=self.hash_names,
-            skip_bad=self.skip_bad,
-            threads=len(os.sched_getaffinity(0)),
-        )
+        given: dict[str, Any] = {"format": self.file_format, "bits": self.bits, "hash": self.hash_names}
+        return Reading(**given, skip_bad=self.skip_bad, threads=len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +50,7 @@ class _TrainLogreg(WorkerOptions, _Examples):
         "single", "how: single, hogwild, allreduce, mirrored, central, local or ps, with settings"
     )
     workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one a core")
-    memory: int = option(
-        2 << 30,
-        "keep parsed examples in memory up to this; else in temporary files",
-        reads=parse_size,
-        metavar="SIZE",
-        shown="2GiB",
-    )
+    memory: int = memory_option("parsed examples kept in memory; more go to temporary files", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,45 +82,32 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.logreg.model import MODEL_FILE
     from manyhands.workloads.logreg.training import train_logreg
 
-    result = train_logreg(
-        asked.train,
-        narrowed(LogregOptions, asked),
-        strategy=asked.strategy,
-        workers=asked.workers,
-        reading=asked.reading,
-        memory_bytes=asked.memory,
-        bars=bars,
-        keep=keep,
-    )
+    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers, "reading": asked.reading}
+    options = narrowed(LogregOptions, asked)
+    result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
-    measured: dict[str, Any] = {"accuracy": None, "auc": None, "log_loss": None, "examples": 0}
-    bad_lines, passes = 0, len(result.progressive)
+    measured: dict[str, Any] = dict.fromkeys(("accuracy", "auc", "log_loss"))
+    tested_examples, bad_lines, passes = 0, 0, len(result.progressive_loss)
     if asked.test is not None:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
-            measured = asdict(model.evaluate(tested, phase.advance))
-        bad_lines = tested.bad_lines
-    tested_examples = measured.pop("examples")
+            found = model.evaluate(tested, phase.advance)
+        quality = found.quality("test examples", (model.labels.no, model.labels.yes))
+        measured = {**found.figures, "quality": quality}
+        tested_examples, bad_lines = found.examples, tested.bad_lines
     summary = {
-        **result.summary,
         **measured,
+        **result.full_summary(),
         "test_examples": tested_examples,
         "learner": asked.learner,
-        "rate": result.rate,
         "l1": asked.l1,
         "l2": asked.l2,
         "passes": passes,
-        "progressive_loss": result.progressive,
-        "examples": result.examples,
-        "bad_lines": result.bad_lines,
         "bits": model.bits,
         "features": int(model.weight.size),
         "features_used": int((model.weight != 0).sum()),
         "labels": [model.labels.no, model.labels.yes],
-        "seconds": result.seconds,
-        "examples_per_s": result.examples_per_s,
-        "interrupted": result.interrupted,
         "strategy": str(Strategy.parse(asked.strategy)),
         "workers": asked.workers,
         "test_bad_lines": bad_lines,

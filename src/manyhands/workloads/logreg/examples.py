@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import RowFile
+from manyhands.data.row_files import RowFile, Rows
 from manyhands.errors import DataError
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
 from manyhands.workloads.logreg.labels import Labels, labels_of
@@ -30,16 +29,11 @@ __all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRo
 _SCALE_ROWS = 1000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Labelled:
+class Labelled(NamedTuple):
     """Rows and what they are to be learned as: 0 for no, 1 for yes."""
 
     rows: Rows
     targets: NDArray[np.float32]
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes + self.targets.nbytes
 
 
 def _scale_of(rows: Rows) -> float:
@@ -61,23 +55,18 @@ class Examples:
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Labelled]:
         """All of them; `on_bytes` is told of text as it is read."""
-        held: list[Rows] = []
+        held, name = list[Rows](), self.file.name
         for rows in self.file.blocks(on_bytes):
+            held.append(rows)
             if self.labels is None:
-                held.append(rows)
                 seen = {value for block in held for value in np.unique(block.labels).tolist()}
-                self.labels = labels_of(seen, self.file.name)
-                if self.labels is None:
-                    continue
+                self.labels = labels_of(seen, name)
+            if self.labels is not None:
                 for block in held:
-                    yield Labelled(block, self.labels.targets(block.labels, self.file.name))
+                    yield Labelled(block, self.labels.targets(block.labels, name))
                 held.clear()
-            else:
-                yield Labelled(rows, self.labels.targets(rows.labels, self.file.name))
         if self.labels is None:
-            raise DataError(
-                f"all examples of {self.file.name} have label 1; a logistic regression has two labels"
-            )
+            raise DataError(f"all examples of {name} have label 1; a logistic regression has two labels")
 
 
 Piece = tuple[Any, NDArray[np.float32], tuple[int, int], int]
@@ -90,12 +79,9 @@ class Parsed(ABC):
     """All examples of a file."""
 
     examples: int
-    entries: int
-    """Features of all examples together."""
-    size: int
-    """One more than the largest feature."""
-    scale: float
-    """The root of the mean square of the first values."""
+    entries: int  # features of all examples
+    size: int  # one more than the largest feature
+    scale: float  # the root of the mean square of the first values
 
     @abstractmethod
     def opened(self) -> Pieces:
@@ -114,17 +100,17 @@ class ParsedBlocks(Parsed):
         self.scale = _scale_of(blocks[0].rows)
 
     def opened(self) -> Pieces:
-        return self._pieces
+        def pieces(begin: int, end: int) -> Iterator[Piece]:
+            """Whole blocks, and parts of the first and the last."""
+            number = bisect_right(self.ends, begin)
+            while begin < end:
+                block, rows, last = self.blocks[number], self.blocks[number].rows, self.ends[number]
+                before, until = last - len(rows), min(end, last)
+                arrays = rows.starts, rows.indices, rows.values, rows.weights
+                yield arrays, block.targets, (begin - before, until - before), before
+                begin, number = until, number + 1
 
-    def _pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Whole blocks, and parts of the first and the last."""
-        number = bisect_right(self.ends, begin)
-        while begin < end:
-            block, rows, last = self.blocks[number], self.blocks[number].rows, self.ends[number]
-            before, until = last - len(rows), min(end, last)
-            arrays = rows.starts, rows.indices, rows.values, rows.weights
-            yield arrays, block.targets, (begin - before, until - before), before
-            begin, number = until, number + 1
+        return pieces
 
 
 _FLOATS = ("values", "weights", "targets")
@@ -154,33 +140,27 @@ class SpooledRows(Parsed):
         return pieces
 
 
-class Spool:
+class Spool(ExitStack):
     """A temporary folder that takes blocks of examples; a context manager that removes it in any case.
 
     It is made for the first block.
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self.folder: Path | None = None
         self._examples = self._entries = self._size = 0
         self._scale = 1.0
         self._files: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def add(self, block: Labelled) -> None:
         """Append examples; ManyhandsError says when the disk is full."""
         rows = block.rows
         if self.folder is None:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-logreg-"))
+            folder = self.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-logreg-"))
             self.folder, self._scale = Path(folder), _scale_of(rows)
             for name in _KINDS:  # the stack closes them
-                self._files[name] = self._stack.enter_context(Path(folder, name).open("wb"))  # noqa: SIM115
+                self._files[name] = self.enter_context(Path(folder, name).open("wb"))  # noqa: SIM115
         starts = rows.starts + self._entries
         parts: list[NDArray[Any]] = [starts[1:] if self._examples else starts, rows.indices, rows.values]
         with disk_errors("parsed examples", self.folder):
@@ -210,7 +190,7 @@ def parse_examples(
     kept: list[Labelled] | None = []
     kept_bytes = 0
     for block in examples.blocks(on_bytes):
-        kept_bytes += block.nbytes
+        kept_bytes += block.rows.nbytes + block.targets.nbytes
         if kept is not None and kept_bytes <= memory_bytes:
             kept.append(block)
             continue

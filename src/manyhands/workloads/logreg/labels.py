@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,9 @@ class Labels:
     def targets(self, labels: NDArray[np.float32], where: str) -> NDArray[np.float32]:
         """0 for no and 1 for yes; DataError says what else there is in `where`."""
         is_yes = labels == self.yes
-        wrong = ~(is_yes | (labels == self.no))
-        if wrong.any():
-            bad = labels[wrong][0]
-            shown = "none" if np.isnan(bad) else f"{bad:g}"
+        wrong = labels[~(is_yes | (labels == self.no))]
+        if len(wrong):
+            shown = "none" if np.isnan(wrong[0]) else f"{wrong[0]:g}"
             raise DataError(
                 f"{where} has an example with label {shown} beside {self.no:g} and {self.yes:g}; a logistic regression "
                 "has two labels, which every example must have one of"
@@ -42,10 +42,7 @@ class Labels:
 
 
 def labels_of(seen: Iterable[float], where: str) -> Labels | None:
-    """The pair that the labels seen so far belong to; None while there is no telling: 1 alone may be yes or no.
-
-    DataError names labels that are of no pair.
-    """
+    """The pair of the labels seen so far; None while 1 alone may be yes or no. DataError names labels of no pair."""
     values = np.unique(np.array(list(seen), float)).tolist()  # one NaN at most, as the last
     fitting = [pair for pair in PAIRS if set(values) <= set(pair)]
     if not fitting:
@@ -65,6 +62,22 @@ class Metrics:
     accuracy: float
     auc: float | None
     log_loss: float
+    confusion: tuple[tuple[int, int], tuple[int, int]]
+    """How many examples of each label, no before yes, were predicted to be a no and a yes; weights do not count."""
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"accuracy": self.accuracy, "auc": self.auc, "log_loss": self.log_loss}
+
+    def quality(self, measured_on: str, labels: Sequence[object]) -> dict[str, Any]:
+        """What the page of a run shows of a model that was measured on this."""
+        scores = dict(zip(("accuracy", "AUC", "log loss"), self.figures.values(), strict=True))
+        return {
+            "measured_on": f"{self.examples:,} {measured_on}",
+            "scores": {name: one for name, one in scores.items() if one is not None},
+            "labels": [f"{one:g}" if isinstance(one, float) else str(one) for one in labels],
+            "confusion": self.confusion,
+        }
 
 
 def measure(
@@ -78,10 +91,15 @@ def measure(
     _, group = np.unique(margins, return_inverse=True)
     yes, no = np.bincount(group, counted * is_yes), np.bincount(group, counted * ~is_yes)
     pairs = yes.sum() * no.sum()
+    said = margins > 0
     area = float((yes * (np.cumsum(no) - no / 2)).sum() / pairs) if pairs else None
     return Metrics(
         examples=len(margins),
-        accuracy=float(np.average((margins > 0) == is_yes, weights=counted)),
+        accuracy=float(np.average(said == is_yes, weights=counted)),
         auc=area,
         log_loss=float(np.average(np.logaddexp(0.0, away), weights=counted)),
+        confusion=(
+            (int((~said & ~is_yes).sum()), int((said & ~is_yes).sum())),
+            (int((~said & is_yes).sum()), int((said & is_yes).sum())),
+        ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
+from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
 from manyhands.errors import DataError, UserError
@@ -75,9 +74,9 @@ class LogregModel:
 
     def save(self, path: Path, precision: str = "fp32") -> None:
         """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
-        bits = str(self.bits or "")
-        header = {"format": _FORMAT, "labels": str(self.labels), "bits": bits, "hash": self.hash}
-        write_atomically(path, encode_tensors(narrow(self._tensors, precision), header))
+        header = {"labels": str(self.labels), "bits": str(self.bits or ""), "hash": self.hash}
+        tensors = narrow(self._tensors, precision)
+        write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
     def narrowed(self, precision: str) -> LogregModel:
         """This model as it is read back from a file of that precision."""
@@ -92,19 +91,13 @@ class LogregModel:
     @staticmethod
     def load(path: Path | str) -> LogregModel:
         """Read what `save` wrote, from the file or from the directory that holds it; UserError says what is wrong."""
-        file, header, written = read_model_file(path, MODEL_FILE)
-        try:
-            return _from_parts(header, {name: part.numpy() for name, part in widen(written).items()})
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"model {file} is no logistic regression of `manyhands train logreg`: {error}"
-            ) from error
+        kind = _FORMAT, "logistic regression of `manyhands train logreg`"
+        return read_model_file(path, MODEL_FILE, kind, _from_parts)
 
 
-def _from_parts(header: dict[str, str], tensors: dict[str, Any]) -> LogregModel:
-    if header.get("format") != _FORMAT:
-        raise ValueError(f"its format is {header.get('format', 'not named')!r}, not {_FORMAT!r}")
-    weight, bias = tensors["weight"], tensors["bias"]
+def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregModel:
+    tensors = widen(written)
+    weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
     if weight.ndim != 1 or bias.shape != (1,) or {weight.dtype, bias.dtype} != {np.dtype(np.float32)}:
         raise ValueError("its weights are no vector of float32")
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
@@ -126,8 +119,7 @@ class LogregPredictor(Predictor[Rows]):
     takes: ClassVar[str] = "a line as the model was trained on, LIBSVM's or Vowpal Wabbit's"
     formats: ClassVar[tuple[str, ...]] = FORMATS
 
-    def __init__(self, model: LogregModel) -> None:
-        self.model = model
+    model: LogregModel
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
         reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
@@ -146,9 +138,7 @@ class LogregPredictor(Predictor[Rows]):
         except DataError as error:
             raise UserError(f"{error}; line n is input n - 1") from error
         if len(rows) != len(values):
-            raise UserError(
-                f"{len(values)} inputs hold {len(rows)} examples; give each as an input of its own"
-            )
+            raise UserError(f"{len(values)} inputs hold {len(rows)} examples; give each as its own input")
         return rows
 
     def together(self, parts: Sequence[Rows]) -> Rows:
@@ -180,8 +170,8 @@ def export_logreg(asked: ExportAsked) -> Export:
     check_precision(precision)
     model = LogregModel.load(run)
     file = asked.target(f"model-{precision}.safetensors")
-    before = asdict(model.evaluate(model.file(test))) if test is not None else {}
-    after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
+    models = (model, model.narrowed(precision)) if test is not None else ()
+    before, after = [one.evaluate(one.file(test)).figures for one in models if test] or ({}, {})
     model.save(file, precision)
     summary = run / "summary.json"
     steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0

@@ -13,8 +13,6 @@ LEARNERS = {
     "adagrad": "rate / √(0.01 + Σg²), a rate for each feature (Duchi et al., 2011)",
     "ftrl": "FTRL-proximal (McMahan et al., 2013): as adagrad, and an L1 penalty that leaves few weights",
 }
-"""The learning rules by name."""
-
 _RATES = {"sgd": 0.5, "adagrad": 0.1, "ftrl": 0.1}  # for values of 1
 
 
@@ -41,7 +39,7 @@ class LogregOptions(CheckedOptions):
     """The others go through the file as it is."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
 
-    def settled(self, scale: float) -> LogregOptions:
+    def with_rate(self, scale: float) -> LogregOptions:
         """These options with a rate: the one given, or that for values of size `scale`."""
         if self.rate is not None:
             return self

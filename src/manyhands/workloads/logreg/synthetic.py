@@ -56,11 +56,9 @@ def write_examples(problem: SparseProblem, path: Path) -> None:
     """Write the examples as a LIBSVM file; the same for the same problem."""
     draw = np.random.default_rng([problem.seed, problem.features, problem.nonzeros])
     hidden = draw.standard_normal(problem.features)
-    left = problem.examples
     with path.open("w") as file:
-        while left:
-            count = min(left, _BLOCK)
-            left -= count
+        for begin in range(0, problem.examples, _BLOCK):
+            count = min(problem.examples - begin, _BLOCK)
             keys = draw.random((count, problem.features), np.float32)
             rows = np.sort(np.argpartition(keys, problem.nonzeros - 1, axis=1)[:, : problem.nonzeros], axis=1)
             signs = np.where(draw.random(rows.shape) < 0.5, -1, 1)  # or dense examples would all be the same

@@ -12,6 +12,7 @@ travel.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,7 +101,7 @@ class Bag(nn.Module):
 def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     """The whole problem; UserError for a penalty that batches do not have."""
     assert isinstance(rows, SpooledRows), "worker processes map them"
-    options = options.settled(rows.scale)
+    options = options.with_rate(rows.scale)
     if options.l1 and options.learner != "ftrl":
         raise UserError(
             f"l1={options.l1:g}: learner {options.learner} has no l1 in strategies that work on batches; use "
@@ -108,8 +109,6 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
         )
     steps = -(-rows.examples // options.batch)
     last = rows.examples - options.batch * (steps - 1)
-    scheduler = partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None
-    rows_of = operator.itemgetter(0)
     return Task(
         model=partial(Bag, rows.size, options.bias),
         loss=partial(_loss, l2=0.0 if options.learner == "ftrl" else options.l2),
@@ -117,8 +116,8 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
         optimizer=partial(_optimizer, options=options),
         batch_size=options.batch,
         collate=operator.itemgetter(0),  # the dataset gives batches that are whole already
-        scheduler=scheduler,
-        sparse={_TABLE: rows_of},
+        scheduler=partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None,
+        sparse={_TABLE: operator.itemgetter(0)},
         name="logreg",
         passes=Passes(steps=steps, weight=options.batch, last_weight=last, total=rows.examples),
     )
@@ -140,7 +139,7 @@ def _loss(model: nn.Module, batch: Batch, l2: float) -> Tensor:
 
 
 def _optimizer(parameters: Iterable[Parameter], options: LogregOptions) -> Optimizer:
-    rate, batch = options.rate or 0.0, options.batch  # it has one: it is settled
+    rate, batch = options.rate or 0.0, options.batch  # of `with_rate`
     beta = BETA / batch
     if options.learner == "sgd":
         return SGD(parameters, lr=rate * batch)
@@ -164,10 +163,10 @@ _PER_PASS = 16  # steps that a short file has, so that all workers have some
 class _Memory(nn.Module):
     """The bias and then every feature: a row each of the weight and what the learner keeps of it, all 0 at first."""
 
-    def __init__(self, rows: int, width: int, table: NDArray[Any]) -> None:
+    def __init__(self, table: NDArray[Any], shape: tuple[int, int]) -> None:
         super().__init__()
         self.table = table
-        self.rows = nn.Parameter(torch.from_numpy(table.reshape(rows, width)), requires_grad=False)
+        self.rows = nn.Parameter(torch.from_numpy(table.reshape(shape)), requires_grad=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class LogregTask(KernelTask):
 
     @classmethod
     def of(cls, parsed: Parsed, options: LogregOptions, dtype: str = "float32") -> LogregTask:
-        return cls(parsed=parsed, logreg=options.settled(parsed.scale), dtype=dtype)
+        return cls(parsed=parsed, logreg=options.with_rate(parsed.scale), dtype=dtype)
 
     @property
     def samples(self) -> int:
@@ -209,20 +208,18 @@ class LogregTask(KernelTask):
         return 8.0 * max(1.0, self.parsed.entries / self.samples)
 
     @property
-    def _width(self) -> int:
-        return WIDTHS[self.logreg.learner]
+    def _shape(self) -> tuple[int, int]:
+        return self.parsed.size + 1, WIDTHS[self.logreg.learner]
 
     def model(self) -> _Memory:
-        rows = self.parsed.size + 1
-        return _Memory(rows, self._width, np.zeros(rows * self._width, self.dtype))
+        return _Memory(np.zeros(math.prod(self._shape), self.dtype), self._shape)
 
     def shared_model(self, segment: Segment, offset: int) -> _Memory:
-        rows = self.parsed.size + 1
-        return _Memory(rows, self._width, segment.array(offset, rows * self._width, np.dtype(self.dtype)))
+        return _Memory(segment.array(offset, math.prod(self._shape), np.dtype(self.dtype)), self._shape)
 
     @property
     def num_bytes(self) -> int:
-        return (self.parsed.size + 1) * self._width * np.dtype(self.dtype).itemsize
+        return math.prod(self._shape) * np.dtype(self.dtype).itemsize
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
         assert isinstance(model, _Memory), "a model of this task"

@@ -23,7 +23,7 @@ from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.host import Amount, MemoryCost, of_processes
 from manyhands.places.local.host import check_capacity as check_host_capacity
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_training import AfterPass, CompiledResult, report_passes, train_compiled
+from manyhands.workloads.compiled_training import AfterPass, CompiledResult, train_compiled
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
 from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
@@ -40,16 +40,13 @@ class LogregResult(CompiledResult):
     model: LogregModel
     rate: float
     """The learning rate, as given or as found for the file."""
-    progressive: list[float]
-    """The mean loss of each pass, of every example before the update with it."""
+    progressive_loss: list[float]
+    """The mean of each pass, of every example before the update with it."""
     examples: int
     """Of one pass."""
     bad_lines: int
-
-    @property
-    def examples_per_s(self) -> float:
-        """Examples learned from, in all passes, over the whole time with its reading."""
-        return self.examples * len(self.progressive) / self.seconds if self.seconds else 0.0
+    examples_per_s: float
+    """Learned from, in all passes, over the whole time with its reading."""
 
 
 def train_logreg(
@@ -88,7 +85,7 @@ def train_logreg(
         problem = LogregTask.of(parsed, options)
         task = problem.for_strategy(chosen, workers)
         assert task.passes is not None, "both kinds have them"
-        steps = task.passes.steps
+        per_step = problem.samples / task.passes.steps
         bar = bars.phase("learning", problem.samples * options.passes, "examples")
         trained = train_compiled(
             task,
@@ -96,21 +93,22 @@ def train_logreg(
             workers=workers,
             epochs=options.passes,
             options=options,
-            shown=(bar, lambda step: step * problem.samples / steps),
+            shown=(bar, lambda step: step * per_step),
             keep=keep,
-            on_rows=report_passes(after_pass, steps),
+            after_pass=after_pass,
         )
-    values = trained.values
+    values, seconds, losses = trained.values, time.monotonic() - spent_s() - began, trained.pass_losses
     table = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
     reading, labels = examples.file.reading, examples.labels
     assert labels is not None, "examples were seen"
     return LogregResult(
         model=LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash),
         rate=problem.logreg.rate or 0.0,
-        progressive=trained.pass_losses,
+        progressive_loss=losses,
         examples=parsed.examples,
         bad_lines=examples.file.bad_lines,
-        seconds=time.monotonic() - spent_s() - began,
+        examples_per_s=parsed.examples * len(losses) / seconds,
+        seconds=seconds,
         interrupted=not trained.summary,
         summary=trained.summary,
     )
@@ -135,10 +133,7 @@ def row_bytes(strategy: Strategy, learner: str, workers: int) -> int:
 
 
 def check_capacity(size: int, row_bytes: int) -> None:
-    """UserError where what is kept of so many features does not fit in memory, as one absurd index may make it.
-
-    `row_bytes` is all that is kept of one feature until the model is saved, copies included.
-    """
+    """UserError where what is kept of so many features does not fit in memory, as one absurd index may make it."""
     needed, room = size * row_bytes, available_bytes()
     if needed > room:
         raise UserError(

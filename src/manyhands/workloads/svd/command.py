@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import num_of
-from manyhands.workloads.compiled_workload import (
-    ComparedTask,
-    CompiledWorkload,
-    TableRows,
-    TrainEnd,
-    WorkerOptions,
-)
+from manyhands.workloads import compiled_workload as seam
+from manyhands.workloads.compiled_workload import TableRows, TrainEnd
 from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.task_options import narrowed, option
 
@@ -39,7 +34,7 @@ class _Matrix(SvdOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainSvd(WorkerOptions, _Matrix):
+class _TrainSvd(seam.WorkerOptions, _Matrix):
     pass
 
 
@@ -50,7 +45,7 @@ class _CompareSvd(_Matrix):
 
 
 @contextmanager
-def _compared(asked: _CompareSvd, _out: Path) -> Iterator[ComparedTask]:
+def _compared(asked: _CompareSvd, _out: Path) -> Iterator[seam.ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.svd.task import SvdTask
@@ -58,7 +53,7 @@ def _compared(asked: _CompareSvd, _out: Path) -> Iterator[ComparedTask]:
 
     options = narrowed(SvdOptions, asked)
     with Bars() as bars, stored(asked.path, options, bars) as matrix:
-        yield ComparedTask(task=SvdTask(matrix=matrix, svd=options, workers=asked.workers))
+        yield seam.ComparedTask(task=SvdTask(matrix=matrix, svd=options, workers=asked.workers))
 
 
 def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
@@ -70,11 +65,8 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     model, file = result.model, keep.out / SVD_FILE
     model.save(file)
     summary = {
-        **result.summary,
+        **result.full_summary(),
         "rows": model.rows,
-        "columns": result.columns,
-        "entries": result.entries,
-        "is_sparse": result.is_sparse,
         "rank": len(model.singular_values),
         "center": model.mean is not None,
         "singular_values": model.singular_values.tolist(),
@@ -83,9 +75,6 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
         "error": model.error,
         "converged": model.converged,
         "passes": model.passes,
-        "seconds": result.seconds,
-        "train_seconds": result.train_seconds,
-        "interrupted": result.interrupted,
         **how,
         "model": str(file),
     }
@@ -131,7 +120,7 @@ def _not_exact(summary: dict[str, Any], passes: str, asked: _TrainSvd) -> str:
     )
 
 
-SVD = CompiledWorkload(
+SVD = seam.CompiledWorkload(
     name="svd",
     help="Decompose a matrix: its largest singular values and their components (truncated SVD, PCA).",
     options_type=_TrainSvd,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.matrix_files import MatrixBlock
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.workloads.svd.model import SvdModel
@@ -31,10 +33,8 @@ def truncated_svd(matrix: Any, options: SvdOptions | None = None) -> SvdModel:
     given = _checked(matrix)
     rows, columns = given.shape
     if columns >= _WIDE * rows >= _WIDE * options.rank and not options.center:
-        try:
+        with suppress(DataError):  # it names rows for columns; the usual way says it right
             return _decomposed_across(given, options)
-        except DataError:  # it names rows for columns; the usual way says it right
-            pass
     return _decomposed(_Blocks(given), options)
 
 
@@ -87,10 +87,8 @@ def _checked(matrix: Any) -> Any:
     is_sparse = hasattr(matrix, "tocsr")
     given: Any = matrix if is_sparse else np.asarray(matrix)
     if len(given.shape) != 2 or given.dtype.kind not in "biuf":
-        kind = "sparse matrix" if is_sparse else "array"
-        raise UserError(
-            f"a {given.dtype} {kind} of shape {given.shape} is no matrix; give numbers in two dimensions"
-        )
+        kind = f"a {given.dtype} {'sparse matrix' if is_sparse else 'array'} of shape {given.shape}"
+        raise UserError(f"{kind} is no matrix; give numbers in two dimensions")
     if not is_sparse:
         return given
     csr = given.tocsr()

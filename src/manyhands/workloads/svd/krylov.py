@@ -46,14 +46,10 @@ class KrylovSpace:
     """What is known after some passes; the arrays are views of one block of memory."""
 
     numbers: Array
-    values: Array
-    """Singular values found, the largest first; 0 beyond what is known."""
-    mean: Array
-    """Of each column; before the first pass, a guess that rows are shifted by."""
-    projected: Array
-    """AᵀA between the vectors of the space."""
-    vectors: Array
-    """Orthonormal, one a row; those of the last block are not multiplied yet."""
+    values: Array  # singular values found, the largest first; 0 beyond what is known
+    mean: Array  # of each column; before the first pass, a guess that rows are shifted by
+    projected: Array  # AᵀA between the vectors of the space
+    vectors: Array  # orthonormal, one a row; those of the last block are not multiplied yet
 
     @classmethod
     def on(cls, memory: Array, sizes: SvdSizes) -> KrylovSpace:
@@ -68,13 +64,13 @@ class KrylovSpace:
         return int(self.numbers[_KIND])
 
     @property
-    def error(self) -> float:
-        """An estimate of the largest relative error of a singular value that is wanted; 1 before the first pass."""
+    def error(
+        self,
+    ) -> float:  # the largest relative one of a singular value, estimated; 1 before the first pass
         return float(self.numbers[_ERROR])
 
     @property
-    def energy(self) -> float:
-        """The sum of squares of all entries, shifted by the mean where that is wanted; known after the first pass."""
+    def energy(self) -> float:  # the sum of squares of all entries, known after the first pass
         return float(self.numbers[_ENERGY])
 
     @property
@@ -92,16 +88,13 @@ class KrylovSpace:
 class PassTotals:
     """Sums over all rows that a pass gave. B is A with the space's mean subtracted where that is wanted."""
 
-    product: Array
-    """BᵀBQ as rows, one for each vector of the block; BᵀB itself for GRAM."""
-    sums: Array
-    """Of the columns of B; of the first pass only."""
-    energy: float
-    """The sum of squares of B; likewise."""
-    triangle: Array | None = None
-    """R of BQ = QR; for POLISH."""
-    noise: float = 0.0
-    """What `product` was made of was as large as this, where that is more than it is itself."""
+    product: Array  # BᵀBQ as rows, one for each vector of the block; BᵀB itself for GRAM
+    sums: Array  # of the columns of B; of the first pass only
+    energy: float  # the sum of squares of B; likewise
+    triangle: Array | None = None  # R of BQ = QR; for POLISH
+    noise: float = (
+        0.0  # `product` was made of what was as large as this, where that is more than it is itself
+    )
 
 
 def begin(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, guess: Array) -> None:
@@ -139,7 +132,16 @@ def advance(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, totals: Pa
         _take_block(space, sizes, options, product)
     else:
         assert totals.triangle is not None, "a pass that polishes makes one"
-        _take_triangle(space, sizes, totals.triangle)
+        # The singular values of BQ, as of its triangle, are as exact as those of B in the space of Q. What rounding has
+        # turned the vectors by costs values the square of that; what they lacked before, they lack still.
+        used = int(space.numbers[_USED])
+        _, values, right = np.linalg.svd(totals.triangle)
+        space.vectors[:used] = right @ space.vectors[:used]
+        space.values[:used] = values
+        smallest = float(values[sizes.rank - 1])
+        rounding = _NOISE * float(values[0]) / smallest if smallest else 1.0
+        space.numbers[_ERROR] = min(1.0, rounding + space.error**2 + float(space.numbers[_LACK]))
+        space.numbers[_KIND] = DONE
 
 
 def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, product: Array) -> None:
@@ -209,14 +211,13 @@ def _directions(space: KrylovSpace, beyond: Array, basis: Array, lost: float, wi
     lengths = np.sqrt(np.diag(products))
     if not (lengths > lost).any():
         return beyond[:0]
-    found: Array | None = None
     likeness = 0.0
     if (lengths > lost).all():
         squares, vectors = np.linalg.eigh(products / np.outer(lengths, lengths))
         likeness = max(0.0, float(squares[0]))  # the smaller the more alike
-        if likeness > 1e-8:
-            found = (vectors / lengths[:, None] / np.sqrt(squares)).T @ beyond
-    if found is None:
+    if likeness > 1e-8:
+        found: Array = (vectors / lengths[:, None] / np.sqrt(squares)).T @ beyond
+    else:
         q, triangle = np.linalg.qr(beyond.T)
         left, along, _ = np.linalg.svd(triangle)
         found = (q @ left[:, along > lost]).T
@@ -247,21 +248,6 @@ def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, opti
     noise = min(1.0, floor / smallest) if smallest else 1.0
     space.numbers[_ERROR] = max(noise, space.error)
     space.numbers[_KIND] = POLISH if noise > options.tolerance / 10 else DONE
-
-
-def _take_triangle(space: KrylovSpace, sizes: SvdSizes, triangle: Array) -> None:
-    """The singular values of BQ, as of its triangle, are as exact as those of B in the space of Q.
-
-    What rounding has turned the vectors by costs values the square of that; what they lacked before, they lack still.
-    """
-    used = int(space.numbers[_USED])
-    _, values, right = np.linalg.svd(triangle)
-    space.vectors[:used] = right @ space.vectors[:used]
-    space.values[:used] = values
-    smallest = float(values[sizes.rank - 1])
-    rounding = _NOISE * float(values[0]) / smallest if smallest else 1.0
-    space.numbers[_ERROR] = min(1.0, rounding + space.error**2 + float(space.numbers[_LACK]))
-    space.numbers[_KIND] = DONE
 
 
 def components_of(space: KrylovSpace, rank: int) -> tuple[Array, Array]:

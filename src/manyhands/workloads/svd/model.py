@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from manyhands.data.matrix import MatrixBlock, MatrixFile
-from manyhands.data.matrix_files import open_matrix
+from manyhands.data.matrix_files import MatrixBlock, MatrixFile, open_matrix
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError
@@ -35,22 +35,14 @@ _FORMAT = "manyhands.svd.1"
 class SvdModel:
     """A ≈ U · diag(singular_values) · components, less the mean of each column where there is one."""
 
-    singular_values: Array
-    """The largest first."""
-    components: Array
-    """One a row, of length 1; the largest entry of each is positive."""
-    mean: Array | None
-    """Of each column; None where none was subtracted."""
-    rows: int
-    """Of the matrix that was decomposed."""
-    energy: float
-    """The sum of squares of all its entries, the mean subtracted where that was wanted."""
-    error: float = 0.0
-    """An estimate of the largest relative error of a singular value."""
-    passes: int = 0
-    """Over the matrix, that it took."""
-    converged: bool = True
-    """Whether the tolerance was reached."""
+    singular_values: Array  # the largest first
+    components: Array  # one a row, of length 1; the largest entry of each is positive
+    mean: Array | None  # of each column; None where none was subtracted
+    rows: int  # of the matrix that was decomposed
+    energy: float  # the sum of squares of all its entries, the mean subtracted where that was wanted
+    error: float = 0.0  # an estimate of the largest relative error of a singular value
+    passes: int = 0  # over the matrix, that it took
+    converged: bool = True  # whether the tolerance was reached
 
     @classmethod
     def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
@@ -91,19 +83,13 @@ class SvdModel:
             if not np.isfinite(found).all():
                 row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
                 raise DataError(
-                    f"{file.path}, row {row} has a value that is no number; fill it in, or leave it out"
+                    f"{file.path}, row {row} has a value that is no number; fill it in or leave it out"
                 )
             yield found
 
     def save(self, path: Path) -> None:
-        header = {
-            "format": _FORMAT,
-            "rows": str(self.rows),
-            "energy": repr(self.energy),
-            "error": repr(self.error),
-            "passes": str(self.passes),
-            "converged": str(self.converged),
-        }
+        names = ("rows", "energy", "error", "passes", "converged")
+        header = {"format": _FORMAT, **{name: str(getattr(self, name)) for name in names}}
         parts = {"singular_values": self.singular_values, "components": self.components}
         if self.mean is not None:
             parts |= {
@@ -117,16 +103,12 @@ class SvdModel:
     @staticmethod
     def load(path: Path | str) -> SvdModel:
         """Read what `save` wrote, from the file or the directory that holds it; UserError says what is wrong."""
-        file, header, written = read_model_file(path, SVD_FILE)
-        try:
-            return _from_parts(header, {name: one.numpy() for name, one in written.items()})
-        except (KeyError, ValueError, TypeError) as error:
-            raise UserError(f"model {file} is no decomposition of `manyhands train svd`: {error}") from error
+        kind = _FORMAT, "decomposition of `manyhands train svd`"
+        return read_model_file(path, SVD_FILE, kind, _from_parts)
 
 
-def _from_parts(header: dict[str, str], parts: dict[str, Array]) -> SvdModel:
-    if header.get("format") != _FORMAT:
-        raise ValueError(f"its format is {header.get('format', 'not named')!r}, not {_FORMAT!r}")
+def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> SvdModel:
+    parts: dict[str, Array] = {name: one.numpy() for name, one in written.items()}
     values, components, mean = parts["singular_values"], parts["components"], parts.get("mean")
     if values.ndim != 1 or components.ndim != 2 or len(values) != len(components) or not components.size:
         raise ValueError("its components are no table with a row for each singular value")
@@ -152,8 +134,7 @@ class SvdPredictor(Predictor[Array]):
 
     takes: ClassVar[str] = "an array of numbers, one for each column"
 
-    def __init__(self, model: SvdModel) -> None:
-        self.model = model
+    model: SvdModel
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Array]:
         self.check_read_as(read_as)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.strategy import parse_size
-from manyhands.workloads.task_options import CheckedOptions, option
+from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
 __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 
@@ -33,14 +32,8 @@ class SvdOptions(CheckedOptions):
     """As estimated from residual and gap, of every singular value."""
     passes: int = option(100, "passes over the matrix at most", at_least=1)
     seed: int = option(0, "draws the vectors that the iteration begins with", at_least=0)
-    memory_bytes: int = option(
-        2 << 30,
-        "what all workers together may hold; a larger matrix is read in every pass",
-        at_least=1,
-        flag="--memory",
-        reads=parse_size,
-        metavar="SIZE",
-        shown="2GiB",
+    memory_bytes: int = memory_option(
+        "what all workers together may hold; a larger matrix is read in every pass", flag="--memory"
     )
     """Besides the interpreter and its libraries."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
@@ -62,16 +55,13 @@ class SvdSizes:
 
     shape: Shape
     rank: int
-    width: int
-    """Vectors of a block."""
-    most: int
-    """Vectors of the Krylov space at most."""
-    is_gram: bool
-    """Whether the first pass takes all products of two columns, after which little is left to do."""
-    block_bytes: int
-    """Of rows that a worker looks at together."""
-    kept_in_memory: bool
-    """Whether the matrix may stay in memory from pass to pass."""
+    width: int  # vectors of a block
+    most: int  # vectors of the Krylov space at most
+    is_gram: (
+        bool  # whether the first pass takes all products of two columns, after which little is left to do
+    )
+    block_bytes: int  # of rows that a worker reads at once
+    kept_in_memory: bool  # whether the matrix may stay in memory from pass to pass
 
 
 def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
@@ -83,6 +73,7 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
             "; use a smaller rank"
         )
     is_gram = _gram_pays(shape, min(options.rank + OVERSAMPLING, least))
+    least_block = max(_LEAST_BLOCK, 8 * shape.columns if not shape.is_sparse else 0)
     # Where the rows stay in memory nothing is read for a pass: then more passes, each with less to do, pay. A block is
     # never narrower than the rank, or a value that is there as often would not be found as often.
     is_cheap = 4 * 8 * shape.entries <= options.memory_bytes
@@ -93,7 +84,7 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
             most = width if gram else min(blocks * width, least + width)
             needed = _needed(shape, width, most, gram, workers)
             block_bytes = min(_USUAL_BLOCK, (options.memory_bytes - needed) // (4 * workers))
-            if block_bytes >= _least_block(shape):
+            if block_bytes >= least_block:
                 held = needed + 4 * workers * block_bytes
                 return SvdSizes(
                     shape=shape,
@@ -104,15 +95,11 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
                     block_bytes=block_bytes,
                     kept_in_memory=shape.entries * 8 + held <= options.memory_bytes,
                 )
-    needed = _needed(shape, width, 2 * width, False, workers) + 4 * workers * _least_block(shape)
+    needed = _needed(shape, width, 2 * width, False, workers) + 4 * workers * least_block
     raise UserError(
         f"memory={format_bytes(options.memory_bytes)} is too little: rank {options.rank} of {shape.columns:,} columns "
         f"with {workers} workers needs {format_bytes(needed)}; give more, or use a smaller rank or fewer workers"
     )
-
-
-def _least_block(shape: Shape) -> int:
-    return max(_LEAST_BLOCK, 8 * shape.columns if not shape.is_sparse else 0)
 
 
 def _needed(shape: Shape, width: int, most: int, is_gram: bool, workers: int) -> int:

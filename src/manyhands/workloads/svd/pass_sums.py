@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.matrix_files import MatrixBlock
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of
 from manyhands.workloads.svd.options import SvdSizes
@@ -105,7 +106,7 @@ class RowPass:
         vectors = space.block
         found = table @ vectors.T
         if space.kind == POLISH:
-            self._add_triangle(found)
+            self.triangle[:] = combined_triangle([self.triangle, found])
         else:
             sums.product[: vectors.size].reshape(vectors.shape)[:] += found.T @ table
 
@@ -114,8 +115,7 @@ class RowPass:
         csr = rows.starts, rows.indices, rows.values
         if self._is_first:
             values = rows.values.astype(np.float64)
-            energy = float(np.vdot(values, values))
-            self._add_energy(energy, begin)
+            self._add_energy(float(np.vdot(values, values)), begin)
             if self._center:
                 sums.sums += np.bincount(rows.indices, values, columns)
         if space.kind == GRAM:
@@ -125,20 +125,15 @@ class RowPass:
         if space.kind == POLISH:
             found = np.empty((len(rows), width))
             project_rows(*csr, self._vectors, width, self._less, found.reshape(-1))
-            self._add_triangle(found[:, : len(space.block)])
+            self.triangle[:] = combined_triangle([self.triangle, found[:, : len(space.block)]])
         else:
             along = sums.along[:width] if self._center else sums.along[:0]
             multiply_rows(*csr, self._vectors, width, self._less, sums.product, along)
 
     def _add_energy(self, energy: float, begin: int) -> None:
         if not np.isfinite(energy):
-            raise DataError(
-                f"rows {begin} and following have values too large to be squared; scale them down"
-            )
+            raise DataError(f"rows from {begin} on have values too large to be squared; scale them down")
         self._sums.energy[0] += energy
-
-    def _add_triangle(self, found: Array) -> None:
-        self.triangle[:] = combined_triangle([self.triangle, found])
 
 
 def combined_triangle(parts: list[Array]) -> Array:

@@ -26,21 +26,8 @@ _CACHE_LINE = 8  # numbers
 _ANY_ORDER = ("contract", "nsz")  # a product and its sum may be one instruction
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
-    """To the first number of an array; asked for before a loop, or each turn would unpack the array again."""
-    return context.make_array(kind)(context, builder, array).data
-
-
 def _line(builder: Any, data: Any, place: Any, lanes: int) -> Any:
     return builder.bitcast(builder.gep(data, [place]), ir.VectorType(ir.DoubleType(), lanes).as_pointer())
-
-
-def _entry(builder: Any, indices: Any, values: Any, at: Any) -> tuple[Any, Any]:
-    column = builder.load(builder.gep(indices, [at]))
-    value = builder.load(builder.gep(values, [at]))
-    if value.type == ir.FloatType():
-        value = builder.fpext(value, ir.DoubleType())
-    return builder.zext(column, ir.IntType(64)), value
 
 
 def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
@@ -49,10 +36,6 @@ def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
     first = builder.insert_element(nothing, value, ir.IntType(32)(0))
     same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
     return builder.shuffle_vector(first, nothing, same)
-
-
-def _last(context: Any, builder: Any, kind: Any, array: Any) -> Any:
-    return builder.sub(context.make_array(kind)(context, builder, array).nitems, _INT(1))
 
 
 def _ask_ahead(builder: Any, arrays: tuple[Any, Any], places: tuple[Any, Any, Any, Any], lanes: int) -> None:
@@ -85,10 +68,10 @@ def _row_loop(*pieces: int, sums: bool) -> Any:
     @intrinsic
     def visit(_typing, indices, values, _b, _e, table, _o, _w, line, _p):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            row, found, lines, given = (
-                _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
-            )
+            # Unpacked before the loop, or each round would unpack the arrays again.
+            arrays = {at: context.make_array(signature.args[at]) for at in (0, 1, 4, 7)}
+            opened = {at: made(context, builder, args[at]) for at, made in arrays.items()}
+            row, found, lines, given = (one.data for one in opened.values())
             own = []  # where the line's vectors are, what they are, and where their sums are kept
             for first, lanes in parts:
                 place = _line(builder, given, builder.add(args[8], _INT(first)), lanes)
@@ -98,9 +81,12 @@ def _row_loop(*pieces: int, sums: bool) -> Any:
                     total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
                     builder.store(value, total)
                 own.append((place, value, total))
-            last, count = _last(context, builder, kinds[0], args[0]), sum(pieces)
+            last, count = builder.sub(opened[0].nitems, _INT(1)), sum(pieces)
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
-                column, value = _entry(builder, row, found, loop.index)
+                column = builder.zext(builder.load(builder.gep(row, [loop.index])), _INT)
+                value = builder.load(builder.gep(found, [loop.index]))
+                if value.type == ir.FloatType():
+                    value = builder.fpext(value, ir.DoubleType())
                 _ask_ahead(builder, (row, lines), (loop.index, last, args[5], args[6]), count)
                 begin = builder.add(builder.mul(column, args[6]), args[5])
                 for (first, lanes), (_, mine, total) in zip(parts, own, strict=True):

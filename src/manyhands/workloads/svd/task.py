@@ -39,10 +39,7 @@ _SAMPLES, _SAMPLE_ROWS = 16, 64
 
 @dataclass(frozen=True, kw_only=True)
 class SvdTask(KernelTask):
-    """Decomposing a stored matrix; `workers` decides how large everything may be.
-
-    UserError where the memory is too small.
-    """
+    """Decomposing a stored matrix; `workers` decides how large all may be. UserError where memory is too small."""
 
     name: ClassVar[str] = "svd"
     advice: ClassVar[str] = "scale the matrix down"
@@ -78,8 +75,8 @@ class SvdTask(KernelTask):
     def options(self) -> Mapping[str, Any]:
         """All that changes what comes out, but how long it may train."""
         kept = asdict(self.svd) | asdict(self.sizes.shape)
-        without = ("passes", "allow_overload", "memory_bytes", "is_sparse")
-        kept = {name: value for name, value in kept.items() if name not in without}
+        for name in ("passes", "allow_overload", "memory_bytes", "is_sparse"):
+            del kept[name]
         return kept | {"most": self.sizes.most, "width": self.sizes.width}
 
     @property
@@ -135,8 +132,7 @@ class RowStep(KernelStep):
 
     def take(self, portion: Portion) -> Taken:
         began, read_ns, self._bytes_sent = time.monotonic_ns(), 0, 0
-        mine = self._mine(portion)
-        one = self._row_pass(portion)
+        mine, one = self._mine(portion), self._row_pass(portion)
         for block in self._matrix.blocks(mine.start, mine.stop, self._sizes.block_bytes):
             read_ns += time.monotonic_ns() - began
             one.add(block)
@@ -177,7 +173,6 @@ class RowStep(KernelStep):
         return range(portion.begin, portion.end)
 
     def _end_pass(self) -> None:
-        """All rows have been gone through, here."""
         assert self._pass is not None, "a pass has ended"
         self._advance(self._sums, self._pass[1].triangle)
         self._pass = None
@@ -218,13 +213,10 @@ class SharedRowsStep(RowStep):
 
     def __init__(self, work: SvdTask, group: SharedGroup, control_bytes: int) -> None:
         offset = round_up(control_bytes, CACHE_LINE)
-        numbers = SvdMemory.count(work.sizes)
-        segment = group.share(offset + 8 * numbers, "the space of singular vectors")
-        self._group = group
+        segment = group.share(offset + work.num_bytes, "the space of singular vectors")
         count, square = PassSums.count(work.sizes), work.sizes.width**2
-        model = SvdMemory(segment.array(offset, numbers, np.float64), work.sizes)
-        super().__init__(work, model, np.zeros(count + square))
-        self.segment = segment
+        super().__init__(work, work.shared_model(segment, offset), np.zeros(count + square))
+        self.segment, self._group = segment, group
         whole = count + group.world * square  # each writes its triangle in a place of its own
         group.allocate(round_up(8 * whole, CACHE_LINE), "products of a pass")
         self._bucket = group.bucket(0, whole, torch.float64)

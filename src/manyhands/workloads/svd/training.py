@@ -18,7 +18,7 @@ from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.host import check_capacity, of_processes
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_training import AfterPass, CompiledResult, Rows, train_compiled
+from manyhands.workloads.compiled_training import CompiledResult, train_compiled
 from manyhands.workloads.svd.krylov import KrylovSpace
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import SvdOptions
@@ -50,14 +50,12 @@ def train_svd(
     workers: int = 1,
     strategy: str | Strategy | None = None,
     bars: Bars | None = None,
-    after_pass: AfterPass | None = None,
     keep: Keeping | None = None,
 ) -> SvdResult:
     """Decompose the matrix of a file (LIBSVM, npy or Parquet), or the digits that come with scikit-learn.
 
-    Without a `strategy`, one worker is `single` and more are `allreduce`. `after_pass` is called with the error
-    that is left. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and
-    for files that are wrong.
+    Without a `strategy`, one worker is `single` and more are `allreduce`. With `keep`, the run has a directory, as
+    `train_compiled` says. UserError for what makes no sense and for files that are wrong.
     """
     options, bars = options or SvdOptions(), bars or Bars()
     chosen = Strategy.parse(strategy or ("single" if workers == 1 else "allreduce"))
@@ -70,17 +68,12 @@ def train_svd(
         if matrix.is_sparse:
             prepare("svd")
         task = SvdTask(matrix=matrix, svd=options, workers=workers)
-        steps, fitted_at = task.passes.steps, time.monotonic()
+        per_step, fitted_at = task.samples / task.passes.steps, time.monotonic()
 
         def space_of(values: Mapping[str, Tensor]) -> KrylovSpace:
             memory = task.model()
             memory.load_state_dict(values)
             return memory.space
-
-        def hear(rows: Rows) -> None:
-            for row in rows:
-                if after_pass is not None and row.get("loss") is not None and row["step"] % steps == 0:
-                    after_pass(row["step"] // steps, row["loss"])
 
         bar = bars.phase("decomposing", task.samples * options.passes, "rows")
         trained = train_compiled(
@@ -89,9 +82,8 @@ def train_svd(
             workers=workers,
             epochs=options.passes,
             options=options,
-            shown=(bar, lambda step: step * task.samples / steps),
+            shown=(bar, lambda step: step * per_step),
             keep=keep,
-            on_rows=hear,
             is_result=lambda values: bool(space_of(values).passes),
         )
         train_seconds = float(trained.summary.get("seconds", time.monotonic() - fitted_at))

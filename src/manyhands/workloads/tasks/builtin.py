@@ -60,20 +60,16 @@ class BuiltinTask(Generic[Options]):
     help: str
     options_type: type[Options]
     make: Callable[[Options], Task]
-    epochs: int | None = None
-    """The usual training length in epochs; a task has this or `steps`."""
-    steps: int | None = None
-    """The usual training length in global batches."""
-    table: Callable[[Task, TaskEnd], TaskTable] | None = None
-    """What a run of it shows at its end besides."""
+    epochs: int | None = None  # the usual training length; a task has this or `steps`
+    steps: int | None = None  # the same in global batches
+    table: Callable[[Task, TaskEnd], TaskTable] | None = None  # what a run of it shows at its end besides
     model: Callable[[Options], nn.Module] | None = None
     """The model alone, for those that use a trained one where the data may be gone; None: only `make` can build it."""
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError(
-                f"task {self.name!r} has epochs={self.epochs} and steps={self.steps}; it must have one"
-            )
+            has = f"epochs={self.epochs} and steps={self.steps}"
+            raise ValueError(f"task {self.name!r} has {has}; it must have one")
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -92,8 +88,7 @@ class BuiltinTask(Generic[Options]):
         """The same with one number in the place of its data: enough for a trained model, where the data may be gone."""
         if self.model is None:
             return self.build(**options)
-        made_of = chosen(self.name, self.options_type, options)
-        model = functools.partial(self.model, made_of)
+        model = functools.partial(self.model, chosen(self.name, self.options_type, options))
         data = torch.zeros(1)
         return Task(name=self.name, model=model, loss=_cannot_train, data=data, optimizer=torch.optim.AdamW)
 

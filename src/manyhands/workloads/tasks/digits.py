@@ -6,10 +6,10 @@ over the batch, so splitting a batch over workers does not change what it comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,21 +25,10 @@ from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
-__all__ = [
-    "DIGITS",
-    "LEAST_DEPTH",
-    "DigitsOptions",
-    "ImageClassifier",
-    "accuracy",
-    "check_width",
-    "classification_loss",
-    "digits",
-    "read_digits",
-]
+__all__ = ["DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "check_width", "digits", "image_task"]
 
-ImageBatch: TypeAlias = Sequence[Tensor]
 LEAST_DEPTH = 3
-"""Convolutions of an `ImageClassifier` that is not told to be deeper."""
+"""Convolutions of an `ImageClassifier` unless it is to be deeper."""
 
 _GROUPS = 4
 
@@ -80,32 +69,48 @@ class ImageClassifier(nn.Module):
         return [scaled_first, *others, nn.Flatten(), self.head]
 
     def forward(self, images: Tensor) -> Tensor:
-        scaled = _scaled(images, next(self.parameters()), self.white)  # a quantised head has no such weight
+        scaled = images.to(next(self.parameters()).dtype) / self.white  # a quantised head has no such weight
         scores: Tensor = self.head(self.features(scaled).flatten(1))
         return scores
 
 
-def _scaled(images: Tensor, weight: Tensor, white: float) -> Tensor:
-    return images.to(weight.dtype) / white
-
-
 def _convolved(images: Tensor, convolution: nn.Conv2d, white: float) -> Tensor:
     """The first convolution; as the first of a chain it needs nothing of the other modules."""
-    convolved: Tensor = convolution(_scaled(images, convolution.weight, white))
+    convolved: Tensor = convolution(images.to(convolution.weight.dtype) / white)
     return convolved
 
 
-def classification_loss(model: nn.Module, batch: ImageBatch) -> Tensor:
+def classification_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """Mean cross entropy of a batch of (images, labels)."""
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
 
-def accuracy(model: nn.Module, batch: ImageBatch) -> Tensor:
+def accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """The part of a batch of (images, labels) that is classified rightly."""
     images, labels = batch
     hits: Tensor = model(images).argmax(dim=1) == labels
     return hits.double().mean()
+
+
+def image_task(
+    name: str,
+    model: Callable[[], nn.Module],
+    options: Any,
+    data: tuple[Tensor, Tensor],
+    evaluation: tuple[Tensor, Tensor],
+) -> Task:
+    """Classify images with `model`; `options` have a batch_size and a learning_rate."""
+    return Task(
+        name=name,
+        model=model,
+        loss=classification_loss,
+        data=data,
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=evaluation,
+        metrics={"accuracy": accuracy},
+    )
 
 
 def check_width(width: int) -> None:
@@ -143,21 +148,11 @@ class DigitsOptions:
 def digits(options: DigitsOptions | None = None) -> Task:
     """Classify scikit-learn's digits with a small CNN; 1,437 samples to train on and 360 to test with."""
     options = options or DigitsOptions()
-    pixels, classes = read_digits()
-    images = torch.from_numpy(pixels).view(-1, 1, _SIDE, _SIDE)
-    labels = torch.from_numpy(classes)
-    order = torch.from_numpy(permutation(len(labels), options.split_seed, epoch=0))
-    test, train = order[:_NUM_TEST], order[_NUM_TEST:]
-    return Task(
-        name="digits",
-        model=partial(_model, options),
-        loss=classification_loss,
-        data=(images[train], labels[train]),
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        batch_size=options.batch_size,
-        evaluation=(images[test], labels[test]),
-        metrics={"accuracy": accuracy},
-    )
+    pixels, classes = map(torch.from_numpy, read_digits())
+    images = pixels.view(-1, 1, _SIDE, _SIDE)
+    order = torch.from_numpy(permutation(len(classes), options.split_seed, epoch=0))
+    test, train = ((images[some], classes[some]) for some in (order[:_NUM_TEST], order[_NUM_TEST:]))
+    return image_task("digits", partial(_model, options), options, train, test)
 
 
 def _model(options: DigitsOptions) -> ImageClassifier:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_library_text, windows
+from manyhands.data.file_reader import VOCABULARY, encode, read_text, standard_library_text, windows
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
@@ -107,13 +107,8 @@ def language(options: LanguageOptions | None = None) -> Task:
 
 
 def _model(options: LanguageOptions) -> Transformer:
-    return Transformer(
-        context=options.context,
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-        tied=options.tied,
-    )
+    names = ("context", "layers", "width", "heads", "tied")
+    return Transformer(**{name: getattr(options, name) for name in names})
 
 
 LANGUAGE = BuiltinTask(
@@ -186,8 +181,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, *, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.head_width = width // heads
+        self.heads, self.head_width = heads, width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.project = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -61,15 +62,11 @@ def line(options: LineOptions | None = None) -> Task:
 
 
 def _squared_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    x, y = batch
-    error: Tensor = (model(x) - y).square().mean()
-    return error
+    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def _absolute_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    x, y = batch
-    error: Tensor = (model(x) - y).abs().mean()
-    return error
+    return F.l1_loss(model(batch[0]), batch[1])
 
 
 def line_table(task: Task, end: TaskEnd) -> TaskTable:
@@ -86,34 +83,25 @@ def line_table(task: Task, end: TaskEnd) -> TaskTable:
     if alone:  # a line takes two points
         a, b = np.average(list(alone.values()), axis=0, weights=[len(mine) for mine in named.values()])
         together = {"mean of these lines": (float(a), float(b)), **together}
-    rows = [[name, *_cells(task, *found), f"{len(named[name])}"] for name, found in alone.items()]
-    rows += [[name, *_cells(task, *found), f"{len(x)}"] for name, found in together.items()]
+    found = alone | together
+    rows = [[name, *_cells(task, *one), f"{len(named.get(name, x))}"] for name, one in found.items()]
     rows.append(["the line itself", *_cells(task, options.slope, options.intercept), ""])
-    curves = [_curve(name, x, y, found, named[name]) for name, found in alone.items()]
-    curves += [_curve(name, x, y, found) for name, found in together.items()]
+    ends = float(x.min()), float(x.max())
+    curves = [
+        TaskCurve(
+            name=name,
+            xs=ends,
+            ys=tuple(a * end + b for end in ends),
+            dots=tuple((float(x[at]), float(y[at])) for at in named.get(name, ())),
+        )
+        for name, (a, b) in found.items()
+    ]
     return TaskTable(
         title="y = a x + b: what each worker finds in its own points, and what they find together",
         head=("", "a", "b", "error on other points", "points"),
         rows=tuple(tuple(row) for row in rows),
         curves=tuple(curves),
         against=_ALL,
-    )
-
-
-def _curve(
-    name: str,
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-    found: tuple[float, float],
-    dots: range = range(0),
-) -> TaskCurve:
-    """A line from end to end, with the points that it was found in."""
-    (a, b), ends = found, (float(x.min()), float(x.max()))
-    return TaskCurve(
-        name=name,
-        xs=ends,
-        ys=tuple(a * end + b for end in ends),
-        dots=tuple((float(x[at]), float(y[at])) for at in dots),
     )
 
 

@@ -15,13 +15,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.digits import (
-    LEAST_DEPTH,
-    ImageClassifier,
-    accuracy,
-    check_width,
-    classification_loss,
-)
+from manyhands.workloads.tasks.digits import LEAST_DEPTH, ImageClassifier, check_width, image_task
 
 __all__ = ["MNIST", "MnistOptions", "mnist"]
 
@@ -46,20 +40,11 @@ class MnistOptions:
 
 def mnist(options: MnistOptions) -> Task:
     """Classify 28×28 images with a small CNN; a file missing or damaged is an error that names it."""
-    if not options.path.is_dir():
-        raise UserError(
-            f"path is {str(options.path)!r}; it must be a directory that holds the idx files of MNIST"
-        )
-    return Task(
-        name="mnist",
-        model=partial(_model, options),
-        loss=classification_loss,
-        data=_read_pair(options.path, "train"),
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        batch_size=options.batch_size,
-        evaluation=_read_pair(options.path, "t10k"),
-        metrics={"accuracy": accuracy},
-    )
+    path = options.path
+    if not path.is_dir():
+        raise UserError(f"path is {str(path)!r}; it must be a directory that holds the idx files of MNIST")
+    data, evaluation = _read_pair(path, "train"), _read_pair(path, "t10k")
+    return image_task("mnist", partial(_model, options), options, data, evaluation)
 
 
 def _model(options: MnistOptions) -> ImageClassifier:
@@ -90,10 +75,8 @@ def _read_pair(folder: Path, part: str) -> tuple[Tensor, Tensor]:
         raise DataError(f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels")
     wrong = np.flatnonzero(labels >= _CLASSES)
     if wrong.size:
-        place = _LABELS_OFFSET + int(wrong[0])
-        raise DataError(
-            f"{labels_path}, byte {place}: label {labels[wrong[0]]}; expected 0 to {_CLASSES - 1}"
-        )
+        where = f"{labels_path}, byte {_LABELS_OFFSET + int(wrong[0])}"
+        raise DataError(f"{where}: label {labels[wrong[0]]}; expected 0 to {_CLASSES - 1}")
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
 
 

@@ -1,5 +1,4 @@
-"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients
-out.
+"""A worker's side of row-sparse tables: which rows a batch reads, their values and their gradients.
 
 The model has every table in full, as the task built it. Only the rows that the batch names are updated before it
 is computed, and only their gradients are sent. A gradient of any other row is an error: it would be lost, and it
@@ -53,23 +52,22 @@ class WorkerTables:
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
 
-    # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
-
     def begin(self) -> None:
         """Begin a new update: no batch is known yet, and one without samples reads nothing."""
         self._forgotten.clear()
-        self._whole = False
-        self._digests.clear()
-        self._sizes.clear()
+        self._choose_none()
         self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
         self._sorted = [_NO_ROWS] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
 
-    def choose(self, batch: Any) -> list[int]:
-        """Select the rows that this batch reads; returns the shards that have any."""
+    def _choose_none(self) -> None:
         self._whole = False
         self._digests.clear()
         self._sizes.clear()
+
+    def choose(self, batch: Any) -> list[int]:
+        """Select the rows that this batch reads; returns the shards that have any."""
+        self._choose_none()
         for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
             rows = self._sorted[number] = _checked(table, rows_of(batch))
             self._rows[number] = table.placed(self._layout.shards).split(rows)
@@ -80,7 +78,6 @@ class WorkerTables:
         ]
 
     def choose_whole(self) -> Collection[int]:
-        """Select all rows of all tables, as an evaluation does."""
         self._whole = True
         self._sizes.clear()
         return range(self._layout.shards)
@@ -90,7 +87,6 @@ class WorkerTables:
         return [by_shard[shard] for by_shard in self._rows]
 
     def request(self, member: int, shard: int) -> list[Any]:
-        """The payload of a ReadRows to server `member`."""
         return [] if self._whole else pack([self._name(member, n, shard) for n in range(len(self._rows))])
 
     def require_size(self, shard: int, num_bytes: int) -> None:
@@ -119,8 +115,6 @@ class WorkerTables:
             _put(table, parameter.detach(), where, payload[begin:end])
             begin = round_up(end, LINE_BYTES)
 
-    # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
-
     def collect(self, share: float) -> None:
         """After backward: take `share` times the gradients of the rows that were read."""
         for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
@@ -148,14 +142,11 @@ class WorkerTables:
         }
 
     def push(self, member: int, shard: int) -> list[Any]:
-        """The payload of a Push to server `member`, behind the dense gradient."""
         said = [
             None if parts is None else self._name(member, number, shard)
             for number, parts in enumerate(self._gradients)
         ]
         return pack(said, [parts[shard] for parts in self._gradients if parts is not None])
-
-    # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forgotten(self, names: Collection[str]) -> None:
         """Send these sets in full for the rest of this update: a server does not know them."""
@@ -181,7 +172,7 @@ def _checked(table: Table, rows: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
     if not found.numel():
-        return torch.empty(0, dtype=torch.int64)
+        return _NO_ROWS
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
     given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
