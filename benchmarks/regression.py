@@ -37,7 +37,7 @@ from manyhands.data.matrix import Rows
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.fitting import fit
 from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
-from manyhands.workloads.logreg.labels import Labels, measure
+from manyhands.workloads.logreg.examples import Labels, measure
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import LogregTask

@@ -109,7 +109,7 @@ def _learn(folder: Path) -> object:
 
 
 def _model(folder: Path) -> None:
-    from manyhands.workloads.logreg.labels import Labels
+    from manyhands.workloads.logreg.examples import Labels
     from manyhands.workloads.logreg.model import LogregModel
 
     table = np.linspace(-1, 1, 65, dtype=np.float32)

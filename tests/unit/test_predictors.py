@@ -28,7 +28,7 @@ from manyhands.workloads.gbdt.row_sources import ArraySource
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from manyhands.workloads.glove.vector_files import Vectors, VectorsPredictor
-from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.examples import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
 from manyhands.workloads.registry import WORKLOADS, load

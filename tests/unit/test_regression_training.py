@@ -21,7 +21,7 @@ from manyhands.engine.training import Keeping
 from manyhands.errors import DataError, UserError
 from manyhands.places.local.signals import ending
 from manyhands.workloads.logreg import training
-from manyhands.workloads.logreg.labels import Labels, Metrics, labels_of, measure
+from manyhands.workloads.logreg.examples import Labels, Metrics, labels_of, measure
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import LogregTask

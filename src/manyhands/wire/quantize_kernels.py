@@ -13,8 +13,7 @@ from numba import float32, int8, int64, uint8, uint32, uint64
 from manyhands.native.bits import bits_of, float_of, uniform_at
 from manyhands.native.decorators import njit
 
-NOT_FINITE: Final = 0x7FC00000
-"""The bits of a scale that say: something in this block is not finite."""
+NOT_FINITE: Final = 0x7FC00000  # the bits of a scale that say: something in this block is not finite
 
 FP8_BLOCK: Final = 256
 FP8_MARK: Final = 255

@@ -88,13 +88,11 @@ class CompiledWorkload(Generic[Chosen]):
     """One workload: its options, its training, and its task for comparisons."""
 
     name: str
-    help: str
-    """What `manyhands train NAME` does: a sentence."""
+    help: str  # what `manyhands train NAME` does: a sentence
     options_type: type[Chosen]
     """The options of `train`; they have `strategy` and `workers`, as `WorkerOptions`."""
     train: Callable[[Chosen, Keeping, Bars], TrainEnd]
-    files: tuple[str, ...]
-    """Its own files in a run's directory; the first is the model."""
+    files: tuple[str, ...]  # its own files in a run's directory; the first is the model
     compare_help: str
     compared_type: type
     """The options of `compare`: those of this name that every comparison has get other defaults here."""

@@ -41,8 +41,7 @@ GROUP = "manyhands.workloads"  # of entry points
 class Workload:
     """Where the parts of a workload are: each text is `module:name`. It has a `task` or a `training`."""
 
-    task: str = ""
-    """A `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy."""
+    task: str = ""  # a `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy
     training: str = ""
     """A `CompiledWorkload` (workloads/compiled_workload.py): compiled steps, and a training of its own."""
     forks_workers: bool = True
@@ -51,8 +50,7 @@ class Workload:
     """What compiles its kernels: functions, each in a process of its own; see native/warming.py."""
     rare_kernels: tuple[str, ...] = ()
     """Those that few runs need: they are compiled by `manyhands doctor --warm`, or where they are first called."""
-    uses: tuple[str, ...] = ()
-    """Kernels of others that it needs, by the names of their `JOBS`."""
+    uses: tuple[str, ...] = ()  # kernels of others that it needs, by the names of their `JOBS`
     predictor: str = ""
     """(path: Path) -> Predictor, of a run's directory or a file of its model; see `workloads.predictor`."""
     exporter: str = "manyhands.workloads.exporting:export_weights"

@@ -41,8 +41,7 @@ class Option:
     """One option, as a command line offers it."""
 
     name: str
-    kind: type
-    """int, float, bool, str or Path."""
+    kind: type  # int, float, bool, str or Path
     default: Any
     """None where the option may be left out and has no value then, and where it is required."""
     required: bool = False
@@ -136,7 +135,6 @@ class CheckedOptions:
 
 
 def options_of(options_type: type) -> tuple[Option, ...]:
-    """The fields of a dataclass that were made by `option`, in order."""
     hints = typing.get_type_hints(options_type)
     found = []
     for field in dataclasses.fields(options_type):

@@ -217,7 +217,6 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
 
 @helper()
 def _spread(parts: Any, source: int, shift: int, num_bytes: int) -> None:
-    """Copy `num_bytes` from `shift` bytes into part `source` to the same place in all other parts."""
     block = _bytes_at(parts[source] + shift, num_bytes)
     for rank in range(parts.size):
         if rank != source:

@@ -101,7 +101,6 @@ class RowSample:
     held_weights: Numbers
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
-        """The bins of every feature that has two or more; columns are sorted by several threads."""
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(

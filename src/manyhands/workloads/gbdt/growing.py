@@ -94,7 +94,6 @@ class DividedRows:
         return self._rows[slice(*self._spans[leaf])]
 
     def divide(self, leaf: int, new: int, feature: int, to_left: NDArray[np.uint8]) -> None:
-        """Leave the rows whose bin goes to the left in `leaf`, and give the others to `new`."""
         begin, end = self._spans[leaf]
         column, goes = int(self._layout.columns[feature]), self._layout.directions(feature, to_left)
         middle = begin + histogram_kernels.divide(self.tiles, self.of(leaf), column, goes, self._spare)

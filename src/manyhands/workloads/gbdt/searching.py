@@ -91,7 +91,6 @@ def area_words(options: GbdtOptions, offsets: Words) -> int:
 
 
 def gathered_words(options: GbdtOptions) -> int:
-    """How many words workers `gather` at most."""
     return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
 
@@ -102,10 +101,8 @@ class LocalRows:
     tiles: NDArray[np.uint8]
     layout: ByteLayout
     words: Words
-    first: int
-    """The number of the first row here; `words` begin with it."""
-    rule: NDArray[np.float64]
-    """As `split_kernels.best_split` takes it; the units change from tree to tree."""
+    first: int  # the number of the first row here; `words` begin with it
+    rule: NDArray[np.float64]  # as `split_kernels.best_split` takes it; the units change from tree to tree
     ordered: Words
     _packed: Words = field(init=False)
     _parts: tuple[Words, ...] | None = field(init=False)
@@ -117,7 +114,6 @@ class LocalRows:
         self._parts = parts if layout.firsts.any() else None
 
     def histogram(self, rows: RowIds, offsets: Words, out: Words) -> None:
-        """Of some rows, by feature; `offsets` are where the bins of each begin."""
         found = out if self._parts is None else self._packed
         given = self.words, self.first, self.layout.offsets, self.ordered
         histogram_kernels.histogram(self.tiles, rows, *given, found)

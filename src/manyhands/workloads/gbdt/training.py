@@ -29,7 +29,7 @@ from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, model_names
 from manyhands.workloads.gbdt.task import VALID_LOSS, GbdtTask, check_strategy
-from manyhands.workloads.logreg.labels import PAIRS
+from manyhands.workloads.logreg.examples import PAIRS
 
 __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
 
@@ -42,8 +42,7 @@ class TableChoice:
     valid: RowSource | None = None
     valid_fraction: float = 0.0
     """The share of the rows of `train` that is held out, where there is no `valid`."""
-    categorical: tuple[str, ...] = ()
-    """Columns whose values are categories: names, or numbers from 0."""
+    categorical: tuple[str, ...] = ()  # columns whose values are categories: names, or numbers from 0
     start: GbdtModel | None = None
     """A model to continue: its trees come first, and new ones are grown on what it leaves."""
 
@@ -261,7 +260,6 @@ def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterat
 
 
 def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:
-    """Columns by name or number; UserError names one that is not there."""
     found = set()
     for one in asked:
         if names is not None and one in names:
@@ -283,7 +281,6 @@ def _names(table: TableChoice) -> Sequence[str] | None:
 
 
 def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:
-    """No and yes, where the labels are two that mean it."""
     seen = set(np.unique(labels).tolist())
     return next((pair for pair in PAIRS if seen == set(pair)), None)
 

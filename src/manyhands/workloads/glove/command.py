@@ -156,7 +156,6 @@ def _lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def neighbours_table(found: Mapping[str, list[tuple[str, float]]]) -> TableRows:
-    """A column for each heading: words, nearest first, with their cosines."""
     most = max((len(near) for near in found.values()), default=0)
     rows = [
         [f"{near[at][0]}  {near[at][1]:.3f}" if at < len(near) else "" for near in found.values()]

@@ -60,7 +60,6 @@ def record_count(path: Path | str) -> int:
 
 
 def open_records(path: Path | str) -> NDArray[Any]:
-    """The records of a file, read-only and mapped: a memmap of `RECORD`."""
     if record_count(path) == 0:
         raise DataError(f"{path} holds no co-occurrence records; it is empty")
     return np.memmap(path, RECORD, mode="r")
@@ -223,7 +222,6 @@ def _buckets(count: int, memory_bytes: int) -> int:
 
 
 def _scatter(source: Path, parts: list[Path], at_once: int, state: NDArray[Any], phase: BarPhase) -> None:
-    """Each record of `source` to the end of a part drawn for it."""
     piece, sorted_piece = np.empty(at_once, RECORD), np.empty(at_once, RECORD)
     ends, chosen = np.empty(len(parts), np.int64), np.empty(at_once, np.int32)
     # Files are opened for each piece, so that the system's limit on open files does not matter.

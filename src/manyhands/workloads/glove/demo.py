@@ -4,10 +4,9 @@ Docstrings and comments of the standard library, numpy and torch, in lower case,
 block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
 found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
 
-With questions for its word vectors: analogies and pairs that documentation of Python programs knows. They are
-few, ours, and about the words that are frequent there; for text of another kind there are the published files
-(`--analogies`, `--similarity`). Pairs have three degrees: 2 for words of one kind that can stand for each other in a
-sentence, 1 for words of one subject, 0 for words that have little to do with each other.
+With a few questions for its word vectors, our own: analogies and pairs that documentation of Python programs knows.
+Pairs have three degrees: 2 for words of one kind that can stand for each other in a sentence, 1 for words of one
+subject, 0 for words that have little to do with each other.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from numba.extending import intrinsic
 
 from manyhands.native.bits import converter
 from manyhands.native.decorators import helper, inlined, njit
-from manyhands.native.group.gate import Turn, enter, leave
+from manyhands.native.group.gate import CompiledGate, enter, leave
 from manyhands.native.waiting import REACHED
 
 PIECE = 256  # records whose logarithms and weights are computed at once; they stay in the first-level cache
@@ -131,8 +131,6 @@ def _update(_typing: Any, _one: Any, _other: Any, _lanes: Any, _accumulators: An
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch(_typing: Any, _address: Any) -> Any:
-    """Ask for the cache line at an address, which will be written too."""
-
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         taken = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
@@ -272,34 +270,35 @@ def warm(dtype: Any = "float32") -> None:
 
 
 def warm_in_order(dtype: Any = "float32") -> None:
-    train_block_in_order(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(Turn()), 0)
+    train_block_in_order(
+        np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(CompiledGate()), 0
+    )
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def train_block_in_order(
-    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, turn: Any, number: int
+    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, gate: Any, number: int
 ) -> tuple[float, int]:
     """As `train_block`, but one worker at a time, STEP records each; also how the last wait ended, REACHED if well.
 
-    `turn` is that of a `Gate`, and `number` what the first step here has at it, where turns are agreed on.
+    `gate` is that of a `Gate`, and `number` what the first step here has at it, where turns are agreed on.
     """
     cost, count = 0.0, counts.size // 2
     logs, weights = np.empty(STEP, np.float64), np.empty(STEP, np.float64)
     for begin in range(0, count, STEP):
         size = min(STEP, count - begin)
         prepare(counts, begin, logs[:size], weights[:size], settings)
-        mine, status = enter(turn, number)
+        mine, status = enter(gate, number)
         if status != REACHED:
             return cost, status
         cost += _visit(values, ids, begin, logs[:size], weights[:size], shape, settings[2])
-        leave(turn, mine)
+        leave(gate, mine)
         number += 1
     return cost, REACHED
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def batch_dots(values: Any, ids: Any, shape: Any, with_bias: bool, dots: Any) -> None:
-    """For each record the inner product of its vectors, and both biases where asked."""
     lanes, row_bytes = shape[1], shape[3] * values.itemsize
     base, zero = values.ctypes.data, values.dtype.type(0)
     for i in range(ids.size // 4):

@@ -7,16 +7,14 @@
 * `ps`: parameter servers hold the rows; workers pull those of their part of a batch, and push what moves them.
 
 Two workers that meet in a row under `hogwild` may lose each other's change to some items; with millions of records and
-thousands of rows they seldom meet (Niu, Recht, Ré, Wright, 2011). Where an order is asked for, a worker goes through a
-gate for every STEP records, from reading the rows to writing them.
+thousands of rows they seldom do (Niu, Recht, Ré, Wright, 2011). Under an order, a worker goes through a gate for every
+STEP records, from reading the rows to writing them.
 
-`allreduce` puts the rows touched and their summed gradients into an area of shared memory, and every worker adds the
-areas up in worker order, so that all replicas stay the same, bit for bit. Each has two areas in turn: one barrier per
-batch is enough. `tensor` sums partial inner products in worker order in a shared bucket, one scalar per record;
-everything else is local. The first worker adds the biases, of which all keep the same copy.
+`allreduce` puts the rows touched and their summed gradients into one of its two areas of shared memory, and every worker
+adds the areas up in worker order, so that all replicas stay the same, bit for bit, with one barrier per batch. `tensor`
+sums partial inner products in worker order; the first worker adds the biases, of which all keep the same copy.
 
-Batches are the records in the order of the file, the last of a pass may be short. Records are read rather than mapped:
-pages of a mapped file would count as memory of this process, however large the file.
+Records are read rather than mapped: pages of a mapped file would count as memory of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.errors import DataError, UserError
 from manyhands.facts import Split, Truth
-from manyhands.native.group.gate import FREE, Turn, require_turn
+from manyhands.native.group.gate import FREE, CompiledGate, require_admitted
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
 from manyhands.strategy import Strategy
@@ -58,10 +56,8 @@ class GloveTask(GloveWork, KernelTask):
     name: ClassVar[str] = "glove"
     record_bytes: ClassVar[float] = RECORD.itemsize
 
-    any_batch: bool = False
-    """Whether the batch is what a strategy usually has, instead of the one in `glove`."""
-    in_order: bool = True
-    """Whether workers may take turns, which is compiled apart."""
+    any_batch: bool = False  # whether the batch is what a strategy usually has, instead of the one in `glove`
+    in_order: bool = True  # whether workers may take turns, which is compiled apart
 
     @classmethod
     def of(
@@ -113,10 +109,10 @@ class GloveTask(GloveWork, KernelTask):
     def num_bytes(self) -> int:
         return GloveModel.num_bytes(self.vocabulary_size, self.glove)
 
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
         assert isinstance(model, GloveModel), "a model of this task"
         batch = self.glove.batch
-        return RecordStep(self, model, turn) if batch == 1 else BatchStep(self, model, model, batch)
+        return RecordStep(self, model, gate) if batch == 1 else BatchStep(self, model, model, batch)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         return AllReduceStep(self, group, control_bytes)
@@ -133,7 +129,7 @@ class GloveTask(GloveWork, KernelTask):
             warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
-        return turn_number(self.num_records, self.portion(step))
+        return gate_number(self.num_records, self.portion(step))
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
         """Compiled but under `ps`, whose servers step by themselves."""
@@ -179,7 +175,7 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
         )
 
 
-def turn_number(num_records: int, portion: Portion) -> int:
+def gate_number(num_records: int, portion: Portion) -> int:
     """The number at the gate of a portion's first STEP records, over all passes."""
     return portion.passed * -(-num_records // STEP) + portion.begin // STEP
 
@@ -187,10 +183,10 @@ def turn_number(num_records: int, portion: Portion) -> int:
 class RecordStep(KernelStep):
     """The published rule, record by record."""
 
-    def __init__(self, work: GloveTask, model: GloveModel, turn: Turn) -> None:
+    def __init__(self, work: GloveTask, model: GloveModel, gate: CompiledGate) -> None:
         super().__init__(model)
         self._rows, self._shape, self._settings = model, model.shape(), work.glove.settings()
-        self._num_records, self._turn = work.num_records, turn
+        self._num_records, self._gate = work.num_records, gate
         capacity = min(work.batch_size, work.num_records)
         self._reader = RecordReader(work.path, capacity, work.vocabulary_size)
 
@@ -202,12 +198,12 @@ class RecordStep(KernelStep):
         block = self._reader.read(portion.begin, count)
         read_ns = time.monotonic_ns() - begin
         given = self._rows.values, *block, self._shape, self._settings
-        if self._turn.order == FREE:
+        if self._gate.order == FREE:
             cost = kernels.train_block(*given)
         else:
-            number = turn_number(self._num_records, portion)
-            cost, status = kernels.train_block_in_order(*given, tuple(self._turn), number)
-            require_turn(status, self._turn)
+            number = gate_number(self._num_records, portion)
+            cost, status = kernels.train_block_in_order(*given, tuple(self._gate), number)
+            require_admitted(status, self._gate)
         return Taken(loss=float(cost), weight=count, samples=count, input_ns=read_ns)
 
     def close(self) -> None:

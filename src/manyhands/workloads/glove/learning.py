@@ -269,8 +269,6 @@ def _prepare(
 
 
 class _Clock(dict[str, float]):
-    """Seconds of each phase, by name."""
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()

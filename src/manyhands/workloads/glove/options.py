@@ -14,8 +14,7 @@ from manyhands.workloads.task_options import CheckedOptions, memory_option, opti
 
 __all__ = ["BATCH", "WEIGHTINGS", "CountingOptions", "GloveOptions", "usual_batch"]
 
-BATCH = 1024
-"""Records at a time where a strategy works on batches and no other number is given."""
+BATCH = 1024  # records at a time where a strategy works on batches and no other number is given
 WEIGHTINGS: dict[str, Callable[[int], NDArray[np.float64]]] = {
     "distance": lambda window: 1.0 / np.arange(1, window + 1),
     "count": lambda window: np.ones(window),

@@ -83,7 +83,6 @@ class Vectors:
         return self._nearest(self.unit[row], {row}, top)
 
     def signed_rows(self, expression: str) -> list[tuple[int, int]]:
-        """The rows of the words of such a sum, each with its sign; a UserError names a word that there is none of."""
         return [(sign, self.row(word)) for sign, word in _terms(expression)]
 
     def combine(self, expression: str, top: int = 10) -> list[tuple[str, float]]:

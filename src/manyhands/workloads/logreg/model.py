@@ -24,7 +24,7 @@ from manyhands.data.store.tensorfile import check_precision, encode_tensors, nar
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
-from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
+from manyhands.workloads.logreg.examples import PAIRS, Labels, Metrics, measure
 from manyhands.workloads.predictor import Predictor, ReadAs
 
 __all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
@@ -60,7 +60,6 @@ class LogregModel:
         return np.exp(-np.logaddexp(0.0, -self.margins(rows)))
 
     def file(self, path: Path | str, reading: Reading | None = None) -> RowFile:
-        """A file of examples, to be read as this model needs it."""
         return RowFile(path, replace(reading or Reading(), bits=self.bits, hash=self.hash))
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
@@ -80,7 +79,6 @@ class LogregModel:
         write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
     def narrowed(self, precision: str) -> LogregModel:
-        """This model as it is read back from a file of that precision."""
         read = widen(narrow(self._tensors, precision))
         return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
 
@@ -146,7 +144,6 @@ class LogregPredictor(Predictor[Rows]):
         return Rows.join(parts)
 
     def answers(self, inputs: Rows) -> list[Any]:
-        """The probability of the larger label, and which label that makes."""
         labels = self.model.labels
         return [
             {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}

@@ -53,7 +53,6 @@ class KrylovSpace:
 
     @classmethod
     def on(cls, memory: Array, sizes: SvdSizes) -> KrylovSpace:
-        """Views of `memory`, which has `numbers_of(sizes)` numbers."""
         columns, most = sizes.shape.columns, sizes.most
         ends = np.cumsum([_NUMBERS, most, columns, most * most, most * columns])
         numbers, values, mean, projected, vectors = np.split(memory, ends[:-1])
@@ -79,7 +78,6 @@ class KrylovSpace:
 
     @property
     def block(self) -> Array:
-        """The vectors that the next pass multiplies, one a row."""
         used, fresh = int(self.numbers[_USED]), int(self.numbers[_FRESH])
         return self.vectors[used - fresh : used]
 

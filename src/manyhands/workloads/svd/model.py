@@ -47,7 +47,6 @@ class SvdModel:
 
     @classmethod
     def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
-        """What is known, at the end or before it."""
         values, components = components_of(space, sizes.rank)
         return cls(
             singular_values=values,
