@@ -115,9 +115,7 @@ CODECS: Final[dict[str, CodecEntry]] = {
         options={"kind": ("e4m3", _word("e4m3", "e5m2"))},
         biased=True,
     ),
-    "int8": CodecEntry(
-        number=5, location="quantized:Int8", about="one byte, even steps per block", biased=True
-    ),
+    "int8": CodecEntry(number=5, location="quantized:Int8", about="one byte, even steps", biased=True),
     "qsgd": CodecEntry(
         number=6,
         location="quantized:Qsgd",
@@ -188,9 +186,7 @@ def parse_codec(text: str) -> tuple[CodecStage, ...]:
         few = ", ".join(word for word, listed in CODECS.items() if listed.sparse)
         raise UserError(f"codec={text}: another codec can only follow one that sends a few items: {few}")
     if rest and (rest[0].sparse or rest[0].of_matrices):
-        raise UserError(
-            f"codec={text}: {stages[1].word} cannot follow, only what makes each value smaller, as int8"
-        )
+        raise UserError(f"codec={text}: {stages[1].word} cannot follow, only what shrinks values, as int8")
     if rest and stages[1].options.get("kind") == "vote":
         raise UserError(f"codec={text}: a vote is of all items; write sign after {stages[0].word}")
     return stages
@@ -269,9 +265,7 @@ def codec_setting() -> Any:  # `codec=bf16`: how what travels is made smaller
     return setting(RAW, str)
 
 
-def feedback_setting() -> (
-    Any
-):  # `feedback=no`: what a codec leaves out is lost, not kept for the next exchange
+def feedback_setting() -> Any:  # `feedback=no`: what a codec leaves out is lost, not kept
     return switch_setting(True)
 
 

@@ -44,9 +44,8 @@ class Parcel:
 
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
-        return cls(
-            number=number, begin=0, end=count * dtype.itemsize, dtype=dtype, priority=number, exact=exact
-        )
+        end = count * dtype.itemsize
+        return cls(number=number, begin=0, end=end, dtype=dtype, priority=number, exact=exact)
 
     @property
     def key(self) -> str:

@@ -32,9 +32,7 @@ Chosen = TypeVar("Chosen")
 class WorkerOptions:
     """Who trains: the last options of a workload, filled in once they are checked."""
 
-    strategy: str = option(
-        "", "how: single, allreduce or mirrored", shown="single for one worker, else allreduce"
-    )
+    strategy: str = option("", "how: single, allreduce or mirrored", shown="single for one, else allreduce")
     workers: int = option(0, "processes", at_least=0, shown="one a core")
 
     def __post_init__(self) -> None:
@@ -64,9 +62,7 @@ class TrainEnd:
     summary: Mapping[str, Any]
     shown: Sequence[str | TableRows]  # what is printed
     notes: Sequence[str] = ()  # what goes to stderr
-    interrupted: str = (
-        ""  # what the result of a run is that a signal ended, in words; empty: it came to its end
-    )
+    interrupted: str = ""  # what the result of a run is that a signal ended, in words; empty: none did
     next: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """What to do next: the words of a command by what it gives."""
     is_summary_of_run: bool = True

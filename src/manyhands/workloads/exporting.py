@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model")
+AnyPath = str | Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +96,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
 def recorded_options(path: str | Path) -> Mapping[str, Any]:
     """Of the task that a run, or a file of `manyhands export`, is of."""
     place = Path(path)
-    return (
-        _config(place).get("task_options") or {} if place.is_dir() else _options(read_exported(place), place)
-    )
+    if place.is_dir():
+        return _config(place).get("task_options") or {}
+    return _options(read_exported(place), place)
 
 
 def trained_steps(path: str | Path) -> int:
@@ -144,7 +145,7 @@ def export_weights(asked: ExportAsked) -> Export:
 
 
 def export_run(
-    run: str | Path, out: str | Path | None = None, precision: str = "fp32", task: Task | None = None
+    run: AnyPath, out: AnyPath | None = None, precision: str = "fp32", task: Task | None = None
 ) -> Export:
     """Write the newest weights of a run as one safetensors file, and measure what the fewer bits cost.
 
@@ -232,9 +233,7 @@ def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> Non
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:
     kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
     if kept is None:
-        raise UserError(
-            f"{place} has no checkpoint yet; wait for one, or train with a smaller checkpoint_every"
-        )
+        raise UserError(f"{place} has no checkpoint yet; wait, or train with a lower checkpoint_every")
     return kept.steps, dict(kept.values)
 
 

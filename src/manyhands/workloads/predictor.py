@@ -119,9 +119,7 @@ class ModulePredictor(Predictor[Inputs]):
         """Inputs of the module that somebody might give, `count` of them."""
 
 
-def table_of(
-    values: Sequence[Any], columns: int, takes: str, *, missing: bool = False
-) -> NDArray[np.float64]:
+def table_of(values: Sequence[Any], columns: int, takes: str, missing: bool = False) -> NDArray[np.float64]:
     """Each value as one row of `columns` numbers; a UserError says which of them, from 0, is none.
 
     With `missing`, null and what is not finite may stand for a number; null becomes NaN. `takes` says what a row is.

@@ -68,6 +68,7 @@ class CompileJob:
     """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
 
 
+_C10D = ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls")
 JOBS: Final = {
     "waiting": CompileJob(("manyhands.native.waiting",)),
     "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
@@ -87,9 +88,7 @@ JOBS: Final = {
     "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
     "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
     "hashing": CompileJob(("manyhands.native.hashing:warm",)),
-    "c10d": CompileJob(
-        ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls"), after="group"
-    ),
+    "c10d": CompileJob(_C10D, after="group"),
 }
 """The kernels that are of no workload."""
 
@@ -175,9 +174,7 @@ def find(name: str) -> Workload | None:
         return WORKLOADS.get(name)
     whose = f"workload {name!r} of the package {point.dist.name if point.dist else '?'} ({point.value})"
     if name in WORKLOADS:
-        raise UserError(
-            f"{whose} has the name of a built-in one; rename its entry point, or remove the package"
-        )
+        raise UserError(f"{whose} has the name of a built-in one; rename its entry point, or remove it")
     try:
         found = point.load()
     except Exception as error:

@@ -103,9 +103,8 @@ class Option:
     def allowed(self) -> str:
         words = [("of at least", self.at_least), ("above", self.above)]
         words += [("and at most", self.at_most), ("and below", self.below)]
-        return " ".join(
-            [_KINDS[self.kind], *(f"{word} {bound:g}" for word, bound in words if bound is not None)]
-        )
+        bounds = [f"{word} {bound:g}" for word, bound in words if bound is not None]
+        return " ".join([_KINDS[self.kind], *bounds])
 
 
 def option(default: Any, help_text: str, **about: Any) -> Any:

@@ -106,7 +106,7 @@ class _Leaf:
     __slots__ = ("depth", "gain", "is_left", "l2", "node", "split", "totals")
 
     def __init__(
-        self, totals: Sequence[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
+        self, totals: list[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
     ) -> None:
         """`node` is the one that it hangs on, on the left or not."""
         self.totals, self.l2, self.depth, self.node, self.is_left = totals, l2, depth, node, is_left

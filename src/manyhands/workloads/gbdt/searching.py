@@ -219,17 +219,17 @@ class VotingSearch(SplitSearch):
         return self._elected(local, [new, parent], totals)
 
     def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Words) -> Words:
-        rendezvous, elected, at, spans = self._rendezvous, self._election(local, leaves), 0, []
+        rendezvous, elected, begins = self._rendezvous, self._election(local, leaves), [0]
         for leaf, features in zip(leaves, elected, strict=True):
-            whole, begin = self._pool[self._places[leaf]], at
+            whole, at = self._pool[self._places[leaf]], begins[-1]
             for feature in features:
                 own = whole[2 * self._offsets[feature] : 2 * self._offsets[feature + 1]]
                 rendezvous.area[at : at + own.size] = own
                 at += own.size
-            spans.append((begin, at))
-        rendezvous.barrier(at)
-        for number, (features, span) in enumerate(zip(elected, spans, strict=True)):
-            self._find(features, span, totals[number], local, self._records[number])
+            begins.append(at)
+        rendezvous.barrier(begins[-1])
+        for number, features in enumerate(elected):
+            self._find(features, begins[number], totals[number], local, self._records[number])
         return self._best(len(leaves))
 
     def _election(self, local: LocalRows, leaves: Sequence[int]) -> list[Words]:
@@ -257,14 +257,12 @@ class VotingSearch(SplitSearch):
         votes[: len(cast)] = cast
         return votes
 
-    def _find(
-        self, features: Words, span: tuple[int, int], totals: Words, local: LocalRows, record: Words
-    ) -> None:
+    def _find(self, features: Words, begins: int, totals: Words, local: LocalRows, record: Words) -> None:
         """The best split among this worker's part of the elected features."""
         rendezvous = self._rendezvous
         starts = np.cumsum([0, *np.diff(self._offsets)[features]]).astype(np.int64)
         begin, end = _share_of_features(starts, rendezvous.rank, rendezvous.world)
-        words = span[0] + 2 * int(starts[begin]), span[0] + 2 * int(starts[end])
+        words = begins + 2 * int(starts[begin]), begins + 2 * int(starts[end])
         summed = np.zeros(words[1] - words[0], np.int64)
         histogram_kernels.reduce_areas(rendezvous.areas, *words, summed)
         mine = features[begin:end], starts[begin : end + 1] - starts[begin], self._kinds

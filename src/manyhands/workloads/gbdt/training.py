@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import CompiledResult, TrainedRun, train_compiled
-from manyhands.workloads.gbdt.bin_table import BinnedRows, Holdout, RowSample, bin_rows, sample_rows
+from manyhands.workloads.gbdt.bin_table import BinnedRows, Holdout, OnRows, RowSample, bin_rows, sample_rows
 from manyhands.workloads.gbdt.binning import bundled_layout, own_columns
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -126,9 +126,7 @@ def gbdt_task(
 class _FirstPass:
     """Goes through the rows to train on once, and decides; UserError where there is nothing to learn from them."""
 
-    def __init__(
-        self, table: TableChoice, options: GbdtOptions, on_rows: Callable[[int], None], threads: int
-    ) -> None:
+    def __init__(self, table: TableChoice, options: GbdtOptions, on_rows: OnRows, threads: int) -> None:
         holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
         _names(table)  # which may be rejected
         if table.start is not None:
@@ -153,7 +151,7 @@ class _FirstPass:
     def _score(self, block: RowBlock) -> NDArray[np.float64] | float:  # what a row's begins with
         return self._bias if self._start is None else self._start.scores(block)
 
-    def binned(self, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
+    def binned(self, folder: str, on_rows: OnRows, threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
         def read() -> Iterator[RowBlock]:
@@ -170,9 +168,7 @@ class _FirstPass:
             source = valid.for_names(source.names)
             held = sample_rows(source, Holdout(), self.options.seed)
             if held.columns != sample.columns and held.blocks[0].dense is not None:
-                raise DataError(
-                    f"{valid.name} has {held.columns} columns, {self.source.name} {sample.columns}"
-                )
+                raise DataError(f"{valid.name} has {held.columns} columns, {source.name} {sample.columns}")
             labels, weights = held.labels, held.weights
         if not len(labels):
             return None
@@ -268,9 +264,7 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
             found.add(int(one))
         else:
             called = f"names {', '.join(list(names)[:5])}, … or " if names else ""
-            raise UserError(
-                f"categorical={one!r}: there is no such column; use {called}numbers from 0 to {columns - 1}"
-            )
+            raise UserError(f"categorical={one!r}: no such column; use {called}numbers 0 to {columns - 1}")
     return frozenset(found)
 
 

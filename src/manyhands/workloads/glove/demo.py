@@ -31,9 +31,7 @@ _MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough 
 _SKIPPED = re.compile("site-packages|dist-packages|tests?|idle_test|__pycache__|testing|_vendor")
 # Each way begins with a character of its own, so that the search skips to the next of them.
 _TEXTS = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''|" + rb"(#[^\n]*\n(?:[ \t]*#[^\n]*\n)*)", re.DOTALL)
-_LETTERS = bytes(
-    ord(chr(byte).lower()) if chr(byte).isascii() and chr(byte).isalpha() else 32 for byte in range(256)
-)
+_LETTERS = bytes(bytes([byte]).lower()[0] if bytes([byte]).isalpha() else 32 for byte in range(256))
 _LEAST_WORDS = 4
 
 
@@ -52,9 +50,7 @@ def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
             if room <= 0:
                 break
     if not lines:
-        raise UserError(
-            "this Python installation has no source files to learn from; give a text with --corpus FILE"
-        )
+        raise UserError("this Python installation has no source files; give a text with --corpus FILE")
     return Corpus.of_text("\n".join(lines))
 
 

@@ -7,25 +7,16 @@ For a record (word, context, count), with f = min(1, (count / x_max) ** alpha) a
     each bias:       t = f d;       b -= t / sqrt(s);   s += t^2
 
 So it stands in version 1.2 of the published tools, whose costs this gives: the accumulator divides before it grows, it
-holds squares of gradients times rate, and biases move at rate 1. (The tools also clip a gradient at 100, far beyond
-what a run that learns ever meets.)
+holds squares of gradients times rate, and biases move at rate 1.
 
 A block of records goes in pieces: logarithms and weights of a piece are computed side by side, by series (libm takes
 one at a time), then its records are visited in order, each asking for the rows of a record further on. Loops over a
-row are written as vector instructions: LLVM's own vectoriser would leave a remainder for every length that is no
-multiple of what it unrolls.
+row are written as vector instructions: LLVM's own vectoriser would leave a remainder for most lengths.
 
-The batch rule has the errors of all records first, gradients summed by row, and one step per row. With the parameters
-as they were before the batch, every record gives its rows a gradient as above (t = r f d u for an item of a vector,
-t = f d for a bias). A row's are summed, and it takes one step of AdaGrad in the order of Duchi et al. (2011) and of
-torch: the accumulator grows first and then divides,
-
-    s += T^2;   v -= T / sqrt(s)          where T is the sum of the row's t
-
-so no item moves by more than 1 in a step, however large the batch. The sum, not the mean: a batch that is short moves
-its rows by what its records say, whatever the size of the others.
-
-A row's gradient lies in as many items as its accumulators would take: `lanes` of the vector, then the bias.
+The batch rule: with the parameters as they were before the batch, every record gives its rows a gradient t as above. A
+row's are summed to T (not to their mean: a short batch moves its rows by what its records say), and it takes one step
+of AdaGrad in the order of Duchi et al. (2011) and of torch: s += T^2; v -= T / sqrt(s). So no item moves by more than 1
+in a step. A row's gradient lies in as many items as its accumulators would take: `lanes` of the vector, then the bias.
 """
 
 from __future__ import annotations
@@ -270,9 +261,8 @@ def warm(dtype: Any = "float32") -> None:
 
 
 def warm_in_order(dtype: Any = "float32") -> None:
-    train_block_in_order(
-        np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(CompiledGate()), 0
-    )
+    values, gate = np.zeros(64, dtype), tuple(CompiledGate())
+    train_block_in_order(values, *_NOTHING, np.ones(4, np.int64), np.ones(3), gate, 0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -10,9 +10,9 @@ Two workers that meet in a row under `hogwild` may lose each other's change to s
 thousands of rows they seldom do (Niu, Recht, Ré, Wright, 2011). Under an order, a worker goes through a gate for every
 STEP records, from reading the rows to writing them.
 
-`allreduce` puts the rows touched and their summed gradients into one of its two areas of shared memory, and every worker
-adds the areas up in worker order, so that all replicas stay the same, bit for bit, with one barrier per batch. `tensor`
-sums partial inner products in worker order; the first worker adds the biases, of which all keep the same copy.
+`allreduce` puts the rows touched and their summed gradients into one of its two areas of shared memory, and every
+worker adds the areas up in worker order, so that all replicas stay the same, bit for bit, with one barrier per batch.
+`tensor` sums partial inner products in worker order; the first worker adds the biases, of which all keep a copy.
 
 Records are read rather than mapped: pages of a mapped file would count as memory of this process.
 """
@@ -60,9 +60,7 @@ class GloveTask(GloveWork, KernelTask):
     in_order: bool = True  # whether workers may take turns, which is compiled apart
 
     @classmethod
-    def of(
-        cls, path: Path, vocabulary_size: int, glove: GloveOptions, *, any_batch: bool = False
-    ) -> GloveTask:
+    def of(cls, path: Path, vocabulary_size: int, glove: GloveOptions, any_batch: bool = False) -> GloveTask:
         if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
             raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
         if not record_count(path):
@@ -152,13 +150,11 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
     if strategy.facts.record_order is not None:
         if options.batch > 1 and not alone:
             raise UserError(
-                f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"
+                f"batch={options.batch}: {strategy.word} takes one record at a time; leave it at 1"
             )
         return
     if strategy.split is Split.DIMENSIONS and workers > options.dim:
-        raise UserError(
-            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
-        )
+        raise UserError(f"workers={workers}: tensor gives each some of dim={options.dim}; use fewer workers")
     if not strategy.trains_compiled and strategy.truth is not Truth.SERVERS:
         allowed = "hogwild, single, mirrored, allreduce, tensor, ps"
         raise UserError(f"strategy {strategy} does not train glove; allowed: {allowed}")
@@ -269,9 +265,8 @@ class BatchStep(KernelStep):
         kernels.batch_dots(values, block[0], shape, self._with_bias, errors)
         self._add_dots(len(errors))
         cost, found = float(kernels.batch_errors(block[1], errors, self._settings)), (touched, gradients)
-        return cost, int(
-            kernels.sum_gradients(values, block[0], errors, shape, self._rate, self._slots, *found)
-        )
+        given = values, block[0], errors, shape, self._rate, self._slots
+        return cost, int(kernels.sum_gradients(*given, *found))
 
     def _add_dots(self, count: int) -> None:
         """Sum the first `count` products over workers, where each has a part of them."""
@@ -368,9 +363,8 @@ class AllReduceStep(BatchStep):
         self._group.barrier()
         found = 0
         for rows, part in areas:
-            found = kernels.add_rows(
-                rows[1 : 1 + rows[0]], part, self._shape, found, self._slots, self._touched, self._gradients
-            )
+            sums = self._slots, self._touched, self._gradients
+            found = kernels.add_rows(rows[1 : 1 + rows[0]], part, self._shape, found, *sums)
         self._step(found)
         return cost
 

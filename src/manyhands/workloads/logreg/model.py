@@ -107,9 +107,8 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
     reading = Reading(bits=int(header["bits"]) if header["bits"] else None, hash=header["hash"])
     if reading.bits is not None and weight.size != 1 << reading.bits:
         raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
-    return LogregModel(
-        table=np.concatenate([bias, weight]), labels=Labels(no, yes), bits=reading.bits, hash=reading.hash
-    )
+    table, labels = np.concatenate([bias, weight]), Labels(no, yes)
+    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash)
 
 
 class LogregPredictor(Predictor[Rows]):

@@ -262,6 +262,4 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:
-        raise UserError(
-            f"strategy {strategy} splits vectors, and a feature has one weight here; use hogwild or ps"
-        )
+        raise UserError(f"strategy {strategy} splits vectors; a feature has one weight; use hogwild or ps")

@@ -82,9 +82,7 @@ class SvdModel:
             found = self.project(block)
             if not np.isfinite(found).all():
                 row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
-                raise DataError(
-                    f"{file.path}, row {row} has a value that is no number; fill it in or leave it out"
-                )
+                raise DataError(f"{file.path}, row {row} has a value that is no number; fill it in")
             yield found
 
     def save(self, path: Path) -> None:

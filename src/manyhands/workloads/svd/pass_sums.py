@@ -68,7 +68,7 @@ class RowPass:
     """One pass over a worker's rows: `add` block after block to `sums`, or to `triangle` where values are polished."""
 
     def __init__(
-        self, space: KrylovSpace, sizes: SvdSizes, sums: PassSums, triangle: Array, *, center: bool
+        self, space: KrylovSpace, sizes: SvdSizes, sums: PassSums, triangle: Array, center: bool
     ) -> None:
         self._space, self._sizes, self._sums, self._center = space, sizes, sums, center
         self.triangle = triangle  # R of this worker's rows so far, for POLISH
