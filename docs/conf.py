@@ -22,7 +22,10 @@ CONTENTS = {
     "Federated learning": "federated federated-deployment",
     "Workloads and models": "words regression svd gbdt after-training",
     "Reference": "api benchmarks security dependencies",
-    "Internals": "architecture extending cluster links liveness membership events",
+    "Internals": (
+        "architecture internals/extending internals/cluster internals/links internals/liveness internals/membership"
+        " internals/events"
+    ),
 }
 """The menu: it is here, and not in index.md, so that a forge shows that page without directives."""
 

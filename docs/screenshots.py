@@ -25,7 +25,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.support.wait import WebDriverWait
 
-from manyhands.observe.analyse.follow import ComingRun
+from manyhands.observe.analyse.follow import coming_run
 from manyhands.observe.draw.prometheus import metrics_text
 from manyhands.serving.hosting import Dashboard
 
@@ -79,7 +79,7 @@ def picture_run(driver: Any, folder: Path) -> None:
     """A run with a straggler, pictured while it goes on and after its end."""
     run = folder / "run"
     command = [sys.executable, "-m", "manyhands", "train", *TRAIN, "--out", str(run)]
-    with Dashboard(ComingRun(run, "digits", STRATEGY, 3).poll, metrics_text) as dashboard:
+    with Dashboard(coming_run(run, "digits", STRATEGY, 3), metrics_text) as dashboard:
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             driver.get(dashboard.url)

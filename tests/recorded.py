@@ -159,7 +159,7 @@ class _Scribe(Witness):
             rows.append(_computed(message, self._shards))
         versions = list(rows[at].versions)
         versions[message.shard] = message.read_version
-        rows[at] = replace(rows[at], versions=tuple(versions))
+        rows[at] = rows[at]._replace(versions=tuple(versions))
 
 
 def _computed(push: Push, shards: int) -> ComputedRow:

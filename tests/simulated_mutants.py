@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,9 +18,8 @@ from manyhands.strategies.ps.actions import Action, Outcome, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Forwarded, Hello, Push, Read, ReadRows
 from manyhands.strategies.ps.shard_core import ShardCore
-from manyhands.strategies.ps.shard_primary import ShardPrimary
+from manyhands.strategies.ps.shard_primary import ShardPrimary, Unconfirmed
 from manyhands.strategies.ps.shard_replica import ServerCore, ShardReplica
-from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from manyhands.strategies.ps.work_plan import WorkPlan
 from simulated import PROMISES, Draw, MakeServer, complaints, severed, stormy
 
@@ -33,7 +32,7 @@ class _Forgetful(ShardCore):
 
 class _Silent(ShardPrimary):
     def _greet(self, hello: Hello) -> None:
-        nothing = self._hellos[hello.slot] = replace(hello, settled=0)
+        nothing = self._hellos[hello.slot] = hello._replace(settled=0)
         super()._greet(nothing)
 
 

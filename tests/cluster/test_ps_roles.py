@@ -23,19 +23,16 @@ from manyhands.places.external.control_connection import Broken, open_control_co
 from manyhands.places.external.control_server import ControlServer, terms_of
 from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.strategies.ps.audit import Audit
-from manyhands.strategies.ps.audit_files import audit_run
-from manyhands.strategies.ps.external_roles import PsRanks
+from manyhands.strategies.ps.audit import Audit, audit_run
 from manyhands.strategies.ps.live import remote
 from manyhands.strategies.ps.live.live_training import (
     RemoteMembers,
     ServerTraining,
-    TrainingRequest,
     resume_point,
     server_summary,
 )
-from manyhands.strategies.ps.live.role_members import RunKeeper
-from manyhands.strategies.ps.live.sending import Shipment
+from manyhands.strategies.ps.live.ps_members import PsRanks, RunKeeper
+from manyhands.strategies.ps.live.remote import Shipment
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
@@ -178,23 +175,17 @@ class Roles:
         self, process_group: ProcessGroup, run_path: Path | None, resume_version: int | None
     ) -> tuple[nn.Module, Any]:
         job = self.job
-        request = TrainingRequest(
-            plan=job.plan,
-            strategy=job.strategy,
-            workers=job.workers,
-            most_workers=job.workers,
-            timeout_s=job.timeout_s,
-            watchdog_s=0.0,
+        job = replace(
+            job,
+            strategy=replace(job.strategy, link="tcp"),
             run_path=run_path,
             keep_checkpoints=2,
             resume_version=resume_version,
-            begun=0,
-            buffers={},
-            skip_nonfinite=False,
-            fingerprint=job.fingerprint,
-            remote=RemoteMembers(process_group=process_group, ranks=self.ranks, say=self.said.append),
         )
-        with ServerTraining(request) as training:
+        remote = RemoteMembers(
+            control_server=process_group.control_server, ranks=self.ranks, say=self.said.append
+        )
+        with ServerTraining(job, most_workers=job.workers, remote=remote) as training:
             outcome = training.run(on_rows=lambda rows: None, on_event=self._note)
             return training.model(), outcome
 
@@ -334,7 +325,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
             lambda line: line.send({"kind": "StepComputed", "step": "one"}),
             "of a StepComputed is not hexadecimal",
         ),
-        (lambda line: line.give("buffers", [b"nonsense"]), "8 bytes are no tensors"),
+        (lambda line: line.give("buffers", [b"nonsense"]), "8 bytes are not tensors"),
     ],
 )
 def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(

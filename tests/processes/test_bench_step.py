@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.lab.bench.step import agreed_losses, format_table, named_workloads, run_bench
-from manyhands.lab.bench.step_worker import WORKLOADS, BenchWorkload, Cnn, Language, Mlp, StepMeasured
+from manyhands.lab.bench.step import (
+    WORKLOADS,
+    BenchWorkload,
+    Cnn,
+    Language,
+    Mlp,
+    StepMeasured,
+    agreed_losses,
+    format_table,
+    named_workloads,
+    run_bench,
+)
 
 SMALL = (
     Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum

@@ -15,8 +15,7 @@ import torch
 import manyhands as mh
 from disks import fill, small_disk
 from equality import OPTIMIZERS, distance, make_task, train_plainly
-from manyhands.strategies.ps.audit import Verdict
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Verdict, audit_run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,7 +11,7 @@ import pytest
 import manyhands as mh
 from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.draw.page import report
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 from manyhands.workloads.svd.model import open_svd
 
 PACKED = Path(__file__).parents[1] / "run_of_0_1.tar.gz"

@@ -1,4 +1,4 @@
-"""Adding a workload is a folder and a line: docs/extending.md's recipe, in the registry or by an entry point."""
+"""Adding a workload is a folder and a line: the recipe of docs/internals/extending.md, in the registry or elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ main()
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The recipe's one file, as docs/extending.md has it."""
-    text = (ROOT / "docs" / "extending.md").read_text()
+    """The recipe's one file, as docs/internals/extending.md has it."""
+    text = (ROOT / "docs" / "internals" / "extending.md").read_text()
     recipe = text[text.index("## A workload\n") :]
     found = re.search(r"```python\n(.*?)```", recipe, re.S)
     assert found is not None

@@ -345,7 +345,7 @@ def _joined(out: Path) -> list[dict[str, Any]]:
 
 
 def _audit(out: Path, verdict: str = "complete") -> None:
-    from manyhands.strategies.ps.audit_files import audit_run
+    from manyhands.strategies.ps.audit import audit_run
 
     found = audit_run(out).found
     report = [*(violation.sentence for violation in found.violations), *found.missing]

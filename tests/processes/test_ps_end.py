@@ -11,7 +11,7 @@ import leaving_task
 import manyhands as mh
 from assassin import events
 from equality import OPTIMIZERS, distance, make_task, train_plainly
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 
 pytestmark = pytest.mark.timeout(120)
 

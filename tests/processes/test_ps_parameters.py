@@ -19,7 +19,7 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 from manyhands.strategies.ps.replay import replay
 
 pytestmark = pytest.mark.timeout(180)

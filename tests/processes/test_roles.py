@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 from roles import cluster
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,8 +15,7 @@ import pytest
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task
-from manyhands.strategies.ps.audit import Verdict
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Verdict, audit_run
 
 CONSISTENCIES = ("sync", "sync:1", "bounded:2", "async", "softsync:2", "aware:async")
 

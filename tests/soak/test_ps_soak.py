@@ -15,8 +15,7 @@ import torch
 
 import manyhands as mh
 from assassin import Assassin, events
-from manyhands.strategies.ps.audit import Verdict
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Verdict, audit_run
 from manyhands.workloads.tasks import TASKS
 
 RUNS, KILLS = 8, 25

@@ -17,8 +17,7 @@ import torch
 
 import manyhands as mh
 from assassin import events
-from manyhands.strategies.ps.audit import Verdict
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Verdict, audit_run
 from manyhands.workloads.tasks import build
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")

@@ -17,7 +17,7 @@ import warm
 from hosts import switched_hosts
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.places.external.process_group import _near
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 from roles import Cluster, cluster, free_ports
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

@@ -32,7 +32,7 @@ from manyhands.strategy import Strategy
 from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import Vocabulary
 from manyhands.workloads.logreg import training
-from manyhands.workloads.logreg.examples import Labels
+from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.training import train_logreg
 from manyhands.workloads.tasks import TASKS

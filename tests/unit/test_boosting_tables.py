@@ -216,8 +216,8 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     ):
         parquet.write_table(arrow.table(columns, names=names), tmp_path / f"{name}.parquet")
     for name, label, message in (
-        ("cut", None, "is no Parquet file that can be read"),
-        ("text", None, "is no Parquet file that can be read"),
+        ("cut", None, "is not a Parquet file that can be read"),
+        ("text", None, "is not a Parquet file that can be read"),
         ("twice", None, "has two columns of the same name"),
         ("label", None, "has 3 rows and 0 columns"),
         ("words", None, "column 'a' is string, no number"),

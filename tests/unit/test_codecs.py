@@ -288,8 +288,8 @@ def test_a_strategy_that_a_codec_makes_no_sense_with_says_why(text: str, said: s
 
 
 def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
-    """The recipe of docs/extending.md, word by word, in a copy of the sources; nothing else is touched."""
-    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A codec\n")[2]
+    """The recipe of docs/internals/extending.md, word by word, in a copy of the sources; nothing else is touched."""
+    recipe = (ROOT / "docs" / "internals" / "extending.md").read_text().partition("## A codec\n")[2]
     file = recipe.partition("```python\n")[2].partition("```")[0]
     _, line, row = (part.partition("```")[0] for part in recipe.split("```text\n")[:3])
     for folder in ("src", "tests"):

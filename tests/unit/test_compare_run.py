@@ -7,8 +7,8 @@ import torch
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.lab.compare.comparison import Target
-from manyhands.lab.compare.run_comparison import CompareSettings, Progress, compare
+from manyhands.lab.compare.comparison import Progress, Target
+from manyhands.lab.compare.run_comparison import CompareSettings, compare
 
 FEATURES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 

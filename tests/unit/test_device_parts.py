@@ -37,7 +37,7 @@ from manyhands.strategies.federated.deployed.device_job import (
 from manyhands.strategies.federated.deployed.device_server import _check_tls
 from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
-from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _put_once
+from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _identity
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 
@@ -161,7 +161,7 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
         _check_tls(old)
     key, right = good / "key.pem", (good / "key.pem").read_bytes()
     key.write_bytes((other / "key.pem").read_bytes())
-    with pytest.raises(UserError, match="no certificate and its key"):
+    with pytest.raises(UserError, match="not a certificate and its key"):
         _check_tls(good)
     private = load_pem_private_key(right, None)
     locked = BestAvailableEncryption(b"secret")
@@ -188,12 +188,16 @@ def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
         DeviceState(tmp_path / "device")
 
 
-def test_a_key_is_made_once_whatever_a_killed_process_left(tmp_path: Path) -> None:
+def test_a_key_is_made_once_whatever_a_killed_process_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "device"
     folder.mkdir()
     (folder / ".identity.key.writing").write_text("half of a k")
     first = DeviceState(folder).secret
-    _put_once(folder / "identity.key", b"another\n")  # of a process that looked before the first had written
+    with monkeypatch.context() as patched:  # a process that looked before the first had written
+        patched.setattr(Path, "exists", lambda _: False)
+        assert _identity(folder / "identity.key") == first
     assert DeviceState(folder).secret == first
     assert sorted(path.name for path in folder.iterdir()) == ["identity.key"]
 

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.memory_command import memory_app
+from manyhands.cli.model_commands import memory_app
 from manyhands.errors import UserError
 from manyhands.facts import LayerFootprint, ModelFootprint
 from manyhands.foresight.estimate import estimate

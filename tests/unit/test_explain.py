@@ -16,7 +16,7 @@ from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain, paragraph
-from manyhands.observe.analyse.remarks import LayerSent, layers_sent
+from manyhands.observe.analyse.remarks import layers_sent
 from manyhands.observe.draw.time_table import layers_table, workers_table
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind
@@ -388,8 +388,14 @@ def test_layers_of_a_summary_that_make_no_sense_are_left_out() -> None:
     good = {"layer": "head", "how": "row", "forward_bytes": 4.0, "backward_bytes": 0, "messages": 2}
     bad = [{**good, "messages": value} for value in (None, "2", float("nan"), True)]
     (found,) = layers_sent({"layers": [3, None, [], {}, *bad, good]})
-    assert found == LayerSent(layer="head", how="row", forward_bytes=4.0, backward_bytes=0.0, messages=2.0)
-    assert layers_sent({}) == layers_sent({"layers": 7}) == ()
+    assert found == {
+        "layer": "head",
+        "how": "row",
+        "forward_bytes": 4.0,
+        "backward_bytes": 0.0,
+        "messages": 2.0,
+    }
+    assert layers_sent({}) == layers_sent({"layers": 7}) == []
     out = Console(file=io.StringIO(), width=80)
     out.print(layers_table([found, *layers_sent({"layers": [{**good, "layer": "[red]\x1b"}]})]))
     assert "head" in out.file.getvalue()

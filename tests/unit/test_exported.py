@@ -18,7 +18,7 @@ from manyhands.cli.use_commands import export_command, predict_command
 from manyhands.data.store.tensorfile import PRECISIONS, narrow, read_exported, widen, write_exported
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import export_run
-from manyhands.workloads.logreg.examples import Labels
+from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
+from manyhands.observe.analyse.participants import PartiesHistory
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
 from manyhands.observe.draw.parties_section import skew_picture
+from manyhands.strategies.federated.client_data import Samples
 from manyhands.strategies.federated.client_measures import (
-    ClientMeasures,
     measured,
     shown_clients,
     skew_of,
@@ -71,8 +71,8 @@ def test_each_party_is_measured_on_its_own_samples_with_the_model_it_uses() -> N
         model.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # everything is a 0
     own = [model.weight.detach().clone(), torch.tensor([0.0, 0.0, 1.0])]  # everything is a 2, to party 1
     models = [(1, own), (0, held(model))]
-    found = measured(task, task.metrics, model, models, SPLIT)
-    assert found == ClientMeasures({0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}, {})
+    found = measured(Samples(task, torch.device("cpu")), task.metrics, model, models, SPLIT)
+    assert found == ({0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}, {})
 
 
 def test_a_metric_that_cannot_read_samples_of_training_is_left_out_and_it_is_told_why() -> None:
@@ -83,17 +83,18 @@ def test_a_metric_that_cannot_read_samples_of_training_is_left_out_and_it_is_tol
         return batch[2].mean()
 
     metrics = {"third": third, **task.metrics}
-    found = measured(task, metrics, model, [(client, held(model)) for client in (0, 1)], SPLIT)
-    assert found.failed == {"third": "IndexError: list index out of range"}
-    assert [list(one) for one in found.values.values()] == [["accuracy"], ["accuracy"]]
+    models = [(client, held(model)) for client in (0, 1)]
+    values, failed = measured(Samples(task, torch.device("cpu")), metrics, model, models, SPLIT)
+    assert failed == {"third": "IndexError: list index out of range"}
+    assert [list(one) for one in values.values()] == [["accuracy"], ["accuracy"]]
 
     def stopped(model: nn.Module, batch: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured(task, {"stopped": stopped}, model, [(0, held(model))], SPLIT)
+        measured(Samples(task, torch.device("cpu")), {"stopped": stopped}, model, [(0, held(model))], SPLIT)
     with pytest.raises(ValueError, match="zip"):  # a defect of ours is no reason to leave a measure out
-        measured(task, metrics, model, [(0, held(model)[:1])], SPLIT)
+        measured(Samples(task, torch.device("cpu")), metrics, model, [(0, held(model)[:1])], SPLIT)
 
 
 FAIRNESS = {"accuracy": {"mean": 0.375, "lowest_tenth": 0.0, "highest_tenth": 0.75, "deviation": 0.375}}
@@ -148,17 +149,23 @@ def test_a_view_counts_who_took_part_from_the_first_round_on_and_tells_the_rest_
     assert Gather(strategy="mirrored").view(0).parties is None
 
 
+def viewed(rounds: dict[int, int], summary: dict[str, object]) -> PartiesView:
+    history = PartiesHistory()
+    history.rounds.update(rounds)
+    return history.view(summary)
+
+
 @pytest.mark.parametrize(
     "parties", [None, [], {"numbers": ["x"]}, {"numbers": [0], "counts": [3], "measures": 1}]
 )
 def test_a_damaged_summary_gives_a_view_all_the_same(parties: object) -> None:
-    found = parties_view({0: 1}, {"parties": parties, "fairness": [1]})
+    found = viewed({0: 1}, {"parties": parties, "fairness": [1]})
     assert found.rounds == {0: 1}
     assert found.spread == {}
 
 
 def test_the_page_shows_the_skew_the_fairness_and_who_took_part() -> None:
-    view = parties_view({0: 1, 1: 2}, SUMMARY)
+    view = viewed({0: 1, 1: 2}, SUMMARY)
     drawn = sections(run_view(strategy="federated clients=2", parties=view))["parties"]
     assert "2 of 2 parties have taken part" in drawn
     assert "lowest tenth" in drawn
@@ -177,7 +184,7 @@ def test_the_page_shows_models_of_parties_own_beside_the_common_one_and_the_spre
         spread = {"mean": 0.5, "lowest_tenth": lowest, "highest_tenth": 0.9}
         history.add({"step": step, "at_s": float(step), "fairness": {"accuracy": spread}})
     summary = {**SUMMARY, "parties": parties, "fairness_common": {"accuracy": {"mean": 0.5}}}
-    view = parties_view({0: 1}, summary, history.courses)
+    view = history.view(summary)
     assert [one.common for one in view.parties] == [{"accuracy": 0.5}, {}]
     drawn = sections(run_view(strategy="federated clients=2", parties=view))["parties"]
     assert drawn.count(">accuracy of the common model<") == 2, (

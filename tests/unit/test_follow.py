@@ -11,7 +11,7 @@ import pytest
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse import follow
-from manyhands.observe.analyse.follow import ComingRun, RunFollower
+from manyhands.observe.analyse.follow import RunFollower, coming_run
 from manyhands.observe.analyse.view import Phase, Presence
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
@@ -57,10 +57,10 @@ def test_what_is_no_run_is_said_and_an_empty_directory_is_a_run_to_come(tmp_path
 
 
 def test_a_run_to_come_shows_whom_it_will_have(tmp_path: Path) -> None:
-    coming = ComingRun(tmp_path / "run", "digits", "mirrored", 2)
-    before = coming.poll()
+    coming = coming_run(tmp_path / "run", "digits", "mirrored", 2)
+    before = coming()
     with RunDirectory.create(tmp_path / "run", CONFIG):
-        assert coming.poll().workers == before.workers
+        assert coming().workers == before.workers
     assert [(worker.name, worker.presence) for worker in before.workers] == [
         ("worker 0", Presence.STARTING),
         ("worker 1", Presence.STARTING),
@@ -203,11 +203,11 @@ def test_damage_is_noted_and_the_rest_is_shown(tmp_path: Path) -> None:
 
 def test_a_look_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG) as run:
-        assert run.is_held() is True
-    assert run.is_held() is False
-    assert RunDirectory.open(run.path, lock=False).is_held() is False
+        assert RunDirectory.is_live(run.path) is True
+    assert RunDirectory.is_live(run.path) is False
+    assert RunDirectory.is_live(RunDirectory.open(run.path, lock=False).path) is False
     with RunDirectory.open(run.path):
-        assert run.is_held() is True
+        assert RunDirectory.is_live(run.path) is True
 
 
 def test_a_file_that_names_roles_and_peers_without_end_costs_no_memory(tmp_path: Path) -> None:

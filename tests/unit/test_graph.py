@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from manyhands.cli import graph_command as command
+from manyhands.cli import model_commands as command
 from manyhands.cli.main import app
 from manyhands.engine.placement.tracing import (
     Crossing,

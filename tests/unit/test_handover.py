@@ -13,9 +13,9 @@ from equality import OPTIMIZERS, make_task, same_bits
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import TrainingPlan
-from manyhands.strategies.ps.live.handover import off_shards, onto_shards
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.training import PsTraining, onto_shards
 from manyhands.strategy import Strategy
 
 
@@ -52,7 +52,7 @@ def test_onto_shards_and_off_again(optimizer: str, servers: int, tmp_path: Path)
         assert placed is not None
         assert [(one.version, one.state.batches) for one in placed] == [(5, 5)] * servers
         directory.checkpoints().remove_after(-1)
-        off_shards(directory, plan, strategy)
+        PsTraining.hand_over(directory, plan, strategy)
         after = directory.checkpoints().load()
     assert after.step == before.step == 5
     assert same_bits(tensors(before), tensors(after))
@@ -76,12 +76,12 @@ def test_shards_in_the_middle_of_async_fit_no_other_strategy(tmp_path: Path) -> 
     plan, strategy = trained(tmp_path / "r", "sgd"), ps("ps servers=2 consistency=async")
     with RunDirectory.open(tmp_path / "r") as directory:
         onto_shards(directory, directory.checkpoints().load(), plan, strategy, 2)
-        off_shards(directory, plan, strategy)  # all of it is in the checkpoint
+        PsTraining.hand_over(directory, plan, strategy)  # all of it is in the checkpoint
         directory.checkpoints().remove_after(-1)
         with pytest.raises(
             mh.UserError, match=r"in the middle of consistency=async.*resume it with 'ps servers=2"
         ):
-            off_shards(directory, plan, strategy)
+            PsTraining.hand_over(directory, plan, strategy)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(tmp_path: Path) -> None:

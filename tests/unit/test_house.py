@@ -17,7 +17,7 @@ CLASSES = {home.value.partition(":")[2]: home.value.split(".")[1] for home in ST
 
 WORKLOADS = {
     "lab/bench/server_ours.py": "Ps",
-    "lab/bench/server_worker.py": "Ps",
+    "lab/bench/bench_server.py": "Ps",
 }
 """What drives the parameter server's own parts, and takes its settings from the value."""
 
@@ -61,7 +61,7 @@ def test_modules_that_are_excused_still_need_it() -> None:
     assert {module: name for module, name in WORKLOADS.items() if name in named(module)} == WORKLOADS
 
 
-CONTENDERS = {"lab/bench/step_worker.py"}
+CONTENDERS = {"lab/bench/step.py"}
 """What is measured there is chosen by name."""
 
 
@@ -91,7 +91,7 @@ def test_only_the_rooms_of_strategies_list_their_words() -> None:
     assert all(map(listed, CONTENDERS)), "it would be found, and still needs the excuse"
 
 
-SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/group_session.py"}}
+SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/torch_group.py"}}
 """`mh.Options` is of `fit`; `manyhands.c10d.Options` is what torch calls the options of a process group."""
 
 

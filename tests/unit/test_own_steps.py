@@ -54,7 +54,7 @@ def test_a_worker_of_a_resumed_run_has_the_state_that_was_kept_or_says_that_none
     before = built()
     before.model(torch.ones(2, 3)).sum().backward()
     before.optimizer.step()
-    owed.save_optimizer(4, 1, before.optimizer.state_dict())
+    owed.save(4, 1, {}, before.optimizer.state_dict())
     assert steps.begin(update(4), slot=1) is None
     state = mine.optimizer.state_dict()["state"]
     assert torch.equal(state[0]["momentum_buffer"], torch.full((1, 3), 2.0))

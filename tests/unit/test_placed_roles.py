@@ -11,7 +11,7 @@ from manyhands.errors import UserError
 from manyhands.places.external.process_place import ProcessPlace, SpecificationPlace
 from manyhands.places.external.specification import ClusterSpec, check_hosts, listening_at
 from manyhands.places.place import find_place
-from manyhands.strategies.ps.external_roles import ps_ranks
+from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 
@@ -40,7 +40,7 @@ def test_the_chief_is_rank_0_and_servers_come_last() -> None:
     ]
     assert {(place.world, place.leader, place.kind) for place in places} == {(5, "a:1", "specification")}
     ranks = ps_ranks(ps("ps servers=2"), places[0])
-    assert (ranks.servers, ranks.workers, ranks.others) == ((3, 4), (1, 2), (1, 2, 3, 4))
+    assert (ranks.servers, ranks.workers) == ((3, 4), (1, 2))
     assert ranks.names[4] == "ps 1 at e:1"
 
 
@@ -48,8 +48,7 @@ def test_without_a_chief_worker_0_leads_and_works() -> None:
     place = SpecificationPlace.of(PLAIN, PLAIN.leader).process
     assert (place.rank, place.leads, place.leader) == (0, True, "b:1")
     ranks = ps_ranks(ps("ps"), place)
-    assert (ranks.servers, ranks.workers, ranks.others) == ((2,), (0, 1), (1, 2))
-    assert (ranks.of(0, serves=True), ranks.of(1, serves=False)) == (2, 1)
+    assert (ranks.servers, ranks.workers) == ((2,), (0, 1))
 
 
 def test_under_torchrun_the_first_ranks_serve() -> None:

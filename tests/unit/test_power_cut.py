@@ -13,7 +13,7 @@ from manyhands.data.store.line_files import MetricsLog
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.log_rows import LateRow
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import ShardState
 from manyhands.strategies.ps.update_files import (
     RunRecord,
     ShardRecorder,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cli.use_commands import generate_command, predict_command
-from manyhands.data.image_files import ImageShape, read_images
+from manyhands.data.file_reader import ImageShape, read_images
 from manyhands.data.store.tensorfile import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
@@ -28,7 +28,7 @@ from manyhands.workloads.gbdt.row_sources import ArraySource
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from manyhands.workloads.glove.vector_files import Vectors, VectorsPredictor
-from manyhands.workloads.logreg.examples import Labels
+from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
 from manyhands.workloads.registry import WORKLOADS, load

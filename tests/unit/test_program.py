@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.serving import exported_program
 from manyhands.serving.exported_program import export_program
 from manyhands.workloads.exporting import ExportAsked
-from manyhands.workloads.logreg.examples import Labels
+from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel, export_logreg
 
 SMALL = {

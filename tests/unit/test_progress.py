@@ -20,7 +20,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.engine.request import Options
 from manyhands.errors import UserError
-from manyhands.observe.analyse.slowness import Straggler
+from manyhands.observe.analyse.slow_workers import Straggler
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 from manyhands.observe.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
 from manyhands.observe.draw.terminal_progress import LivePicture, RunPicture, split_bar

@@ -12,7 +12,7 @@ from torch import nn
 
 from manyhands.data.store.line_files import LineFile
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.strategies.ps.live.sending import (
+from manyhands.strategies.ps.live.remote import (
     BUFFERS,
     Shipment,
     final_chunks,
@@ -103,7 +103,7 @@ def test_a_snapshot_comes_back() -> None:
 def test_a_cut_snapshot_is_refused(length: int) -> None:
     _, _, made = stores()
     whole = joined(pack_snapshot(ShardSnapshot(version=1, state=made[0].state(), held={}, core="{}")))
-    with pytest.raises(ProtocolError, match="is no s"):
+    with pytest.raises(ProtocolError, match="is not a s"):
         unpack_snapshot(whole[:length])
 
 

@@ -41,7 +41,7 @@ from manyhands.places.ray.ray_place import (
 )
 from manyhands.places.ray.role_actors import RoleEnded, open_actor_store
 from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
-from manyhands.strategies.ps.external_roles import ps_ranks
+from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.transport.security import Security

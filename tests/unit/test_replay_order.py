@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -56,7 +55,7 @@ def step(shard: int, version: int, *rows: ComputedRow) -> StepRow:
 
 def log(shard: int, *groups: ComputedRow | tuple[ComputedRow, ...]) -> list[StepRow]:
     return [
-        step(shard, version, *(group if isinstance(group, tuple) else (group,)))
+        step(shard, version, *((group,) if isinstance(group, ComputedRow) else group))
         for version, group in enumerate(groups, 1)
     ]
 
@@ -158,7 +157,7 @@ def test_with_buffers_a_process_also_computes_what_nobody_took() -> None:
 def test_with_buffers_what_a_process_had_begun_when_it_lost_its_place_is_undone() -> None:
     """A row of another member says so; nobody can repeat what was read while it changed, and nobody has to."""
     first, torn, later = (
-        replace(computed(slot, clock, version, member=member), process=10)
+        computed(slot, clock, version, member=member)._replace(process=10)
         for slot, clock, version, member in ((0, 0, 0, 10), (0, 1, 1, 10), (1, 2, 1, 30))
     )
     rows = by_process([first, torn, later])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 from manyhands.data.store.line_files import MetricsLog
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, SendMessage
-from manyhands.strategies.ps.live.losses import LossBook
-from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, ToCome, batches_to_come
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
 from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.shard_layout import ShardState
 from manyhands.strategies.ps.shard_replica import ShardReplica
-from manyhands.strategies.ps.shard_state import ShardState
 from manyhands.strategies.ps.update_files import clear_records
 
 SLOTS, STEPS = (0, 1, 2, 3), 40
@@ -144,7 +142,7 @@ def test_rows_of_the_history_that_stay(tmp_path: Path) -> None:
     book = LossBook(rows)
     part = StepComputed(clock=4, batch=4, part=0, parts=1, loss=2.0, share=1.0, seconds=0.1)
     assert book.add(part, 1.0) is None, "its row is there"
-    assert book.add(replace(part, batch=5), 1.0) is not None
+    assert book.add(part._replace(batch=5), 1.0) is not None
     assert book.add_evaluation(Evaluated(step=5, metrics={}), 1.0) is None
     assert book.add_evaluation(Evaluated(step=8, metrics={}), 1.0) == {"step": 8, "metrics": {}, "at_s": 1.0}
     assert book.add_evaluation(Evaluated(step=8, metrics={}), 2.0) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, Apply, Log, SendMessage
-from manyhands.strategies.ps.audit import Audit, Verdict, audit
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import Audit, Verdict, audit, audit_run
 from manyhands.strategies.ps.log_rows import (
     LateRow,
     LostRow,
@@ -178,7 +176,7 @@ def test_rates_that_the_policy_does_not_ask_for_are_caught() -> None:
 def test_two_replicas_tell_one_story() -> None:
     rows = drive("bounded:2")
     late_start = [row for row in rows if row.sequence > 9]
-    slots = [replace(row, sequence=9) for row in rows if isinstance(row, SlotsRow)]
+    slots = [row._replace(sequence=9) for row in rows if isinstance(row, SlotsRow)]
     early_end = [row for row in rows if row.sequence < 20]
     found = audit({0: [[*slots, *late_start], early_end]}, parse_consistency("bounded:2"), 30)
     assert found.violations == ()
@@ -433,14 +431,14 @@ def test_a_configuration_of_another_size_is_refused_by_name(run: Path, name: str
 def test_a_record_of_another_run_than_the_configuration_is_reported(
     run: Path, fields: dict[str, Any], says: str
 ) -> None:
-    write_record(run, replace(read_record(run), **fields))
+    write_record(run, read_record(run)._replace(**fields))
     report = [one.sentence for one in audit_run(run).found.violations if "run.json" in one.sentence]
     assert report == ([f"updates/run.json says {says}"] if says else [])
 
 
 def test_a_record_from_before_a_run_was_to_be_longer_is_incomplete(run: Path) -> None:
     assert not any("run.json" in sentence for sentence in audit_run(run).found.missing)
-    write_record(run, replace(read_record(run), steps=20))
+    write_record(run, read_record(run)._replace(steps=20))
     sentence = "updates/run.json is of a run of 20 steps, and config.json says steps=30"
     assert audit_run(run).found.missing[0] == sentence
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -172,7 +171,7 @@ def test_a_follower_takes_one_by_one_what_was_chosen_in_a_life_that_is_lost() ->
     shard = core("softsync:1", shard=1, shards=2)
     shard.commit(push(0, 0, shard=1))
     shard.commit(push(1, 0, shard=1))
-    change = shard.commit(replace(chosen(1, (0, 1), (2, 0)), freely=True))
+    change = shard.commit(chosen(1, (0, 1), (2, 0))._replace(freely=True))
     assert steps_of(change) == [[(0, 0)]]
     shard = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
     assert steps_of(shard.commit(push(0, 1, shard=1))) == [[(0, 1)]]
@@ -214,7 +213,7 @@ def test_a_follower_that_lost_choices_goes_on_by_a_greeting_alone_and_is_given_t
     report = chosen(3, (0, 1), (1, 1), (2, 1), kept=2)
     assert steps_of(shard.commit(report)) == []
     assert shard.kept_answer(0).number == 0, "that was for an earlier life of this shard"
-    greeting = replace(chosen(2, (0, 0), (2, 0), kept=2), freely=True)
+    greeting = chosen(2, (0, 0), (2, 0), kept=2)._replace(freely=True)
     assert steps_of(shard.commit(greeting)) == [[(0, 0)], [(2, 0)]]
     assert shard.kept_answer(0).number == 2
     assert steps_of(shard.commit(chosen(3, (1, 0), kept=2))) == [[(1, 0)]]
@@ -411,10 +410,10 @@ def test_a_restored_shard_closes_no_step_before_it_knows_the_slots() -> None:
     greeting = Chosen(shard=1, term=3, number=7, kept=7, generations=(), step=4)
     assert rows_of(shard.commit(greeting)) == []
     assert shard.awaiting, "who leads does not know the slots either"
-    assert rows_of(shard.commit(replace(chosen(8), generations=table))) == [], "of an older term"
+    assert rows_of(shard.commit(chosen(8)._replace(generations=table))) == [], "of an older term"
     lost = [
         (row.slot, row.first)
-        for row in rows_of(shard.commit(replace(greeting, generations=table)))
+        for row in rows_of(shard.commit(greeting._replace(generations=table)))
         if isinstance(row, LostRow)
     ]
     assert lost == [(0, 0), (0, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
@@ -426,7 +425,7 @@ def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for()
     shard.commit(UpdatesLost(slot=0, until=3))
     assert shard.steps.step == 3
     table = (Generation(start=0, base=0, slots=(0,)), Generation(start=1, base=1, slots=(0, 1)))
-    change = shard.commit(replace(chosen(1), updates=None, generations=table))
+    change = shard.commit(chosen(1)._replace(updates=None, generations=table))
     assert [(row.slot, row.first, row.until) for row in rows_of(change) if isinstance(row, LostRow)] == [
         (1, 1, 3)
     ]

@@ -311,7 +311,7 @@ def test_a_restored_shard_does_not_wait_for_who_has_left() -> None:
 def test_a_slot_that_was_added_and_removed_unseen_is_retired() -> None:
     shard = primary("bounded:1")
     assert said(shard.handle(hello(2), WORKER + 2)) == [], "nobody has told of it yet"
-    removed = replace(view(2, (FIRST, 0)), retiring=(SlotView(slot=2, member=WORKER + 2),))
+    removed = view(2, (FIRST, 0))._replace(retiring=(SlotView(slot=2, member=WORKER + 2),))
     [welcome] = (m for m in said(shard.view(removed)) if isinstance(m, Welcome))
     assert shard.core.table.active == (0, 1)
     for clock in range(welcome.next_clock):
@@ -358,7 +358,7 @@ def test_the_lead_tells_the_other_shards_its_choice_until_it_is_kept() -> None:
         m for m in said(lead.view(view(2, (FIRST, 0), (THIRD, 0), epochs=(1, 2)))) if isinstance(m, Chosen)
     ]
     assert [message.number for message in again] == [0, 1], "a greeting, then what may be lacking"
-    assert again[1] == replace(chosen)
+    assert again[1] == chosen
 
     other.handle(push(0, 0, shard=1), WORKER)
     other.handle(push(1, 0, shard=1), WORKER + 1)
@@ -367,7 +367,7 @@ def test_the_lead_tells_the_other_shards_its_choice_until_it_is_kept() -> None:
     [kept] = [m for m in said(actions) if isinstance(m, ChosenKept)]
     assert (kept.shard, kept.number) == (1, 1)
     assert lead.handle(kept, SECOND) == [], "it was replaced: what it keeps went with it"
-    lead.handle(replace(kept, epoch=2), THIRD)
+    lead.handle(kept._replace(epoch=2), THIRD)
     assert [
         m.number
         for m in said(lead.view(view(3, (FIRST, 0), (SECOND, 0), epochs=(1, 3))))
@@ -492,8 +492,8 @@ def test_a_choice_in_flight_is_confirmed_to_the_lead_that_came_since(first: str)
     other.view(before)
     table = tuple(other.core.table.generations)
     old = Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0, updates=(), epoch=1)
-    new = replace(old, epoch=2)
-    after = replace(before, epoch=2, shards=(ShardView(shard=0, epoch=2, primary=THIRD), before.shards[1]))
+    new = old._replace(epoch=2)
+    after = before._replace(epoch=2, shards=(ShardView(shard=0, epoch=2, primary=THIRD), before.shards[1]))
     other.handle(old, FIRST)
     if first == "view":
         other.view(after)
@@ -515,10 +515,10 @@ def test_while_nobody_leads_a_choice_is_confirmed_to_nobody() -> None:
     other.handle(
         Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0, updates=(), epoch=1), FIRST
     )
-    lost = replace(lead, epoch=2, primary=0)
+    lost = lead._replace(epoch=2, primary=0)
     other.view(View(epoch=2, shards=(lost, mine), slots=(SlotView(slot=0, member=WORKER),)))
     assert sent(other.handle(Forwarded(shard=1, epoch=1, sequence=1), THIRD)) == []
-    found = replace(lead, epoch=3, primary=FIRST + 9)
+    found = lead._replace(epoch=3, primary=FIRST + 9)
     actions = other.view(View(epoch=3, shards=(found, mine), slots=(SlotView(slot=0, member=WORKER),)))
     assert [(to, type(message)) for to, message in sent(actions)] == [(FIRST + 9, ChosenKept)]
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn, optim
 from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.optim import FTRL
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable, place
-from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_state import merge, split
+from manyhands.strategies.ps.shard_layout import FlatLayout, merge, split
 from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 from manyhands.task import Task
 

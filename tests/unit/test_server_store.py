@@ -12,8 +12,7 @@ from torch import Tensor, nn, optim
 
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import Built, Computer, TrainingPlan
-from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_state import ShardState, merge, split
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState, merge, split
 from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 from manyhands.task import Task
 

@@ -1,7 +1,6 @@
 """What a run leaves in its folder of updates comes back as it was; anything damaged is named."""
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ ROW = ComputedRow(
 def test_what_was_recorded_is_read_again(tmp_path: Path) -> None:
     write_record(tmp_path, RECORD)
     recorder = Recorder(tmp_path, 4)
-    later = replace(ROW, clock=1)
+    later = ROW._replace(clock=1)
     assert [recorder.write(ROW), recorder.write(later)] == [None, None]
     recorder.close()
     recorder.close()
@@ -122,13 +121,15 @@ def test_a_row_in_the_file_of_another_is_named(tmp_path: Path) -> None:
     (folder / "shard-0.member-2.jsonl").write_text(f"{line}\n")
     with pytest.raises(DataError, match=r"shard-0\.member-2\.jsonl, line 1: shard=1 in a log of shard 0"):
         read_logs(tmp_path)
-    (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW)) + "\n")
-    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in what process 5 computed"):
+    (folder / "worker.process-5.jsonl").write_text(json.dumps(ROW._asdict()) + "\n")
+    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in a log of process 5"):
         read_computed(tmp_path)
-    (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW) | {"versions": [1, 10**30]}) + "\n")
+    (folder / "worker.process-5.jsonl").write_text(
+        json.dumps(ROW._asdict() | {"versions": [1, 10**30]}) + "\n"
+    )
     with pytest.raises(DataError, match=r"line 1: .*versions=\(1, 1000.* is no tuple\[int, ...\] from 0 to"):
         read_computed(tmp_path)
-    greatest = replace(RECORD, seed=2**64 - 1, steps=0)
+    greatest = RECORD._replace(seed=2**64 - 1, steps=0)
     write_record(tmp_path, greatest)
     assert read_record(tmp_path) == greatest
 

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
+from manyhands.cli.forecast_commands import parse_seconds
 from manyhands.cli.main import app
-from manyhands.cli.simulate_command import parse_seconds
 from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length
 from manyhands.errors import NonFinite, UserError
@@ -20,7 +20,7 @@ from manyhands.foresight.simulate.simulated_training import fit_simulated
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit import audit_run
 from manyhands.strategies.ps.replay import replay
 
 INSTANT = NetworkModel(latency_s=0.0)

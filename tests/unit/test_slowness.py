@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pytest
 
-from manyhands.observe.analyse.slowness import Slowness, Straggler
+from manyhands.observe.analyse.slow_workers import Slowness, Straggler, from_summary
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
 
 S = 1_000_000_000
@@ -193,7 +193,7 @@ def test_memory_is_bounded_and_a_late_slowing_in_a_long_run_is_still_named() -> 
     slowness = Slowness()
     for part in np.array_split(records, 300):
         slowness.add(part)
-        assert max(len(kept.rows) for kept in slowness._steps.values()) <= 4096 + 700
+        assert max(len(rows) for rows in slowness._rows.values()) <= 4096 + 700
     (found,) = slowness.now()
     assert (found.worker, found.since_step) == (1, since)
 
@@ -213,4 +213,4 @@ def test_straggler_survives_the_summary() -> None:
     found = Straggler(
         worker=1, ratio=2.0, since_step=3, until_step=None, from_the_start=True, others_wait=0.5
     )
-    assert Straggler.from_dict(asdict(found) | {"added later": 1}) == found
+    assert from_summary(Straggler, asdict(found) | {"added later": 1}) == found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhands.observe.analyse.slowness import Late, Slowness
+from manyhands.observe.analyse.slow_workers import Late, Slowness
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind
 
 STEPS = 9

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, UserError
-from manyhands.lab.compare.comparison import lower_is_better
+from manyhands.lab.compare.comparison import Progress, lower_is_better
 from manyhands.lab.sweep.run_sweep import (
-    SweepProgress,
     cores_of,
     open_sweep,
     read_plan,
@@ -237,11 +236,11 @@ def notes(out: Path) -> list[dict[str, object]]:
 def test_runs_go_on_at_once_on_cores_of_their_own_and_never_more_than_there_are(tmp_path: Path) -> None:
     found = plan(rate=("0.1", "0.2", "0.3", "0.4"), nap=("0.2",))
     open_sweep(tmp_path / "s", found, resume=False)
-    seen: list[SweepProgress] = []
+    seen: list[Progress] = []
     rows = run_sweep(found, tmp_path / "s", launch, cores=[3, 5], on_progress=seen.append)
     assert [one.final["accuracy"] for one in rows] == [0.1, 0.2, 0.3, 0.4]
-    assert max(one.running for one in seen) == 2
-    assert seen[-1].done == seen[-1].trials == 4
+    assert max(one.current for one in seen) == "2 under way"
+    assert seen[-1].done == seen[-1].runs == 4
     written = notes(tmp_path / "s")
     assert {one["cores"] for one in written} == {"3", "5"}
     for core in ("3", "5"):
@@ -252,9 +251,9 @@ def test_runs_go_on_at_once_on_cores_of_their_own_and_never_more_than_there_are(
 def test_one_job_at_a_time_where_that_is_asked_for(tmp_path: Path) -> None:
     found = plan(rate=("0.1", "0.2"))
     open_sweep(tmp_path / "s", found, resume=False)
-    seen: list[SweepProgress] = []
+    seen: list[Progress] = []
     run_sweep(found, tmp_path / "s", launch, cores=[0, 1, 2], jobs=1, on_progress=seen.append)
-    assert max(one.running for one in seen) == 1
+    assert max(one.current for one in seen) == "1 under way"
 
 
 def test_a_trial_takes_a_core_for_each_of_its_processes() -> None:
@@ -267,8 +266,8 @@ def test_a_cut_sweep_leaves_no_process_and_goes_on_with_what_is_missing(tmp_path
     out, found = tmp_path / "s", plan(rate=("0.1", "0.2", "0.3"), nap=("0.3",))
     open_sweep(out, found, resume=False)
 
-    def cut(progress: SweepProgress) -> None:
-        if progress.done == 1 and progress.running:
+    def cut(progress: Progress) -> None:
+        if progress.done == 1 and progress.current != "0 under way":
             raise KeyboardInterrupt
 
     before = set(_children())
@@ -309,14 +308,13 @@ def test_a_run_of_a_killed_sweep_is_waited_for(tmp_path: Path, monkeypatch: pyte
     open_sweep(tmp_path / "s", found, resume=False)
     folder.mkdir(parents=True)
     held = RunLock(folder / "run.lock")
-    held.acquire()
     looks, let_go, is_live = 0, math.inf, RunDirectory.is_live
 
-    def look(path: Path) -> bool:
+    def look(path: Path) -> bool | None:
         """The run ends when it is found at work for the second time."""
         nonlocal looks, let_go
         live = is_live(path)
-        looks += live
+        looks += bool(live)
         if looks == 2 and live:
             let_go = time.monotonic()
             held.close()

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
-from manyhands.observe.analyse.picture import Row, Timeline
-from manyhands.observe.analyse.timeline import build_timeline
+from manyhands.observe.analyse.timeline import Row, Timeline, build_timeline
 from manyhands.observe.draw.page import sections
 from manyhands.observe.draw.paper import STYLE
 from manyhands.observe.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
@@ -233,7 +232,7 @@ def test_faults_without_end_are_bounded_too() -> None:
     rows.append((EventKind.STEP, 0, 10, 0, NOBODY))
     role = RoleEvents(role=0, name="worker-0", records=records_of(0, rows))
     timeline = build_timeline([role], max_slices=100)
-    moments = [mark.at_ns for mark in timeline.rows[0].marks]
+    moments = [mark.end_ns for mark in timeline.rows[0].marks]
     assert (len(moments), moments[0], moments[-1]) == (1_000, 0, 4_999)
     assert timeline.left_out == ("4,000 joins, leaves and faults in the middle of worker 0 are left out",)
 

@@ -10,7 +10,7 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.observe.analyse.explain import explain, paragraph
 from manyhands.observe.analyse.remarks import about_imbalance, about_workers, straggler_advice
-from manyhands.observe.analyse.slowness import Late
+from manyhands.observe.analyse.slow_workers import Late, from_summary
 from manyhands.observe.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents
@@ -410,7 +410,7 @@ def test_explain_names_who_is_late_in_the_words_of_the_table() -> None:
 def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
     late = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0]).slowness.late_ever()
     assert late is not None
-    assert Late.from_dict(asdict(late) | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
+    assert from_summary(Late, asdict(late) | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cli.command_options import (
-    AllowOverload,
-    command_group,
-    from_options,
-    json_option,
-    option,
-    print_next,
-    write_json,
-)
+from manyhands.cli import command_options
+from manyhands.cli.command_options import AllowOverload, command_group, from_options, json_option, option
 from manyhands.errors import UserError
 from manyhands.lab.bench import allreduce, bench_server, step
 from manyhands.lab.sweep.trials import parse_values
@@ -27,7 +20,7 @@ bench_app = command_group()
 @dataclass(frozen=True, kw_only=True)
 class _CollectiveOptions:
     workers: int = option(2, "Processes on this host.")
-    sizes: str | None = option(None, "Sizes to measure, as in 1KiB,64KiB,25MiB.", show_default="1KiB and up")
+    sizes: str | None = option(None, "Sizes to measure, as in 1KiB,64KiB,25MiB.", shown="1KiB and up")
     repeats: int = option(40, "Runs of each contender at each size.")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option()
@@ -44,7 +37,7 @@ def _allreduce(asked: _CollectiveOptions) -> None:
     sizes = asked.sizes_bytes or allreduce.DEFAULT_SIZES_BYTES
     result = allreduce.run_bench(asked.workers, sizes, asked.repeats, allow_overload=asked.allow_overload)
     print(allreduce.format_table(result))
-    write_json(asked.json_file, result)
+    command_options.write_json(asked.json_file, result)
 
 
 @bench_app.command("backend")
@@ -55,7 +48,7 @@ def _backend(asked: _CollectiveOptions) -> None:
     overload = asked.allow_overload
     result = allreduce.run_backend_bench(asked.workers, sizes, asked.repeats, allow_overload=overload)
     print(allreduce.format_table(result))
-    write_json(asked.json_file, result)
+    command_options.write_json(asked.json_file, result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +67,7 @@ def _step(asked: _StepOptions) -> None:
     workloads = step.named_workloads(asked.workload)
     result = step.run_bench(asked.workers, workloads, asked.steps, allow_overload=asked.allow_overload)
     print(step.format_table(result))
-    write_json(asked.json_file, result)
+    command_options.write_json(asked.json_file, result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +84,7 @@ def _server(asked: _ServerOptions) -> None:
     memory_bytes = bench_server.MEMORY_BYTES if asked.memory else 0
     result = bench_server.run_bench(rounds=asked.rounds, memory_bytes=memory_bytes)
     print(bench_server.format_table(result))
-    write_json(asked.json_file, result)
+    command_options.write_json(asked.json_file, result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +107,8 @@ def _inference(asked: _InferenceOptions) -> None:
     counts = _integers(asked.batches), _integers(asked.workers)
     result = inference.run_bench(models, precisions, *counts, asked.seconds)
     print(inference.format_table(result))
-    write_json(asked.json_file, result)
-    print_next(
+    command_options.write_json(asked.json_file, result)
+    command_options.print_next(
         with_what_is_fastest_here=("serve", "RUN", "--workers", "N", "--batch", "B", "--precision", "P")
     )
 

@@ -47,12 +47,15 @@ __all__ = [
 ]
 
 
-def option(default: Any, help_text: str, *flags: str, writes: bool = False, **about: Any) -> Any:
+def option(
+    default: Any, help_text: str, *flags: str, shown: str | bool = True, writes: bool = False, **about: Any
+) -> Any:
     """A field of an options dataclass; `default` is `...` where it is required, `about` as for `typer.Option`.
 
-    `writes` says that the option names a file to write: without a folder for it, the command does not begin.
+    `shown` is the default in words. `writes` says that the option names a file to write: without a folder for it, the
+    command does not begin.
     """
-    return _field(default, typer.Option(*flags, help=help_text, **about), writes)
+    return _field(default, typer.Option(*flags, help=help_text, show_default=shown, **about), writes)
 
 
 def argument(default: Any, help_text: str | None = None, **about: Any) -> Any:
@@ -97,7 +100,6 @@ class _WholeSentences(TyperGroup):
 
 
 def command_group(**about: Any) -> typer.Typer:
-    """Commands under one name: `manyhands glove analogy`."""
     return typer.Typer(cls=_WholeSentences, no_args_is_help=True, rich_markup_mode=None, **about)
 
 
@@ -183,7 +185,6 @@ def _check(asked: Any) -> None:
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuse a file that could not be written now rather than after the work."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
@@ -294,6 +295,5 @@ def command_elsewhere(arguments: Sequence[str]) -> str:
 
 
 def command_to_resume(arguments: Sequence[str], out: Path) -> str:
-    """The same for a run that is kept in `out`, to continue."""
     has_out = any(word == "--out" or word.startswith("--out=") for word in arguments)
     return own_command(arguments, *([] if has_out else ["--out", str(out)]), "--resume")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from manyhands.cli.command_options import (
-    AllowOverload,
-    Seed,
-    add_workload_command,
-    command_elsewhere,
-    fresh_directory,
-    from_options,
-    half_length,
-    json_option,
-    option,
-    print_next,
-    task_commands,
-)
+from manyhands.cli import command_options
+from manyhands.cli.command_options import AllowOverload, Seed, from_options, json_option, option, print_next
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import leave_findings, progress_line, start_own_workers
 from manyhands.errors import UserError
@@ -40,7 +29,7 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
-    from manyhands.lab.compare.run_comparison import Comparison, Progress, Score
+    from manyhands.lab.compare.run_comparison import Comparison, Score
     from manyhands.lab.compare.update_density import DensityRow
     from manyhands.workloads.logreg.synthetic import SparseProblem
 
@@ -53,43 +42,32 @@ class _CompareOptions:
     workers: int = option(2, "Processes on this host.")
     repeats: int = option(2, "Runs of each strategy, interleaved.")
     target: str | None = option(
-        None,
-        "What to measure the time to, as in accuracy=0.95.",
-        show_default="what the better half of the strategies ends with",
+        None, "Measure the time to this, as in accuracy=0.95.", shown="what the better half reaches"
     )
     slow: str | None = option(
         None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
     )
-    bandwidth: str | None = option(
-        None, "Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."
-    )
+    bandwidth: str | None = option(None, "Hold TCP to this rate, as in 1Gbit; shared memory is not touched.")
     price: str | None = option(
-        None, "What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."
+        None, "Price of a process for an hour, by kind: worker=10,helper=1[,server=2]."
     )
-    device: str = option(
-        "cpu", "cpu, cuda, or both: every strategy on each, as in cpu,cuda; only what is there."
-    )
+    device: str = option("cpu", "cpu, cuda, or both: every strategy on each, as in cpu,cuda.")
     seed: Seed = 0
     allow_overload: AllowOverload = False
-    out: Path | None = option(None, "Directory of all runs.", show_default="runs/compare-TASK-TIME")
+    out: Path | None = option(None, "Directory of all runs.", shown="runs/compare-TASK-TIME")
     json: Path | None = json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TaskOptions(_CompareOptions):
     steps: int | None = option(None, "Global batches of each run.")
-    epochs: int | None = option(
-        None, "Passes over the data, instead of --steps.", show_default="half of train's"
-    )
+    epochs: int | None = option(None, "Passes over the data, instead of --steps.", shown="half of train's")
     rounds: int | None = option(None, "Rounds of each run that is counted in them.")
 
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TaskOptions) -> None:
-    @contextmanager
-    def build(_out: Path) -> Iterator[tuple[AnyTask, None]]:
-        yield entry.build(**task_options), None
-
-    _run(entry.name, build, common, {**half_length(entry, common), "rounds": common.rounds})
+    length = {**command_options.half_length(entry, common), "rounds": common.rounds}
+    _run(entry.name, lambda _: nullcontext((entry.build(**task_options), None)), common, length)
 
 
 def _compare_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _CompareOptions) -> None:
@@ -140,8 +118,8 @@ def _run(
     )
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
-    out = common.out or fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as (task, score), progress_line(_progress_words) as report:
+    out = common.out or command_options.fresh_directory(f"compare-{name}")
+    with ending() as end, build(out) as (task, score), progress_line() as report:
         found = compare(task, common.strategies, out=out, settings=settings, on_progress=report, score=score)
     for note in found.left_out:
         print(f"manyhands: {note}", file=sys.stderr)
@@ -150,17 +128,13 @@ def _run(
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
-            f"comparison cannot be resumed, start again with: {command_elsewhere(sys.argv)}",
+            f"comparison cannot be resumed, start again with: {command_options.command_elsewhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)
     _print_next(found, name, out)
     if found.failed:
         raise typer.Exit(1)
-
-
-def _progress_words(progress: Progress) -> str:
-    return f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
 
 
 def _leave(found: Comparison, sentences: list[str], task: str, out: Path, json_file: Path | None) -> None:
@@ -200,12 +174,12 @@ _MOST_EXAMPLES = 200_000
 @dataclass(frozen=True, kw_only=True)
 class _SparseOptions:
     density: str = option(
-        "0.002,0.02,0.2", "Shares of the features that an example has, separated by commas."
+        "0.002,0.02,0.2", "Shares of the features that an example has, with commas between."
     )
     features: int = option(1000, "Features in all.")
     nonzeros: int = option(2_000_000, "Features of all examples together: the work of a pass.")
     strategies: str = option(
-        "single; hogwild; hogwild order=locked", "What to compare with the first, separated by semicolons."
+        "single; hogwild; hogwild order=locked", "The first is what the others are beside."
     )
     workers: int = option(2, "Workers of those that have several.")
     repeats: int = option(1, "Runs of each strategy, interleaved.")
@@ -213,7 +187,7 @@ class _SparseOptions:
     learner: str = option("adagrad", "sgd, adagrad or ftrl.")
     seed: int = option(0, "Fixes the examples and everything random.")
     allow_overload: AllowOverload = False
-    out: Path | None = option(None, "Directory of all runs.", show_default="runs/compare-sparse-TIME")
+    out: Path | None = option(None, "Directory of all runs.", shown="runs/compare-sparse-TIME")
     json: Path | None = json_option()
 
 
@@ -227,7 +201,7 @@ def _compare_sparse(asked: _SparseOptions) -> None:
 
     parse_strategies(asked.strategies)
     problems = _problems(asked)
-    out = asked.out or fresh_directory("compare-sparse")
+    out = asked.out or command_options.fresh_directory("compare-sparse")
     require_empty(out)
     make_output(out)
     prepare("logreg")
@@ -236,7 +210,7 @@ def _compare_sparse(asked: _SparseOptions) -> None:
         for problem in problems:
             done = _one(asked, problem, out)
             if done.interrupted:
-                again = command_elsewhere(sys.argv)
+                again = command_options.command_elsewhere(sys.argv)
                 print(f"manyhands: ended by {end.name}; begin again with: {again}", file=sys.stderr)
                 raise typer.Exit(end.status)
             failed = failed or done.failed
@@ -290,7 +264,7 @@ def _one(asked: _SparseOptions, problem: SparseProblem, out: Path) -> Comparison
         workers=asked.workers, seed=asked.seed, repeats=asked.repeats, allow_overload=asked.allow_overload
     )
     before = f"density {problem.density:g} · "
-    with Spool() as spool, progress_line(lambda one: before + _progress_words(one)) as report:
+    with Spool() as spool, progress_line(before) as report:
         write_examples(problem, path)
         parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
         task = LogregTask.of(parsed, options)
@@ -325,9 +299,11 @@ def _leave_sparse(asked: _SparseOptions, rows: list[DensityRow], out: Path) -> N
     )
 
 
-compare_app = task_commands(_compare, "Compare strategies on {help}.", callback=start_own_workers)
+compare_app = command_options.task_commands(
+    _compare, "Compare strategies on {help}.", callback=start_own_workers
+)
 for _workload in offered("training"):
-    add_workload_command(
+    command_options.add_workload_command(
         compare_app,
         _workload.name,
         _workload.compared_type,

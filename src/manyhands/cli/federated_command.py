@@ -8,14 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.command_options import (
-    argument,
-    command_group,
-    fresh_directory,
-    from_options,
-    option,
-    task_commands,
-)
+from manyhands.cli import command_options
+from manyhands.cli.command_options import argument, command_group, from_options, option, task_commands
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
 from manyhands.workloads.task_options import narrowed
@@ -29,32 +23,28 @@ _say = partial(print, flush=True)
 @dataclass(frozen=True, kw_only=True)
 class _ServeOptions:
     rounds: int = option(..., "Rounds that must count.")
-    strategy: str = option(
-        "federated", "How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."
-    )
+    strategy: str = option("federated", "As in simulation: 'federated clients=20 fraction=0.5 secure=yes'.")
     data_schema: str | None = option(
-        None, "What a device's file holds, as in images=uint8:1x8x8,labels=int64.", show_default="0=…,1=…"
+        None, "What a device's file holds, as in images=uint8:1x8x8,labels=int64.", shown="0=…,1=…"
     )
     host: str = option("127.0.0.1", "Listen on this address.")
     port: int = option(0, "Listen on this port; 0: a free one.")
-    tls: Path | None = option(
-        None, "This host's folder of `manyhands certificates`.", show_default="made in the run directory"
-    )
+    tls: Path | None = option(None, "This host's folder of `manyhands certificates`.", shown="made in --out")
     over: float = option(1.3, "Ask so many times as many devices as are needed.")
     min_reports: int | None = option(
-        None, "Reports without which a round is abandoned.", show_default="half of those needed"
+        None, "Reports without which a round is abandoned.", shown="half the need"
     )
     deadline_s: float = option(600.0, "Seconds that a round waits for reports.", "--deadline")
     select_s: float = option(30.0, "Seconds to wait for more devices than the least.", "--select")
     present_s: float = option(60.0, "Seconds for which a silent device counts as there.", "--present")
     patience_s: float = option(
-        math.inf, "Give up after so many seconds without a round.", "--patience", show_default="never"
+        math.inf, "Give up after so long without a round.", "--patience", shown="never"
     )
     stage_s: float = option(30.0, "With secure=yes, seconds for each message after the first.", "--stage")
     hold_s: float = option(20.0, "Seconds for which a question for work is held back.", "--hold")
     linger_s: float = option(30.0, "Seconds to wait at the end for devices to fetch the model.", "--linger")
     seed: int = option(0, "Fixes weights, selection and everything random.")
-    out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
+    out: Path | None = option(None, "Run directory.", shown="runs/TASK-TIME")
     resume: Resume = False
 
 
@@ -66,7 +56,7 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeO
     settings = narrowed(RoundSettings, asked)
     task = entry.build(**task_options)
     job = FederatedJob.make(task, asked.strategy, settings, seed=asked.seed, schema=asked.data_schema)
-    out = asked.out or fresh_directory(entry.name)
+    out = asked.out or command_options.fresh_directory(entry.name)
     place = narrowed(ServingPlace, replace(asked, out=out))
     with ending():
         serve_devices(job, place, _say)
@@ -78,14 +68,10 @@ class _JoinOptions:
     data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
     out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")
     token: str | None = option(
-        None, "The token to enrol with, the first time.", "--enrol", envvar="MANYHANDS_ENROL"
+        None, "The token to enrol, the first time.", "--enrol", envvar="MANYHANDS_ENROL"
     )
-    authority: Path | None = option(
-        None, "The server's ca.pem, by which it is known.", "--ca", show_default="this host's authorities"
-    )
-    patience_s: float = option(
-        86400.0, "Give up after so many seconds in which the server was not reached.", "--patience"
-    )
+    authority: Path | None = option(None, "The server's ca.pem.", "--ca", shown="this host's authorities")
+    patience_s: float = option(86400.0, "Give up after so many seconds without the server.", "--patience")
     most_pause_s: float = option(30.0, "The longest pause between two tries, in seconds.", "--max-pause")
 
 

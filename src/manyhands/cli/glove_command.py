@@ -8,14 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.command_options import (
-    argument,
-    command_group,
-    from_options,
-    json_option,
-    option,
-    write_json,
-)
+from manyhands.cli import command_options
+from manyhands.cli.command_options import argument, command_group, from_options, json_option, option
 from manyhands.cli.runs import print_rows
 from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import TableRows
@@ -33,7 +27,7 @@ _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
 class _EvaluateOptions:
     vectors: Path = argument(..., _FORMS, metavar="VECTORS")
     analogies: Path | None = option(
-        None, "Questions of four words, ': name' begins a section.", metavar="FILE"
+        None, "Questions of four words; ': name' begins a section.", metavar="FILE"
     )
     similarity: Path | None = option(None, "Two words and a score, with tabs between.", metavar="FILE")
     json_file: Path | None = json_option("Write the result to this file, too.")
@@ -83,7 +77,7 @@ def _evaluate(asked: _EvaluateOptions) -> None:
         print(
             f"similarity  Spearman {agreement.correlation:.4f}  {agreement.known} of {agreement.asked} pairs known"
         )
-    write_json(asked.json_file, found)
+    command_options.write_json(asked.json_file, found)
 
 
 @glove_app.command("neighbours")

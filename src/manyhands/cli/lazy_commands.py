@@ -88,7 +88,6 @@ def lazy_app(groups: Mapping[str, Mapping[str, LazyCommand]], **about: Any) -> t
             return super().resolve_command(ctx, args)
 
         def format_commands(self, _ctx: Any, formatter: Any) -> None:
-            """Whole sentences, over several lines where they are long."""
             for title, group in groups.items():
                 with formatter.section(title):
                     formatter.write_dl([(name, command.help) for name, command in group.items()])
@@ -142,7 +141,6 @@ def _prepare(words: Sequence[str]) -> None:
 
 
 def _with_flags(command: Any) -> Any:
-    """The help shows flags as flags: nobody may write `--resume true`."""
     for option in command.params:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""

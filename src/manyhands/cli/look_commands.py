@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,11 +51,9 @@ class _ShowOptions(_LookedAt):
     )
     out: Path | None = option(None, "Write to this file or folder; to one in RUN otherwise.", writes=True)
     steps: str | None = option(
-        None, "Of a trace or picture: only global batches A to B - 1, as A:B; either may be left out."
+        None, "Of a trace or picture: only global batches A to B - 1, as A:B, A: or :B."
     )
-    host: str = option(
-        "127.0.0.1", "Address of the page; 0.0.0.0 lets other machines in, who need the token, too."
-    )
+    host: str = option("127.0.0.1", "Address of the page; 0.0.0.0 lets other machines in, with the token.")
     port: int = option(0, "Port of the page; 0 takes a free one.")
     open_browser: bool = option(False, "Open the page in this machine's browser.", "--open/--no-open")
 
@@ -192,5 +190,5 @@ def explain_command(asked: _ExplainOptions) -> None:
     if layers:
         out.print(layers_table(layers), "", sep="\n")
     out.print(words)
-    sent = {"layers": [asdict(layer) for layer in layers]} if layers else {}
+    sent = {"layers": layers} if layers else {}
     write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **sent, "paragraph": words})

@@ -22,20 +22,16 @@ __all__ = ["certificates_command", "doctor_command", "launch_command", "role_com
 class _LaunchOptions:
     context: typer.Context
     script: Path = argument(..., "The script, which calls mh.join().", metavar="SCRIPT")
-    arguments: list[str] | None = argument(
-        None, "The script's own arguments; after -- if they look like ours.", metavar="[ARGUMENTS]..."
-    )
+    arguments: list[str] | None = argument(None, "Its own; after -- if like ours.", metavar="[ARGUMENTS]...")
     workers: int = option(2, "Processes on this host.")
     strategy: str | None = option(
-        None, "How: mirrored, central, local, or allreduce, with settings.", show_default="mirrored"
+        None, "mirrored, central, local or allreduce, with settings.", shown="mirrored"
     )
-    device: str | None = option(None, "cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
-    out: Path | None = option(
-        None, "Keep the run's events in this new directory, for timeline, explain and watch."
-    )
+    device: str | None = option(None, "cpu, or cuda: one GPU per worker in turn.", shown="cpu")
+    out: Path | None = option(None, "Keep the run's events in this new directory, for show and explain.")
     allow_overload: AllowOverload = False
     watchdog: float = option(
-        60.0, "Seconds without progress after which the worker that holds up the run is named; 0: never."
+        60.0, "Seconds without progress after which whoever holds it up is named; 0: never."
     )
 
 
@@ -77,9 +73,7 @@ def launch_command(asked: _LaunchOptions) -> None:
 @dataclass(frozen=True)
 class _RoleOptions:
     arguments: list[str] = argument(
-        ...,
-        "After --: train, a task and its options, or a script that calls mh.fit; the same on every role.",
-        metavar="-- COMMAND...",
+        ..., "After --: train and its words, or a script that calls mh.fit.", metavar="-- COMMAND..."
     )
     spec: Path = option(..., "The cluster: a TOML or JSON file with the addresses of each type.")
     role_type: str = option(..., "chief, worker, ps or evaluator.", "--type")
@@ -121,9 +115,7 @@ class _CertificateOptions:
     directory: Path = argument(..., "A new folder, for a folder per host.", metavar="DIR")
     hosts: str = option(..., "Names or addresses of the hosts: node1,node2.")
     days: float = option(7.0, "How long they are valid; longer than the run lasts.")
-    keep_authority: bool = option(
-        False, "Keep the authority's key in DIR, to add hosts later.", "--keep-authority"
-    )
+    keep_authority: bool = option(False, "Keep the authority's key in DIR, to add hosts.", "--keep-authority")
 
 
 @from_options

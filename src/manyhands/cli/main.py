@@ -105,7 +105,7 @@ GROUPS = {
     },
     "Foresee": {
         "simulate": LazyCommand(
-            "simulate_command:simulate_app",
+            "forecast_commands:simulate_app",
             "Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
             counts=_LENGTHS,
         ),
@@ -114,17 +114,17 @@ GROUPS = {
             "Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
         ),
         "memory": LazyCommand(
-            "memory_command:memory_app",
+            "model_commands:memory_app",
             "Say what training needs in memory on each worker, before anything is trained.",
             counts=("workers",),
         ),
         "graph": LazyCommand(
-            "graph_command:graph_app",
+            "model_commands:graph_app",
             "Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
             counts=("workers",),
         ),
         "scaling": LazyCommand(
-            "scaling_command:scaling_app",
+            "forecast_commands:scaling_app",
             "Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
             counts=("steps", "epochs"),
         ),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from manyhands.cli.command_options import option, write_json
 from manyhands.data.store.atomic import write_atomically
@@ -30,6 +29,7 @@ from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.tasks.builtin import TaskTable
 
 if TYPE_CHECKING:
+    from manyhands.lab.compare.comparison import Progress
     from manyhands.places.local.signals import SignalEnding
 
 __all__ = [
@@ -55,11 +55,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
 class RunOptions:
     """The options of every command that trains."""
 
-    out: Path | None = option(None, "Run directory.", show_default="runs/TASK-TIME")
+    out: Path | None = option(None, "Run directory.", shown="runs/TASK-TIME")
     resume: Resume = False
     checkpoint_every: int | None = option(None, "Steps between checkpoints.")
     watchdog: float = option(
-        60.0, "Seconds without progress after which the worker that holds up the run is named; 0: never."
+        60.0, "Seconds without progress after which whoever holds it up is named; 0: never."
     )
     dashboard: bool = option(False, "Show the run as a live page while it goes on.", "--dashboard")
     dashboard_port: int = option(0, "Port of the live page on 127.0.0.1; 0 takes a free one.")
@@ -73,11 +73,11 @@ def live_page(
     if not asked.dashboard:
         return nullcontext()
     from manyhands.cli.look_commands import serving
-    from manyhands.observe.analyse.follow import ComingRun
+    from manyhands.observe.analyse.follow import coming_run
     from manyhands.serving.hosting import LOOPBACK
 
     farewell = f"The run has ended; manyhands show {out} opens this page again."
-    return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, asked.dashboard_port, farewell)
+    return serving(coming_run(out, task, strategy, workers), LOOPBACK, asked.dashboard_port, farewell)
 
 
 def live_tensorboard(asked: RunOptions, out: Path) -> AbstractContextManager[object]:
@@ -195,13 +195,16 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_line(words: Callable[[Any], str]) -> Iterator[Callable[[Any], None]]:
-    """The same of progress, which has `seconds_left`: its words, and the time left where it is known."""
+def progress_line(
+    before: str = "", form: str = "run {next} of {runs}"
+) -> Iterator[Callable[[Progress], None]]:
+    """The same of progress: how far it is, what runs, and the time left where it is known."""
     with status_line() as say:
 
-        def report(progress: Any) -> None:
-            left = progress.seconds_left
-            say(words(progress) + ("" if left is None else f" · about {left:.0f} s left"))
+        def report(one: Progress) -> None:
+            left = "" if one.seconds_left is None else f" · about {one.seconds_left:.0f} s left"
+            how_far = form.format(done=one.done, next=one.done + 1, runs=one.runs)
+            say(f"{before}{how_far} · {one.current}{left}")
 
         yield report
 
@@ -242,10 +245,6 @@ def print_rows(part: str | TableRows) -> None:
     if isinstance(part, str):
         console.print(part, markup=False, soft_wrap=True)
         return
-    table = Table(box=None, pad_edge=False)
-    for number, heading in enumerate(part.head):
-        is_number = part.numbers and number > 0
-        table.add_column(Text(heading), justify="right" if is_number else "left", overflow="fold")
-    for row in part.rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    from manyhands.observe.draw.time_table import plain_table
+
+    console.print(plain_table(part.head, part.rows, words=1 if part.numbers else len(part.head)))

@@ -27,19 +27,14 @@ RATES = (20e-6, 1 / 2e9, 1 / 10e9)
 @dataclass(frozen=True)
 class _ScheduleOptions:
     name: str | None = argument(None, "Which schedule; without a name they are listed.", show_default=False)
-    stages: int | None = option(None, "Stages of a pipeline.", show_default="4")
-    microbatches: int | None = option(None, "Micro-batches, or slices of time, in a step.", show_default="8")
-    chunks: int | None = option(None, "Parts that each stage of `interleaved` has.", show_default="2")
-    workers: str | None = option(
-        None, "Workers of an all-reduce; several, as in 2,4,8, for a table.", show_default="4"
-    )
-    size: str | None = option(
-        None, "Bytes of a message between stages, or of what is all-reduced.", show_default="1MiB"
-    )
+    stages: int | None = option(None, "Stages of a pipeline.", shown="4")
+    microbatches: int | None = option(None, "Micro-batches, or slices of time, in a step.", shown="8")
+    chunks: int | None = option(None, "Parts that each stage of `interleaved` has.", shown="2")
+    workers: str | None = option(None, "Of an all-reduce; several, as in 2,4,8, make a table.", shown="4")
+    size: str | None = option(None, "Bytes of a message of a pipeline, or of an all-reduce.", shown="1MiB")
     svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
 
     def refuse(self, kind: str, *others: str) -> None:
-        """UserError for an option that this kind of schedule does not have."""
         for other in others:
             if getattr(self, other) is not None:
                 raise UserError(f"--{other} does not go with {self.name}, which is {kind}")

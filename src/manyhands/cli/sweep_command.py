@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from manyhands.cli.command_options import (
-    command_to_resume,
-    fresh_directory,
-    half_length,
-    json_option,
-    option,
-    print_next,
-    task_commands,
-)
+from manyhands.cli import command_options
+from manyhands.cli.command_options import json_option, option, print_next, task_commands
 from manyhands.cli.command_process import child_command
 from manyhands.cli.runs import Resume, ended_by_signal, leave_findings, progress_line, start_own_workers
 from manyhands.errors import UserError, nearest
@@ -39,15 +32,11 @@ class _SweepOptions:
     strategy: str = option("single", "One or several, separated by semicolons.")
     workers: str = option("1", "Workers of each run; several, separated by commas.")
     seed: str = option("0", "Fixes everything random; several, separated by commas.")
-    metric: str | None = option(
-        None, "What the runs are judged by.", show_default="the task's first, or evaluation_loss"
-    )
+    metric: str | None = option(None, "What judges the runs.", shown="the task's first, or evaluation_loss")
     steps: int | None = option(None, "Global batches of each run.")
-    epochs: int | None = option(
-        None, "Passes over the data, instead of --steps.", show_default="half of train's"
-    )
-    jobs: int | None = option(None, "Runs at once.", show_default="as many as there are cores for")
-    out: Path | None = option(None, "Directory of all runs.", show_default="runs/sweep-TASK-TIME")
+    epochs: int | None = option(None, "Passes over the data, instead of --steps.", shown="half of train's")
+    jobs: int | None = option(None, "Runs at once.", shown="as many as there are cores for")
+    out: Path | None = option(None, "Directory of all runs.", shown="runs/sweep-TASK-TIME")
     resume: Resume = False
     json: Path | None = json_option()
 
@@ -66,12 +55,12 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sweep
                 f"{','.join(setting.values)}; every option takes several, separated by commas",
                 file=sys.stderr,
             )
-    out = common.out or fresh_directory(f"sweep-{entry.name}")
+    out = common.out or command_options.fresh_directory(f"sweep-{entry.name}")
     open_sweep(out, plan, resume=common.resume)
-    again = command_to_resume(sys.argv, out)
+    again = command_options.command_to_resume(sys.argv, out)
     with (
         ended_by_signal(lambda: f"what is done is kept in {out}; continue with: {again}"),
-        progress_line(lambda one: f"{one.done} of {one.trials} done · {one.running} under way") as report,
+        progress_line(form="{done} of {runs} done") as report,
     ):
         rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, on_progress=report)
     _leave(plan, rows, out, common.json)
@@ -114,7 +103,11 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _SweepO
         task=entry.name,
         settings=tuple(settings),
         metric=common.metric or names[0],
-        common={f"--{name}": str(value) for name, value in half_length(entry, common).items() if value},
+        common={
+            f"--{name}": str(value)
+            for name, value in command_options.half_length(entry, common).items()
+            if value
+        },
     )
 
 

@@ -15,31 +15,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from manyhands.cli.command_options import (
-    AllowOverload,
-    Seed,
-    add_workload_command,
-    check_writable,
-    command_to_resume,
-    fresh_directory,
-    json_option,
-    option,
-    own_command,
-    print_next,
-    task_commands,
-    write_json,
-)
+from manyhands.cli import command_options, runs
+from manyhands.cli.command_options import AllowOverload, Seed, json_option, option, task_commands, write_json
 from manyhands.cli.lazy_commands import usual_workers
-from manyhands.cli.runs import (
-    RunOptions,
-    ended_by_signal,
-    leave_if_evaluator,
-    leave_report,
-    live_page,
-    live_tensorboard,
-    print_rows,
-    start_own_workers,
-)
+from manyhands.cli.runs import RunOptions
 from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
@@ -60,19 +39,15 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(RunOptions):
-    strategy: str = option(
-        "mirrored", f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
-    )
+    strategy: str = option("mirrored", f"How: {', '.join(STRATEGIES)}; with settings, as 'ps servers=2'.")
     workers: int | None = option(
-        None,
-        "Processes on this host; under torchrun, the processes it started.",
-        show_default="2, or what the strategy takes",
+        None, "Processes on this host, or those of torchrun.", shown="2, or what the strategy takes"
     )
     cluster: str | None = option(
         None, "Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
     )
     min_workers: int | None = option(
-        None, "Continue with so few, or end: 'allreduce elastic=yes'; ps with --cluster."
+        None, "Continue with so few: 'allreduce elastic=yes'; ps with --cluster."
     )
     max_workers: int | None = option(None, "With --cluster and ps: up to so many as it grows.")
     steps: int | None = option(None, "Global batches to train.")
@@ -87,16 +62,14 @@ class _TrainOptions(RunOptions):
     slow: str | None = option(
         None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
     )
-    progress: str = option(
-        "auto", "bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
-    )
+    progress: str = option("auto", "bar, lines or none; auto: a bar in a terminal, lines elsewhere.")
     tls: Path | None = option(
         None,
-        "Between hosts: folder of this host's certificate (`manyhands certificates`); or MANYHANDS_TLS.",
+        "Between hosts: this host's folder of `manyhands certificates`; or MANYHANDS_TLS.",
         metavar="DIR",
     )
     insecure: bool = option(
-        False, "Between hosts: send everything in the clear, on a network you trust.", "--insecure"
+        False, "Between hosts: send all in the clear, on a trusted network.", "--insecure"
     )
     json_file: Path | None = option(None, "Write the summary to this file.", "--json")
     csv_file: Path | None = option(None, "Write steps and evaluations to this file.", "--csv")
@@ -109,9 +82,11 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
     leads = place.leads  # the run directory, the page and what is printed at the end are its
     usual = usual_workers(Strategy.parse(common.strategy))
     workers = common.workers if common.workers is not None or place.world is not None else usual
-    out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
+    out = common.out or (
+        command_options.fresh_directory(entry.name) if leads else Path("runs")
+    )  # the leader's to keep
     if leads:
-        check_writable(common.json_file)
+        command_options.check_writable(common.json_file)
     fit_here = partial(
         fit,
         task,
@@ -126,22 +101,22 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
         options=_fit_options(common, out, leads),
     )
     if not leads:
-        with ended_by_signal():
+        with runs.ended_by_signal():
             fit_here()
         return
     try:
-        page = live_page(common, out, entry.name, common.strategy, workers or place.world or usual)
+        page = runs.live_page(common, out, entry.name, common.strategy, workers or place.world or usual)
         # without a word of its own, for fit has said what is kept, and how to continue
-        with ended_by_signal(), page, live_tensorboard(common, out):
+        with runs.ended_by_signal(), page, runs.live_tensorboard(common, out):
             run = fit_here()
     except UserError:
         raise
     except ManyhandsError:
-        leave_report(out)  # it shows what went wrong, and to whom
+        runs.leave_report(out)  # it shows what went wrong, and to whom
         raise
     end_run(run, out, common.json_file, task_table(entry, task, run))
     if run.path is not None:
-        print_next(
+        command_options.print_next(
             where_the_time_goes=("explain", out),
             the_page_of_the_run=("show", out),
             the_model_over_HTTP=("serve", out),
@@ -156,7 +131,7 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
         evaluate_every=common.evaluate_every,
         checkpoint_every=common.checkpoint_every,
         allow_overload=common.allow_overload,
-        resume_command=command_to_resume(sys.argv, out),
+        resume_command=command_options.command_to_resume(sys.argv, out),
         watchdog_s=common.watchdog,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         autocast=common.autocast,
@@ -171,7 +146,6 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
 
 
 def _length(entry: BuiltinTask[Any], common: _TrainOptions) -> dict[str, int | None]:
-    """Steps, epochs or rounds as asked for, or what the task itself would have."""
     asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
     if any(value is not None for value in asked.values()):
         return asked
@@ -188,7 +162,6 @@ def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | Non
 
 
 def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None = None) -> None:
-    """Print what came out, leave the report, and write the summary where one was asked for."""
     from manyhands.observe.draw.time_table import end_table, words_table
 
     for note in run.summary["notes"]:
@@ -199,7 +172,7 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
         Console().print(words_table(table.title, table.head, table.rows))
         summary["table"] = {"title": table.title, "head": table.head, "rows": table.rows}
     if run.path is not None:  # else a node of a cluster has it
-        leave_report(out, table)
+        runs.leave_report(out, table)
     write_json(json_file, summary)  # last, for a disk that does not take it must not hide the rest
 
 
@@ -235,33 +208,31 @@ def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class _KeptRun(RunOptions):
-    out: Path | None = option(
-        None, "Where the files of the run go.", metavar="DIR", show_default="runs/TASK-TIME"
-    )
+    out: Path | None = option(None, "Where the files of the run go.", metavar="DIR", shown="runs/TASK-TIME")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option("Write the summary to this file.")
 
 
 def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: _KeptRun) -> None:
-    start_own_workers()
+    runs.start_own_workers()
     from manyhands.data.store.atomic import write_json as write_file
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.draw.bars import Bars
 
     options = chosen(workload.name, workload.options_type, given)
-    out = asked.out or fresh_directory(workload.name)
+    out = asked.out or command_options.fresh_directory(workload.name)
     keep, model = _keeping(asked, out, workload.files), out / workload.files[0]
 
     def kept() -> str:
         result = f"what there is of a result is in {model}" if model.exists() else "there is no result yet"
-        again = f"start again with: {own_command(sys.argv)}"
+        again = f"start again with: {command_options.own_command(sys.argv)}"
         how = f"continue with: {keep.options.resume_command}" if RunDirectory.is_one(out) else again
         return f"{result}; {how}"
 
     with (
-        ended_by_signal(kept) as end,
-        live_page(asked, out, workload.name, options.strategy, options.workers),
-        live_tensorboard(asked, out),
+        runs.ended_by_signal(kept) as end,
+        runs.live_page(asked, out, workload.name, options.strategy, options.workers),
+        runs.live_tensorboard(asked, out),
         Bars() as bars,
     ):
         ended = workload.train(options, keep, bars)
@@ -269,15 +240,15 @@ def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], aske
         write_file(out / "summary.json", ended.summary)
     write_json(asked.json_file, ended.summary)
     for part in ended.shown:
-        print_rows(part)
+        runs.print_rows(part)
     for note in ended.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     if ended.interrupted:
         how = f"continue with: {keep.options.resume_command}"
         print(f"manyhands: ended by {end.name}; {ended.interrupted}; {how}", file=sys.stderr)
         raise typer.Exit(end.status)
-    leave_report(out)
-    print_next(**ended.next)
+    runs.leave_report(out)
+    command_options.print_next(**ended.next)
 
 
 def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
@@ -293,14 +264,16 @@ def _keeping(asked: _KeptRun, out: Path, own_files: tuple[str, ...]) -> Keeping:
     options = Options(
         checkpoint_every=asked.checkpoint_every,
         watchdog_s=asked.watchdog,
-        resume_command=command_to_resume(sys.argv, out),
+        resume_command=command_options.command_to_resume(sys.argv, out),
         tells_interruption=False,  # this command does, and says what there is of a result
         own_files=frozenset(own_files),
     )
     return Keeping(out=out, resume=asked.resume, options=options)
 
 
-train_app = task_commands(_train, "Train {help}.", callback=leave_if_evaluator)
+train_app = task_commands(_train, "Train {help}.", callback=runs.leave_if_evaluator)
 for _workload in offered("training"):
     _run = partial(_train_workload, _workload)
-    add_workload_command(train_app, _workload.name, _workload.options_type, _KeptRun, _run, _workload.help)
+    command_options.add_workload_command(
+        train_app, _workload.name, _workload.options_type, _KeptRun, _run, _workload.help
+    )

@@ -10,30 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from manyhands.cli.command_options import argument, from_options, option
 from manyhands.cli.program import spare_the_compiler
 from manyhands.errors import format_bytes
 
 if TYPE_CHECKING:
-    from manyhands.strategies.ps.audit_files import AuditedRun
+    from manyhands.strategies.ps.audit import AuditedRun
 
 __all__ = ["audit_command", "replay_command"]
 
 _EXIT = {"complete": 0, "restored": 0, "broken": 1, "incomplete": 3}
 """By verdict; 2 says that there is nothing to audit."""
 _COLUMNS = (
-    "shard",
-    "batches",
-    "steps",
-    "updates",
-    "stale, mean",
-    "max",
-    "late",
-    "skipped",
-    "lost",
-    "restored",
+    *("shard", "batches", "steps", "updates", "stale, mean"),
+    *("max", "late", "skipped", "lost", "restored"),
 )
 
 
@@ -42,7 +33,7 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
 
     Exit status: 0 for the first two, 3 for incomplete, 1 for broken.
     """
-    from manyhands.strategies.ps.audit_files import audit_run
+    from manyhands.strategies.ps.audit import audit_run
 
     audited = audit_run(run)
     found = audited.found
@@ -58,18 +49,18 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
 
 
 def _print(audited: AuditedRun) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
+    from manyhands.observe.draw.time_table import plain_table
+
+    rows = []
     for shard in audited.found.shards:
         total = sum(value * count for value, count in shard.staleness.items())
         mean = f"{total / shard.applied if shard.applied else 0:.2f}"
         most = max(shard.staleness, default=0)
         counts = (shard.late, shard.skipped, shard.lost, shard.restores)
         row = (shard.shard, shard.batches, shard.versions, shard.applied, mean, most, *counts)
-        table.add_row(*map(str, row))
+        rows.append([str(cell) for cell in row])
     out = Console(highlight=False)
-    out.print(table)
+    out.print(plain_table(_COLUMNS, rows, words=0))
     lag = audited.strategy.consistency.lag
     bound = "no bound on reads" if lag is None else f"reads lag by at most {lag} clocks"
     out.print(f"{audited.strategy} · {bound} · {audited.found.words}", soft_wrap=True)

@@ -27,17 +27,9 @@ class _Model:
 
 @dataclass(frozen=True)
 class _PredictOptions(_Model):
-    source: str = argument(
-        ...,
-        "A file as the task has them (see below); words for glove; - is stdin for logreg.",
-        metavar="INPUT",
-    )
-    out: Path | None = option(None, "Write there.", metavar="FILE", show_default="stdout")
-    file_format: str = option(
-        "auto",
-        "What INPUT is, where how it begins does not tell: picture, npy, idx, json; libsvm, vw.",
-        "--format",
-    )
+    source: str = argument(..., "A file as below; words for glove; - is stdin for logreg.", metavar="INPUT")
+    out: Path | None = option(None, "Write there.", metavar="FILE", shown="stdout")
+    file_format: str = option("auto", "What INPUT is: picture, npy, idx, json; libsvm, vw.", "--format")
     skip_bad: bool = option(False, "Of logreg: leave out lines that are wrong and count them.", "--skip-bad")
 
 
@@ -83,7 +75,6 @@ def predict_command(asked: _PredictOptions) -> None:
 
 
 def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
-    """Returns how many lines that were."""
     from manyhands.observe.draw.bars import Bars
 
     written = 0
@@ -129,20 +120,12 @@ def generate_command(asked: _GenerateOptions) -> None:
 class _ExportOptions:
     run: Path = argument(..., "The run's directory.")
     precision: str = option("fp32", "fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
-    file_format: str = option(
-        "safetensors",
-        "safetensors: the weights; torch-export: a program that needs no source of ours.",
-        "--format",
-    )
+    file_format: str = option("safetensors", "safetensors: weights; torch-export: a program.", "--format")
     out: Path | None = option(
-        None,
-        "Write there.",
-        writes=True,
-        metavar="FILE",
-        show_default="RUN/model-PRECISION.safetensors, RUN/model.pt2",
+        None, "Write there.", writes=True, metavar="FILE", shown="RUN/model-PRECISION.…"
     )
     test: Path | None = option(
-        None, "Of logreg: examples to measure on; the others have evaluation data.", metavar="FILE"
+        None, "Of logreg, without evaluation data: examples to measure on.", metavar="FILE"
     )
     json_file: Path | None = json_option("Write the figures as JSON.")
 
@@ -182,19 +165,18 @@ def export_command(asked: _ExportOptions) -> None:
 
 def _print_cost(export: Export) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from manyhands.observe.draw.time_table import plain_table
 
     if not export.before:
         print("there is no evaluation data: what the precision costs was not measured")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("evaluation")
-    for column in ("as trained", "exported", "change"):
-        table.add_column(column, justify="right")
-    for name, value in export.before.items():
-        after = export.after[name]
-        table.add_row(name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
-    Console().print(table)
+    rows = [
+        (name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
+        for name, value in export.before.items()
+        if (after := export.after[name]) is not None
+    ]
+    Console().print(plain_table(("evaluation", "as trained", "exported", "change"), rows))
 
 
 @dataclass(frozen=True)
@@ -204,11 +186,9 @@ class _ServeOptions(_Model):
     wait: float = option(2.0, "Milliseconds that a request waits for others to fill a batch.")
     deadline: float = option(30.0, "Seconds within which a request has its answer, or a 503.")
     precision: str = option(
-        "fp32", "Compute in fp32, bf16 or int8; `manyhands bench inference` says what is fastest here."
+        "fp32", "fp32, bf16 or int8; `manyhands bench inference` says what is fastest here."
     )
-    host: str = option(
-        "127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, who need the token, too."
-    )
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, with the token.")
     port: int = option(0, "Port to listen on; 0 takes a free one.")
 
 

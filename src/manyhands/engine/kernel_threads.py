@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.run import RowsInOrder, overlap_report
 from manyhands.engine.training import Result, Stage, Training
@@ -34,10 +33,6 @@ _LOOK_S = 0.2  # the interval at which signals are polled
 
 class KernelThreads(Training):
     """Trains a kernel task in threads, in the strategy's order."""
-
-    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        require_same_options(directory, config)
-        return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
         kernel_task(self._request.plan).warm()  # compiling is not part of the measured time
@@ -110,9 +105,10 @@ class _WorkerThreads:
             finally:
                 self.notes.put(None)
 
+        names = [f"manyhands-worker-{rank}" for rank in range(self.files.world)]
         threads = [
-            threading.Thread(target=life, args=(rank,), name=f"manyhands-worker-{rank}", daemon=True)
-            for rank in range(self.files.world)
+            threading.Thread(target=life, args=(rank,), name=name, daemon=True)
+            for rank, name in enumerate(names)
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:

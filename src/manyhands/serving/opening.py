@@ -51,9 +51,8 @@ def task_name(place: Path) -> str:
             directory.close()
     file = place / _MODEL_FILE if place.is_dir() else place
     if place.is_dir() and not file.is_file():
-        raise UserError(
-            f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
-        )
+        why = f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
+        raise UserError(why)
     try:
         with file.open("rb") as opened:
             start = opened.read(max(len(one.begins) for one in WORKLOADS.values()))

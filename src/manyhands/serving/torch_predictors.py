@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.image_files import IMAGE_FORMATS, ImageShape, read_images
-from manyhands.data.text_windows import VOCABULARY, decode, encode
+from manyhands.data.file_reader import IMAGE_FORMATS, VOCABULARY, ImageShape, decode, encode, read_images
 from manyhands.errors import UserError, nearest
 from manyhands.workloads.exporting import load, recorded_options
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
@@ -229,9 +228,8 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
                 raise UserError(f"input {number} is no text; it must be {self.takes}")
             for name in fields:
                 if name not in _FIELDS:
-                    raise UserError(
-                        f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
-                    )
+                    why = f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
+                    raise UserError(why)
             try:
                 prompts.append(Prompt(**{"prompt": "", **fields}))
             except UserError as error:

@@ -27,7 +27,6 @@ from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
 from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.ps_launcher import new_token
 from manyhands.strategies.ps.live.reports import ORDERS, REPORTS, ServerListens, ViewPublished
 from manyhands.strategies.ps.live.server_process import serve
 from manyhands.strategies.ps.live.server_tables import final_bytes
@@ -65,7 +64,6 @@ class OurServer:
         self._job = Job(
             plan=TrainingPlan(task=task, steps=_ENDLESS, seed=0, evaluate_every=0, checkpoint_every=0),
             strategy=strategy,
-            token=new_token(),
             fingerprint="server benchmark",
             workers=workers,
             timeout_s=timeout_s,
@@ -171,7 +169,6 @@ class WorkerEnd:
             self._home.close()
 
     def join(self, view: View, address: str) -> None:
-        """Connect, share memory where the link does, and pull for the first time."""
         (server,) = {place.primary for place in view.shards}
         self._hub.connect(server, address)
         self._listen_until(lambda: server in self._hub.members())

@@ -67,7 +67,6 @@ class _Actor:
         self._push_pull = described.in_place() if in_place else described.by_module()
 
     def push_pull(self, *pushed: NDArray[Any]) -> NDArray[Any]:
-        """Arrays that lie in Ray's memory are read there."""
         answer: NDArray[Any] = self._push_pull(*map(torch.from_numpy, pushed)).numpy()
         return answer
 
@@ -86,7 +85,6 @@ class RayPeer:
         self._pushed = [array.copy() for array in pushed]
 
     def exchange(self) -> None:
-        """Push, and wait for what comes back; it stays in Ray's memory."""
         self.pulled = self._ray.get(self._actor.push_pull.remote(*self._pushed))
 
     def close(self) -> None:
@@ -163,7 +161,6 @@ class RpcPeer:
         self._pushed = [torch.from_numpy(array.copy()) for array in pushed]
 
     def exchange(self) -> None:
-        """Push, and wait for what comes back."""
         self.pulled = rpc.rpc_sync(_SERVER, push_pull, args=(self._exchange, *self._pushed)).numpy()
 
     def close(self) -> None:

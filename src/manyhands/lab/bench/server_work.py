@@ -48,13 +48,11 @@ class TimedExchange(ABC):
 
     @property
     @abstractmethod
-    def about(self) -> str:
-        """Some words for the table."""
+    def about(self) -> str: ...  # for the table
 
     @property
     @abstractmethod
-    def period(self) -> int:
-        """After how many steps the same is pushed again."""
+    def period(self) -> int: ...  # after how many steps the same is pushed again
 
     @abstractmethod
     def task(self) -> Task:
@@ -98,7 +96,6 @@ class TimedExchange(ABC):
         """What comes back from the last of so many steps."""
 
     def agrees(self, pulled: Array, steps: int) -> bool:
-        """Whether what came back from the last of so many steps is right."""
         return np.array_equal(pulled, self.expected(steps))
 
     def to_json(self) -> str:
@@ -117,6 +114,8 @@ class Flat(TimedExchange):
 
     kind: ClassVar[str] = "flat"
     rate: ClassVar[float] = 1 / _PARTS
+    about: ClassVar[str] = "SGD"
+    period: ClassVar[int] = 1
 
     num_bytes: int
 
@@ -130,30 +129,18 @@ class Flat(TimedExchange):
     def gradient_bytes(self) -> int:
         return self.num_bytes
 
-    @property
-    def about(self) -> str:
-        return "SGD"
-
-    @property
-    def period(self) -> int:
-        return 1
-
-    def initial(self) -> Array:
-        return self._pattern(13, 0)
-
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
         del step
         return (self._pattern(12, 1),)
 
     def expected(self, steps: int) -> Array:
-        gradient = self._pattern(12, 1)
-        return self.initial() - np.float32(steps / _PARTS) * gradient
+        return self._pattern(13, 0) - np.float32(steps / _PARTS) * self._pattern(12, 1)
 
     def task(self) -> Task:
-        return _task(lambda: torch.from_numpy(self.initial()), partial(torch.optim.SGD, lr=self.rate))
+        return _task(lambda: torch.from_numpy(self.expected(0)), partial(torch.optim.SGD, lr=self.rate))
 
     def in_place(self) -> PushPull:
-        values = torch.from_numpy(self.initial())
+        values = torch.from_numpy(self.expected(0))
         return lambda gradient: values.sub_(gradient, alpha=self.rate)
 
     def _pattern(self, period: int, least: int) -> Array:
@@ -237,19 +224,11 @@ class RowWork(TimedExchange):
         return np.repeat((rows % 7 + 1).astype(np.float32)[:, None], self.width, axis=1)
 
 
-class _Holder(nn.Module):
-    """A model that is one parameter."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.register_parameter(PARAMETER, nn.Parameter(values))
-
-
 def _task(values: Callable[[], Tensor], optimizer: Any, sparse: Any = None) -> Task:
     """A task whose gradients are made by the benchmark: its loss is never computed."""
     return Task(
         name="server-benchmark",
-        model=lambda: _Holder(values()),
+        model=lambda: nn.ParameterDict({PARAMETER: nn.Parameter(values())}),
         loss=lambda model, _: model.get_parameter(PARAMETER).sum(),
         data=torch.zeros(1),
         optimizer=optimizer,

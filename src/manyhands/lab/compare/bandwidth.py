@@ -53,7 +53,6 @@ class Rate:
 
     @property
     def burst_bytes(self) -> int:
-        """What may go through at once after a pause."""
         return max(_BURST_PACKETS * self.packet_bytes, round(self.bits_per_s / 8 * _BURST_S))
 
     def __str__(self) -> str:
@@ -64,7 +63,6 @@ class Rate:
 
 
 def inside() -> bool:
-    """Whether this process is in a shaped namespace already."""
     return SHAPED in os.environ
 
 

@@ -79,7 +79,6 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
 
 
 def promise_cells(promises: Promises, *, words: bool = False) -> list[str]:
-    """The answers, with the sentences behind them where `words` are wanted."""
     answers = [getattr(promises, one.name) for one in fields(promises)]
     if not words:
         return [one.answer.value for one in answers]
@@ -112,7 +111,6 @@ def _metric_names(found: Figures) -> list[str]:
 
 
 def score_cells(found: Figures, row: CompareRow) -> list[str]:
-    """What was measured of a strategy's models at the end besides, as median and range."""
     return [
         f"{spread.median:.4f} ({spread.low:.4f} to {spread.high:.4f})" if spread is not None else "–"
         for spread in (row.final.get(name) for name in found.scores)
@@ -255,7 +253,6 @@ def _shares(rows: Sequence[CompareRow]) -> str:
 
 
 def _about(found: Figures) -> str:
-    """What a reader must know of the clock and the curves."""
     clock = (
         "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "

@@ -20,6 +20,7 @@ from manyhands.strategy import Strategy
 
 __all__ = [
     "DEFAULT_STRATEGIES",
+    "Progress",
     "Target",
     "Trial",
     "check_separators",
@@ -60,7 +61,6 @@ class Target:
         return cls(metric=match["metric"], value=value, lower=lower)
 
     def require_known(self, metrics: Sequence[str]) -> None:
-        """UserError where a task does not measure this metric."""
         if not metrics:
             raise UserError(f"target {self.metric}: the task has no evaluation data to measure it on")
         if self.metric not in metrics:
@@ -85,6 +85,16 @@ class Trial:
     def folder(self, strategy: Strategy) -> str:
         """The name of its run directory: `05-ps-2` is the second run of the fifth strategy."""
         return f"{self.place + 1:02d}-{strategy.word}-{self.repeat + 1}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far an experiment of several runs is."""
+
+    done: int
+    runs: int
+    current: str  # what runs now
+    seconds_left: float | None  # None before the first run has ended
 
 
 def parse_strategies(text: str) -> tuple[Strategy, ...]:

@@ -128,7 +128,6 @@ class CompareRow:
 
     @property
     def name(self) -> str:
-        """The strategy's text form, with its device where several are compared."""
         return f"{self.strategy} on {self.device}" if self.device else str(self.strategy)
 
     @property

@@ -25,7 +25,7 @@ from manyhands.engine.request import Length, Request
 from manyhands.engine.run import PASS_LOSS
 from manyhands.engine.session import check_capacity_for
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.lab.compare.comparison import Target, Trial, parse_strategies, trials, workers_of
+from manyhands.lab.compare.comparison import Progress, Target, Trial, parse_strategies, trials, workers_of
 from manyhands.lab.compare.figures import FailedTrial, Figures, Measured, Point, Prices, figures
 from manyhands.observe.analyse.totals import WorkerTotals
 from manyhands.observe.record.checked_values import text, whole
@@ -34,7 +34,7 @@ from manyhands.observe.record.recorded import RoleEvents, RunEvents, read_run_ev
 from manyhands.places.local.signals import signal_of
 from manyhands.strategy import Strategy
 
-__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "compare", "measure"]
+__all__ = ["CompareSettings", "Comparison", "Score", "compare", "measure"]
 
 
 class Stops:
@@ -134,7 +134,6 @@ def _whole(summary: dict[str, Any], key: str) -> int:
 def _waits_for_evaluations(
     workers: Sequence[RoleEvents], evaluations: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float]:
-    """The seconds that others waited for a worker while it evaluated alone, by that worker."""
     alone = {step: next(iter(took.items())) for step, took in evaluations.items() if len(took) == 1}
     idle_s: dict[int, float] = defaultdict(float)
     for role in workers:
@@ -189,16 +188,6 @@ class Score:
 
     names: tuple[str, ...]
     of: Callable[[nn.Module], Mapping[str, float]]  # by name, those that are known of this model
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a comparison is, as a run begins."""
-
-    done: int
-    runs: int
-    strategy: str
-    seconds_left: float | None  # None before the first run has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,7 +337,7 @@ def _all_runs(
         name = str(request.strategy)
         if request.plan.device != "cpu":
             name += f" on {request.plan.device}"
-        on_progress(Progress(done=done, runs=len(order), strategy=name, seconds_left=left))
+        on_progress(Progress(done=done, runs=len(order), current=name, seconds_left=left))
         try:
             yield _run(trial, request, out / trial.folder(request.strategy), score)
         except ManyhandsError as error:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.data.store.atomic import make_output
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, num_of
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec
-from manyhands.lab.compare.comparison import Trial
+from manyhands.lab.compare.comparison import Progress, Trial
 from manyhands.lab.compare.run_comparison import measure
 from manyhands.lab.sweep.run_sweep import Launch, end_processes, last_said
 from manyhands.observe.draw import paper
@@ -28,7 +28,6 @@ from manyhands.task import Task
 __all__ = [
     "SCALING_HEAD",
     "ScalingCurve",
-    "ScalingProgress",
     "ScalingSettings",
     "forecast_speedups",
     "measure_scaling",
@@ -59,7 +58,6 @@ class ScalingPoint:
 
     @property
     def efficiency(self) -> float:
-        """Of the speed-up that as many workers have at best."""
         return self.speedup / self.workers
 
 
@@ -179,16 +177,16 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
 def scaling_sentences(curve: ScalingCurve) -> list[str]:
     best = max(curve.points, key=lambda point: point.speedup)
     said = [
-        f"{_workers(best.workers)} is the fastest."
+        f"{num_of(best.workers, 'worker')} is the fastest."
         if best.workers == 1
-        else f"{_workers(best.workers)} are the fastest, {best.speedup:.2f} times as fast as one.",
+        else f"{num_of(best.workers, 'worker')} are the fastest, {best.speedup:.2f} times as fast as one.",
         f"There is no knee up to {curve.knee} workers: each step up brings at least half of what it could.",
         _about_amdahl(curve),
     ]
     if curve.is_past:
         knee, after = next((one, then) for one, then in pairwise(curve.points) if one.workers == curve.knee)
         said[1] = (
-            f"The knee is at {_workers(curve.knee)} ({knee.speedup:.2f} times, efficiency "
+            f"The knee is at {num_of(curve.knee, 'worker')} ({knee.speedup:.2f} times, efficiency "
             f"{100 * knee.efficiency:.0f} %): {after.workers} bring less than half of what they could."
         )
     last = curve.points[-1]
@@ -200,18 +198,14 @@ def scaling_sentences(curve: ScalingCurve) -> list[str]:
         )
     if last.workers > curve.cores:
         said.append(
-            f"This machine has {curve.cores} core{'s' * (curve.cores > 1)}; more workers than that take turns on them."
+            f"This machine has {num_of(curve.cores, 'core')}; more workers than that take turns on them."
         )
     return said
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count > 1)}"
-
-
 def _about_amdahl(curve: ScalingCurve) -> str:
     if curve.serial_share is None or curve.limit is None:
-        cores = f"{curve.cores} core{'s' * (curve.cores > 1)}"
+        cores = num_of(curve.cores, "core")
         return f"Amdahl's law is not fitted: only one of these numbers of workers has a core each on {cores}."
     if curve.serial_share == 1:
         return "Amdahl's fit: nothing of a step gets shorter with more workers, even where each has a core."
@@ -276,16 +270,6 @@ class ScalingSettings:
     allow_overload: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingProgress:
-    """How far it is, as a run begins."""
-
-    done: int
-    runs: int
-    workers: int
-    seconds_left: float | None
-
-
 def require_counts(counts: Sequence[int], strategy: Strategy) -> list[int]:
     """The numbers of workers in order, with 1, which all are compared with; UserError for what makes no sense."""
     for count in counts:
@@ -312,7 +296,7 @@ def measure_scaling(
     out: Path,
     settings: ScalingSettings,
     launch: Launch,
-    on_progress: Callable[[ScalingProgress], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> tuple[dict[int, list[float]], dict[int, float]]:
     """Run `manyhands WORDS` with each number of workers, `repeats` times in turn, each in a directory of its own.
 
@@ -331,7 +315,8 @@ def measure_scaling(
     began = time.monotonic()
     for done, (repeat, workers) in enumerate(order):
         left_s = (time.monotonic() - began) / done * (len(order) - done) if done else None
-        on_progress(ScalingProgress(done=done, runs=len(order), workers=workers, seconds_left=left_s))
+        named = num_of(workers, "worker")
+        on_progress(Progress(done=done, runs=len(order), current=named, seconds_left=left_s))
         folder = out / f"{workers:03d}-workers-{repeat + 1}"
         own = [f"--strategy={strategy}", f"--workers={workers}", f"--out={folder}", *common]
         _run(launch(settings.cores[:workers], [*words, *own]), folder.with_suffix(".log"), workers)
@@ -342,7 +327,6 @@ def measure_scaling(
 
 
 def _run(command: Sequence[str], log: Path, workers: int) -> None:
-    """One run to its end; when this returns or raises, its process is gone."""
     with log.open("wb") as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
@@ -353,7 +337,7 @@ def _run(command: Sequence[str], log: Path, workers: int) -> None:
         end_processes([process])
     if status:
         raise ManyhandsError(
-            f"the run with {workers} worker{'s' * (workers > 1)} ended with status {status}: {last_said(log)}"
+            f"the run with {num_of(workers, 'worker')} ended with status {status}: {last_said(log)}"
         )
 
 

@@ -23,11 +23,12 @@ from pathlib import Path
 from manyhands.data.store.atomic import make_directory, reason, write_json
 from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, ManyhandsError, UserError
+from manyhands.lab.compare.comparison import Progress
 from manyhands.lab.sweep.sweep_report import SweepRow, read_row
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
 from manyhands.strategy import Strategy
 
-__all__ = ["Launch", "SweepProgress", "end_processes", "last_said", "open_sweep", "run_sweep", "usable_cores"]
+__all__ = ["Launch", "end_processes", "last_said", "open_sweep", "run_sweep", "usable_cores"]
 
 Launch = Callable[[Sequence[int], Sequence[str]], list[str]]
 """(cores, words of a `manyhands` command) -> the command line of a process that runs it on those cores."""
@@ -38,16 +39,6 @@ _FORMAT, _VERSION = "manyhands sweep", 1
 _LOOK_S = 0.05
 _END_S = 20.0  # for a run to leave in good order
 _MESSAGE_CHARS = 400
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepProgress:
-    """How far a sweep is, as something changes."""
-
-    done: int
-    trials: int
-    running: int
-    seconds_left: float | None  # None before the first trial of this process has ended
 
 
 def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
@@ -109,38 +100,37 @@ def run_sweep(
     *,
     cores: Sequence[int],
     jobs: int | None = None,
-    on_progress: Callable[[SweepProgress], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[SweepRow]:
     """Run what is not done of a sweep, at most `jobs` trials at once; what came of all of them.
 
     A trial that fails is a row with its sentence. When this returns or raises, no process of it is left.
     """
-    with closing(RunLock(out / _LOCK)) as lock:
-        lock.acquire()
+    with closing(RunLock(out / _LOCK)):
         _await_runs(plan, out)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         children = _Children(plan, out, launch, cores, jobs)
         num_trials, to_do, began = len(plan.trials()), len(waiting), time.monotonic()
+
+        def report() -> None:
+            running = len(children.running)
+            ended = to_do - len(waiting) - running
+            left_s = (time.monotonic() - began) / ended * (to_do - ended) if ended else None
+            done, current = num_trials - to_do + ended, f"{running} under way"
+            on_progress(Progress(done=done, runs=num_trials, current=current, seconds_left=left_s))
+
         try:
             while waiting or children.running:
                 while waiting and children.has_room_for(waiting[0]):
                     children.start(waiting.pop(0))
-                    on_progress(_progress(num_trials, to_do, len(waiting), children, began))
+                    report()
                 if children.collect():
-                    on_progress(_progress(num_trials, to_do, len(waiting), children, began))
+                    report()
                 else:
                     time.sleep(_LOOK_S)
         finally:
             children.end()
         return sweep_rows(plan, out, children.failures)
-
-
-def _progress(trials: int, to_do: int, waiting: int, children: _Children, began: float) -> SweepProgress:
-    ended = to_do - waiting - len(children.running)
-    left_s = (time.monotonic() - began) / ended * (to_do - ended) if ended else None
-    return SweepProgress(
-        done=trials - to_do + ended, trials=trials, running=len(children.running), seconds_left=left_s
-    )
 
 
 def _await_runs(plan: SweepPlan, out: Path) -> None:
@@ -211,7 +201,6 @@ class _Children:
         return bool(ended)
 
     def end(self) -> None:
-        """Ask all runs that are under way to end, and wait until they have; what does not is killed."""
         end_processes([one.process for one in self.running])
         self.running = []
 

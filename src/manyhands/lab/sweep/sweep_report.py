@@ -47,7 +47,6 @@ class SweepRow:
 
 
 def read_row(trial: SweepTrial, folder: Path, failure: str = "") -> SweepRow:
-    """What the run in this folder came to; a damaged one is a failure."""
     try:
         exists = RunDirectory.is_one(folder)
         summary = RunDirectory.open(folder, lock=False).read_summary() if exists else None

@@ -69,7 +69,6 @@ class SweepPlan:
         return tuple(setting for setting in self.settings if len(setting.values) > 1)
 
     def trials(self) -> list[SweepTrial]:
-        """All combinations; the last setting changes first."""
         grid = itertools.product(*(setting.values for setting in self.settings))
         names = [setting.name for setting in self.settings]
         return [

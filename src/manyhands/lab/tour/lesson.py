@@ -105,7 +105,6 @@ def lessons() -> list[Lesson]:
 
 
 def lesson_numbered(number: int) -> Lesson:
-    """One of them; a UserError says which there are."""
     found = {one.number: one for one in lessons()}
     if number not in found:
         raise UserError(f"lesson {number}: there are lessons 1 to {max(found)}; `manyhands tour` lists them")
@@ -134,7 +133,6 @@ def _steps(body: str) -> Iterator[Prose | LessonCommand]:
 
 
 def _one_block(text: str, kind: str, number: int) -> tuple[str, str]:
-    """The prose of a part, and its one block of a kind."""
     blocks = [block for block in _FENCE.finditer(text) if block[1] == kind]
     if len(blocks) != 1:
         raise ValueError(f"lesson {number}: one block of {kind} is due, {len(blocks)} are there")

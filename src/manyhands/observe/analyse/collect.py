@@ -67,16 +67,11 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Collector:
-        if self._directory is not None:
-            self._open(self._directory)
-        self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
-        self._thread.start()
-        return self
-
-    def _open(self, directory: Path) -> None:
+        directory = self._directory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for name, ring in self._rings.items():
+            for name, ring in self._rings.items() if directory is not None else ():
+                assert directory is not None
+                directory.mkdir(parents=True, exist_ok=True)
                 self._files[name] = EventFileWriter.create(
                     directory,
                     name=name,
@@ -85,12 +80,14 @@ class Collector:
                     wall_offset_ns=self._wall_offset_ns,
                 )
         except BaseException as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # The files opened so far are kept.
-                self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
-                return
-            self._close_files()
-            raise
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._close_files()
+                raise
+            # The files opened so far are kept.
+            self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
+        self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
+        self._thread.start()
+        return self
 
     def flush(self) -> None:
         """Drain all rings now, in the calling thread."""
@@ -127,7 +124,6 @@ class Collector:
         }
 
     def notes(self) -> list[str]:
-        """Return one sentence for each loss of events; empty when there was none."""
         losses = [
             f"{name} recorded faster than it was read: {ring.dropped} events are missing from all figures"
             for name, ring in self._rings.items()

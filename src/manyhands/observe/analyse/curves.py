@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,6 @@ class ThinnedCurve:
         self._seen += 1
 
     def curve(self, later_s: float = 0.0) -> Curve:
-        """Return the points that were kept, with `later_s` added to their seconds."""
         points = list(self._points)
         if self._newest is not None and points[-1] is not self._newest:
             points.append(self._newest)
@@ -90,7 +90,13 @@ class RateCurve:
             first = min(first, self._first_bin)
             last = max(last, self._first_bin + len(self._parts) - 1)
         while last - first >= MAX_POINTS:
-            self._coarsen()
+            odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
+            self._bin_ns *= 2
+            self._first_bin //= 2
+            if len(self._parts):
+                columns = (self._parts, self._steps)
+                pairs = [np.pad(one, (odd_begin, odd_end)).reshape(-1, 2) for one in columns]
+                self._parts, self._steps = pairs[0].sum(axis=1), pairs[1].max(axis=1)
             first, last = first // 2, last // 2
         if not len(self._parts):
             self._first_bin = first
@@ -104,7 +110,6 @@ class RateCurve:
         np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
 
     def curve(self, first_ns: int) -> Curve:
-        """Return the rate in each bin that all workers have passed; before there is one, the overall rate."""
         edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
         edges[:1] = self._begin_ns
         # Up to when every active worker has reported its steps; a step is reported when it ends.
@@ -122,15 +127,6 @@ class RateCurve:
             seconds=tuple(((edges[1:] - first_ns) / 1e9).tolist()),
             values=tuple((parts * (1e9 / _PARTS) / np.diff(edges)).tolist()),
         )
-
-    def _coarsen(self) -> None:
-        odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
-        self._bin_ns *= 2
-        self._first_bin //= 2
-        if not len(self._parts):
-            return
-        pairs = [np.pad(column, (odd_begin, odd_end)).reshape(-1, 2) for column in (self._parts, self._steps)]
-        self._parts, self._steps = pairs[0].sum(axis=1), pairs[1].max(axis=1)
 
 
 def spread(
@@ -168,7 +164,7 @@ class HistoryCurves:
         self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
-        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
+        """Of the first metric that is not a loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add one row of metrics.jsonl; return False where it is not a row that a run writes, which is left out."""
@@ -194,7 +190,14 @@ class HistoryCurves:
                 if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                     curve = self._metrics.setdefault(name, ThinnedCurve(name))
                     curve.add(step, self._before_s + at_s, value)
-            self._judge(step, known)
+            # The best evaluation is judged by the first metric of those that say most.
+            name, best, _ = self.best or ("", None, 0)
+            if best is None or max(map(_worth, known), default=0) > _worth(name):
+                name, best = max(known, key=_worth, default=""), None
+            newest = known.get(name)
+            better = operator.lt if lower_is_better(name) else operator.gt
+            if newest is not None and (best is None or better(newest, best)):
+                self.best = (name, newest, step)
         return True
 
     @property
@@ -204,13 +207,10 @@ class HistoryCurves:
     def curves(self, later_s: float) -> list[Curve]:
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
-    def _judge(self, step: int, measured: Mapping[str, float]) -> None:
-        """Update the best evaluation, judged by the metric that the first evaluation had."""
-        first = next((name for name in measured if not name.endswith("loss")), next(iter(measured), ""))
-        name, best, _ = self.best or (first, None, 0)
-        value = measured.get(name)
-        if value is not None and (best is None or (value < best if lower_is_better(name) else value > best)):
-            self.best = (name, value, step)
+
+def _worth(metric: str) -> int:
+    """A metric says more than a loss on data held out, and that more than a loss on what was trained on."""
+    return 2 if not metric.endswith("loss") else int(not metric.startswith("pass_"))
 
 
 _LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")

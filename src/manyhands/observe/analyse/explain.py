@@ -20,7 +20,7 @@ parts add up to the whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.pace import Pace, Slow, find_slow
 from manyhands.observe.analyse.remarks import about_late, planned_waits, straggler_advice
-from manyhands.observe.analyse.slowness import Late, Slowness
+from manyhands.observe.analyse.slow_workers import Late, Pace, Slow, Slowness, find_slow
 from manyhands.observe.record.events import EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name, step_keys
 
@@ -42,6 +41,7 @@ _IN_STEP = (
     *(EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT),
 )
 _Floats = npt.NDArray[np.float64]
+_Applying = Callable[[_Floats, _Floats], _Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,25 +112,22 @@ class _Steps:
     evaluate_ns: float  # over all steps
     checkpoint_ns: float
 
-    def parts(self) -> Parts:
-        return _middle(np.sum(self.columns, axis=0), self.columns)
-
 
 def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
     """Explain a run by its events; `synchronous` where every step waits for every worker.
 
     Raises UserError where no step was recorded.
     """
-    applying = [_Applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
+    applying = [_applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
     workers = [steps for events in roles if len((steps := _steps_of(events, applying)).keys)]
     if not workers:
         raise UserError("the run has recorded no step yet; there is nothing to explain")
+    paths = [_middle(np.sum(worker.columns, axis=0), worker.columns) for worker in workers]
     if synchronous:
         parts, whole, last = _critical_path(workers)
         ideal_ms = parts.own_ms
         speedup = _ratio(parts.step_ms, ideal_ms)
     else:
-        paths = [worker.parts() for worker in workers]
         parts = _parts(np.asarray([dataclasses.astuple(path) for path in paths]).mean(axis=0).tolist())
         last = np.zeros(len(workers))
         whole = None
@@ -160,33 +157,27 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
                 worker=worker.worker,
                 name=worker.name,
                 steps=len(worker.keys),
-                parts=worker.parts(),
+                parts=path,
                 evaluate_ms=float(share[0]),
                 checkpoint_ms=float(share[1]),
                 last_share=float(late),
             )
-            for worker, share, late in zip(workers, shares, last, strict=True)
+            for worker, path, share, late in zip(workers, paths, shares, last, strict=True)
         ),
         slow=find_slow(paces, whole),
         late=seen.late_ever(),
     )
 
 
-class _Applying:
-    """The cumulative time that one server had spent applying updates, at any moment."""
-
-    def __init__(self, records: Records) -> None:
-        records = records[np.argsort(records["start_ns"], kind="stable")]
-        starts = records["start_ns"].astype(np.float64)
-        durations = records["duration_ns"].astype(np.float64)
-        done = np.cumsum(durations)
-        self._moments = np.stack([starts, starts + durations], axis=1).ravel()
-        self._done = np.stack([done - durations, done], axis=1).ravel()
-
-    def within(self, begin: _Floats, end: _Floats) -> _Floats:
-        before, after = (np.interp(moment, self._moments, self._done) for moment in (begin, end))
-        spent: _Floats = after - before
-        return spent
+def _applying(records: Records) -> _Applying:
+    """Return how long one server was applying updates between two moments, for many of them at once."""
+    records = records[np.argsort(records["start_ns"], kind="stable")]
+    starts = records["start_ns"].astype(np.float64)
+    durations = records["duration_ns"].astype(np.float64)
+    done = np.cumsum(durations)
+    moments = np.stack([starts, starts + durations], axis=1).ravel()
+    done = np.stack([done - durations, done], axis=1).ravel()
+    return lambda begin, end: np.interp(end, moments, done) - np.interp(begin, moments, done)
 
 
 def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
@@ -209,7 +200,7 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     since = records["start_ns"][waits].astype(np.float64)
     until = since + records["duration_ns"][waits]
     if applying and waits.any():
-        applied[waits] = np.max([server.within(since, until) for server in applying], axis=0)
+        applied[waits] = np.max([spent_by(since, until) for spent_by in applying], axis=0)
 
     def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
         chosen = belongs & np.isin(records["kind"], kinds)
@@ -266,8 +257,7 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
 
 def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
     order = np.argsort(whole, kind="stable")
-    count = len(order)
-    reach = count // 10
+    count, reach = len(order), len(order) // 10
     chosen = order[max(0, (count - 1) // 2 - reach) : count // 2 + reach + 1]
     return _parts([float(part[chosen].mean()) * _MS for part in parts])
 
@@ -295,7 +285,19 @@ _MAX_NAMED = 3
 
 
 def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
-    sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
+    shares = sorted(_shares_of(found.parts).items(), key=lambda one: -one[1])
+    listed = ", ".join(
+        f"{getattr(found.parts, field):.1f} ms ({100 * share:.0f} %) {PART_WORDS[field]}"
+        for field, share in shares
+        if share >= _MIN_SAID
+    )
+    takes = f"he median step takes {found.parts.step_ms:.1f} ms"
+    first = f"Every worker goes at its own pace; on average over them t{takes}: {listed}."
+    if len(found.workers) == 1:
+        first = f"T{takes}: {listed}."
+    elif found.synchronous:
+        first = f"T{takes}, the time of the last worker to arrive: {listed}."
+    sentences = [first, *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
     if found.late is not None and not found.slow:
         said = about_late(found.late)
         sentences.append(f"{said[:1].upper()}{said[1:]}.")
@@ -316,21 +318,6 @@ def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
         )
     sentences.append(_advice(found, strategy))
     return " ".join(sentences)
-
-
-def _split(found: Explanation) -> str:
-    shares = sorted(_shares_of(found.parts).items(), key=lambda one: -one[1])
-    listed = ", ".join(
-        f"{getattr(found.parts, field):.1f} ms ({100 * share:.0f} %) {PART_WORDS[field]}"
-        for field, share in shares
-        if share >= _MIN_SAID
-    )
-    whole = f"{found.parts.step_ms:.1f} ms"
-    if len(found.workers) == 1:
-        return f"The median step takes {whole}: {listed}."
-    if found.synchronous:
-        return f"The median step takes {whole}, the time of the last worker to arrive: {listed}."
-    return f"Every worker goes at its own pace; on average over them the median step takes {whole}: {listed}."
 
 
 def _about(slow: Slow) -> str:

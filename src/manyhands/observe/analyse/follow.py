@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from manyhands.observe.record.event_files import has_header, read_events, read_h
 from manyhands.observe.record.events import MAX_SHOWN, RECORD, EventKind, Records
 from manyhands.observe.record.recorded import part_of, read_run_events, shift_clock
 
-__all__ = ["ComingRun", "RunFollower", "about_run", "existing_run", "read_interleaved"]
+__all__ = ["RunFollower", "about_run", "coming_run", "existing_run", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered in one batch
 _MAX_STEPS = 1 << 20
@@ -46,7 +46,10 @@ class RunFollower:
         self._first_offset_ns = 0
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
-        self._step_ends = _StepEnds()
+        # When each of the newest million global batches was done, and which that is: the step plus 1. The last worker
+        # counts where several share a batch. Pages that are never written are never allocated.
+        self._step_ends_ns = np.zeros(_MAX_STEPS, np.int64)
+        self._steps_done = np.zeros(_MAX_STEPS, np.int64)
         self.new_rows: list[dict[str, Any]] = []  # rows of the history that the last poll found
 
     def wall_s(self, seconds: float) -> float | None:
@@ -60,9 +63,9 @@ class RunFollower:
 
         None where they do not; with `guess`, by the row's own clock then, which began with the training.
         """
-        end_ns = self._step_ends.get(int(row["step"]) - 1)
-        if end_ns is not None:
-            return (end_ns + self._first_offset_ns) / 1e9
+        step = int(row["step"])
+        if self._steps_done[(step - 1) % _MAX_STEPS] == step:
+            return (int(self._step_ends_ns[(step - 1) % _MAX_STEPS]) + self._first_offset_ns) / 1e9
         return self.wall_s(self._gather.training_began_s + float(row.get("at_s") or 0.0)) if guess else None
 
     def poll(self) -> RunView:
@@ -91,9 +94,14 @@ class RunFollower:
         for tail in (self._metrics, self._members):
             if tail.damaged:
                 self._gather.note(f"{tail.path} has lines that are not JSON objects; they are left out")
-        held = directory.is_held()
-        if summary is not None and not self._is_of_the_end(summary, held):
-            summary = None
+        held = RunDirectory.is_live(directory.path)
+        if summary is not None:  # a resumed run has that of its earlier part until it ends
+            files = directory.events_path.glob("*.bin")
+            newest_ns = max((path.stat().st_mtime_ns for path in files), default=0)
+            is_newer = directory.summary_path.stat().st_mtime_ns >= newest_ns
+            # Modification times mean nothing in a copy of a run.
+            is_all = not held and (whole(summary.get("steps")) or 0) >= self._gather.history.step
+            summary = summary if is_newer or is_all else None
         self._gather.summary = summary
         if summary is not None or not self._offsets:
             return self._gather.view(self._gather.seen.last_ns)
@@ -119,16 +127,6 @@ class RunFollower:
         self._members = _LineTail(directory.members_path)
         return True
 
-    def _is_of_the_end(self, summary: dict[str, Any], held: bool | None) -> bool:
-        """Return whether the summary is of the latest part: a resumed run has an old one until it ends."""
-        assert self._directory is not None
-        written = self._directory.summary_path.stat().st_mtime_ns
-        files = self._directory.events_path.glob("*.bin")
-        if written >= max((path.stat().st_mtime_ns for path in files), default=0):
-            return True
-        # Modification times mean nothing in a copy of a run.
-        return not held and (whole(summary.get("steps")) or 0) >= self._gather.history.step
-
     def _read_events(self, directory: RunDirectory) -> None:
         found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
         for part, path in sorted((part, path) for part, path in found if part is not None):
@@ -146,7 +144,10 @@ class RunFollower:
             if tail.note:
                 self._gather.note(tail.note)
         records = _interleaved(pieces)
-        self._step_ends.add(records)
+        steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
+        # Records are ordered by end time, and numpy keeps the last of several assignments to one index.
+        self._steps_done[steps["step"] % _MAX_STEPS] = steps["step"] + 1
+        self._step_ends_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
         for begin in range(0, len(records), _PORTION):
             self._gather.add_events(records[begin : begin + _PORTION])
 
@@ -206,7 +207,15 @@ class _LineTail:
                 anew = status.st_ino != self._inode or status.st_size < self._offset
                 if anew:
                     self._inode, self._offset = status.st_ino, 0
-                while lines := self._next_lines(file):
+                while True:
+                    file.seek(self._offset)
+                    data = file.read(_MOST_BYTES)
+                    # Complete lines; a line that is longer than the bound is cut there.
+                    is_cut = len(data) == _MOST_BYTES and b"\n" not in data
+                    lines = data if is_cut else data[: data.rfind(b"\n") + 1]
+                    self._offset += len(lines)
+                    if not lines:
+                        break
                     for line in lines.splitlines():
                         try:
                             row = json.loads(line)
@@ -219,32 +228,6 @@ class _LineTail:
         except OSError:
             return rows, False
         return rows, anew
-
-    def _next_lines(self, file: BinaryIO) -> bytes:
-        """Return the next complete lines, up to a bound; a longer line is returned cut at that bound."""
-        file.seek(self._offset)
-        data = file.read(_MOST_BYTES)
-        whole = data if len(data) == _MOST_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole
-
-
-class _StepEnds:
-    """When each of the newest million global batches was done; the last worker counts where several share a batch."""
-
-    def __init__(self) -> None:
-        # the step plus 1; pages that are never written are never allocated
-        self._done = np.zeros(_MAX_STEPS, np.int64)
-        self._end_ns = np.zeros(_MAX_STEPS, np.int64)
-
-    def add(self, records: Records) -> None:
-        steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
-        # Records are ordered by end time, and numpy keeps the last of several assignments to one index.
-        self._done[steps["step"] % _MAX_STEPS] = steps["step"] + 1
-        self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
-
-    def get(self, step: int) -> int | None:
-        return int(self._end_ns[step % _MAX_STEPS]) if self._done[step % _MAX_STEPS] == step + 1 else None
 
 
 def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
@@ -288,12 +271,10 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
 
 
 def _plain(value: Any) -> str:
-    """Return a plain value as it is; for a container, which may be deep, only say that it has content."""
     return "…" if isinstance(value, Mapping | list) else str(value)
 
 
 def existing_run(path: Path) -> RunFollower:
-    """Return a follower of the run in `path`; UserError where there is none."""
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds no run (there is no config.json); name the directory of a run, as in runs/digits"
@@ -301,17 +282,7 @@ def existing_run(path: Path) -> RunFollower:
     return RunFollower(path)
 
 
-class ComingRun:
-    """Follows the run in `path` once it exists; until then it is shown as starting."""
-
-    def __init__(self, path: Path, task: str, strategy: str, workers: int = 1) -> None:
-        self._path = path
-        self._before = Gather(task=task, strategy=strategy, workers=workers).view(0)
-        self._follower: RunFollower | None = None
-
-    def poll(self) -> RunView:
-        if self._follower is None:
-            if not (self._path / "config.json").exists():
-                return self._before
-            self._follower = RunFollower(self._path)
-        return self._follower.poll()
+def coming_run(path: Path, task: str, strategy: str, workers: int = 1) -> Callable[[], RunView]:
+    """Follow the run in `path` once it exists; until then it is shown as starting."""
+    before, follower = Gather(task=task, strategy=strategy, workers=workers).view(0), RunFollower(path)
+    return lambda: follower.poll() if (path / "config.json").exists() else before

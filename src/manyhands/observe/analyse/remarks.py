@@ -6,18 +6,16 @@ A sentence names the role, since when, the cost to the others and, where the str
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.observe.analyse.slow_workers import Late, Straggler
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.strategy import Strategy
 from manyhands.wire.choice import CHOSEN, codec_sentence
 
 __all__ = [
-    "LayerSent",
     "about_imbalance",
     "about_late",
     "about_quiet",
@@ -133,27 +131,17 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSent:
-    """The traffic of one layer: means over the training steps, summed over all workers."""
+def layers_sent(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the traffic of each layer, in model order, and how it is sliced; malformed rows are left out.
 
-    layer: str
-    how: str  # how it is sliced
-    forward_bytes: float
-    backward_bytes: float
-    messages: float
-
-
-def layers_sent(summary: Mapping[str, Any]) -> tuple[LayerSent, ...]:
-    """Return the layers in model order; malformed rows are left out."""
+    Bytes and messages are means over the training steps, summed over all workers.
+    """
     found = []
     for row in _rows(summary.get("layers")):
-        words: dict[str, Any] = {name: text(row.get(name)) for name in ("layer", "how")}
         amounts = {name: number(row.get(name)) for name in ("forward_bytes", "backward_bytes", "messages")}
-        known: dict[str, Any] = {name: value for name, value in amounts.items() if value is not None}
-        if len(known) == len(amounts):
-            found.append(LayerSent(**words, **known))
-    return tuple(found)
+        if None not in amounts.values():
+            found.append({name: text(row.get(name)) for name in ("layer", "how")} | amounts)
+    return found
 
 
 def _rows(found: Any) -> list[Mapping[str, Any]]:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from manyhands.errors import UserError
 from manyhands.facts import Truth
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
-from manyhands.observe.analyse.member_history import Members, ServerPlace
-from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
+from manyhands.observe.analyse.model_view import model_view
+from manyhands.observe.analyse.participants import Members, PartiesHistory
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
 from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
@@ -98,7 +98,9 @@ class Gather:
         self._members = Members()
         self._staleness: Counter[int] = Counter()
         # by role, kind and wire: bytes and messages
-        self._traffic: dict[tuple[int, int, int], npt.NDArray[np.int64]] = defaultdict(_two_sums)
+        self._traffic: dict[tuple[int, int, int], npt.NDArray[np.int64]] = defaultdict(
+            lambda: np.zeros(2, np.int64)
+        )
         self._updates: Counter[int] = Counter()
         self._applying_ns: Counter[int] = Counter()
         self.summary: Mapping[str, Any] | None = None  # of a run that has ended
@@ -195,7 +197,6 @@ class Gather:
             for name, count in sorted(self._odd_rows.items())
             if count
         ]
-        parties = self._parties
         return RunView(
             task=self._task,
             strategy=self._strategy,
@@ -214,10 +215,16 @@ class Gather:
             workers=workers,
             servers=servers,
             waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
-            staleness=_staleness(self._staleness),
+            staleness=Staleness(
+                histogram=dict(sorted(self._staleness.items())),
+                mean=sum(stale * times for stale, times in self._staleness.items())
+                / (self._staleness.total() or 1),
+                max=max(self._staleness, default=0),
+            ),
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
-            parties=parties_view(parties.rounds, self.summary, parties.courses) if parties else None,
+            parties=self._parties.view(summary) if self._parties else None,
+            model=model_view(summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),
@@ -232,7 +239,7 @@ class Gather:
             role, name = worker.worker, self._name(worker.worker)
             if role >= self._workers and not worker.steps and role not in self.seen.last_event:
                 continue  # unused capacity
-            whole = [int(self._totals.duration_ns(role)[kind]) for kind in _SPLIT]
+            whole = [int(self._totals.rows["duration_ns"][role, kind]) for kind in _SPLIT]
             if phase is Phase.ENDED:
                 spent, steps, for_whom = whole, worker.steps, worker.waits_mostly_for()
             else:
@@ -273,15 +280,15 @@ class Gather:
         views = []
         asked = {f"server {place}" for place in range(self._servers)}
         for name in sorted({*roles, *places, *asked}, key=lambda name: (roles.get(name, 1 << 16), name)):
-            role, place = roles.get(name, -1), places.get(name, ServerPlace())
+            role, (primary_of, backup_of, num_bytes) = roles.get(name, -1), places.get(name, ((), (), 0))
             views.append(
                 ServerView(
                     role=role,
                     name=name,
                     presence=self._presence(role, name, holds_shards=name in places),
-                    primary_of=place.primary_of,
-                    backup_of=place.backup_of,
-                    num_bytes=place.num_bytes,
+                    primary_of=primary_of,
+                    backup_of=backup_of,
+                    num_bytes=num_bytes,
                     updates=self._updates[role],
                     updates_per_s=updates.get(name, 0) / self._window_s(now_ns, phase),
                     apply_ms=_per(applying.get(name, 0), updates.get(name, 0)),
@@ -329,7 +336,7 @@ class Gather:
     def _traffic_views(self) -> tuple[TrafficView, ...]:
         """Return the traffic: from message events where a role records them, else from its exchanges."""
         sending = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
-        sums: dict[int, npt.NDArray[np.int64]] = defaultdict(_two_sums)
+        sums: dict[int, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(2, np.int64))
         for (role, kind, wire), both in self._traffic.items():
             if (kind == EventKind.SEND) == (role in sending):
                 sums[wire] += both
@@ -344,7 +351,6 @@ class Gather:
         )
 
     def _happenings(self) -> tuple[Happening, ...]:
-        """Return the happenings of members.jsonl, or of the roles' events in a run without that file."""
         first_ns, offset_ns = self.seen.first_ns, self.offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
         seen = [
@@ -394,23 +400,8 @@ class Gather:
 
 
 def _shares(spent_ns: list[int]) -> Shares:
-    whole = sum(spent_ns)
-    if whole == 0:
-        return Shares()
-    compute, reading, exchange, wait = (part / whole for part in spent_ns)
+    compute, reading, exchange, wait = (part / (sum(spent_ns) or 1) for part in spent_ns)
     return Shares(compute=compute, input=reading, exchange=exchange, wait=wait)
-
-
-def _staleness(histogram: Counter[int]) -> Staleness:
-    count = sum(histogram.values())
-    if not count:
-        return Staleness()
-    mean = sum(stale * times for stale, times in histogram.items()) / count
-    return Staleness(histogram=dict(sorted(histogram.items())), mean=mean, max=max(histogram))
-
-
-def _two_sums() -> npt.NDArray[np.int64]:
-    return np.zeros(2, np.int64)
 
 
 def _per(duration_ns: int, count: int) -> float:

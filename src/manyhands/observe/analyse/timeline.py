@@ -1,15 +1,10 @@
 """What every role did when: the rows, slices, marks and arrows that a picture of a run is made of.
 
-Pure: records go in, a `Timeline` comes out, which `trace_json` and `timeline_svg` only write down. Three
-things happen on the way.
+Pure: records go in, a `Timeline` comes out, which `trace_json` and `timeline_svg` only write down.
 
-*Choosing.* A picture of 10,000 steps is no picture. Where the run has more slices than wanted, three windows
+*Choosing.* A picture of 10,000 steps is not readable. Where the run has more slices than wanted, three windows
 of steps are kept: the first, one around the slowest step, and the last. What lies between is one slice per
 role that says how much it stands for.
-
-*Laying out.* Within a row nothing overlaps (`layout`).
-
-*Pointing.* Arrows lead from one who was waited for to the waiter, and from who sent to who received (`arrows`).
 
 Workers are shown by their steps. A server or a helper has none: of it is shown what it did while the steps that
 are shown were under way.
@@ -20,20 +15,94 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.picture import Arrow, Gap, Mark, PictureStep, Row, Slice, Timeline, Window
-from manyhands.observe.record.events import NO_STEP, EventKind, Records
+from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name
 
-__all__ = ["Span", "build_timeline", "laid_out", "message_arrows", "wait_arrows"]
+__all__ = ["Arrow", "Gap", "Row", "Slice", "Timeline", "Window", "build_timeline"]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """An interval of one role's time; times are nanoseconds since the run's first event."""
+
+    kind: EventKind
+    start_ns: int
+    end_ns: int
+    step: int
+    peer: int = NOBODY
+    num_bytes: int = 0
+    count: int = 0
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Omitted steps of one role and their totals; for a server, an omitted time range."""
+
+    first_step: int
+    last_step: int
+    start_ns: int
+    end_ns: int
+    compute_ns: int
+    exchange_ns: int
+    wait_ns: int
+    apply_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One role; its slices and gaps do not overlap and are in time order."""
+
+    role: int
+    name: str
+    slices: tuple[Slice, ...]
+    steps: tuple[Slice, ...]  # whole steps
+    gaps: tuple[Gap, ...]
+    marks: tuple[Slice, ...]  # at their ends the role joined, left, or met a fault that `peer` caused
+    holds: tuple[Slice, ...] = ()  # what a server kept back, for whom; these overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrow:
+    """An arrow between slices of two roles: the end of a wait, or a message."""
+
+    source: int
+    source_ns: int
+    target: int
+    target_ns: int
+    step: int
+    is_message: bool = False
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A range of steps that is kept, both ends included; `label` says why: all, first, slowest or last."""
+
+    label: str
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All rows in role order; `left_out` has sentences on what they omit."""
+
+    rows: tuple[Row, ...]
+    arrows: tuple[Arrow, ...]
+    windows: tuple[Window, ...]
+    left_out: tuple[str, ...] = ()
+
+
+_Span = tuple[int, int]  # a stretch of time, both ends included, in nanoseconds on the clock of the events
 _PARTS = (
     *(EventKind.INPUT, EventKind.COMPUTE, EventKind.EXCHANGE),
     *(EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT),
@@ -59,8 +128,15 @@ def build_timeline(
     wanted = np.ones(len(ids), bool) if steps is None else (ids >= steps.start) & (ids < steps.stop)
     if steps is not None and not wanted.any():
         raise UserError(f"none of the run's steps, {ids[0]} to {ids[-1]}, is among the steps asked for")
+    share = wanted.sum() / len(ids)
     ids, slowness = ids[wanted], slowness[wanted]
-    most = _affordable_steps(roles, ids, max_slices)
+    slices = 0.0
+    for events in roles:
+        if _has_steps(events):
+            slices += _within(events.of(*_PARTS, EventKind.STEP, EventKind.SEND), ids[0], ids[-1]).sum()
+        else:  # its events may lack a step
+            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * share
+    most = max(3, int(max_slices * len(ids) / max(1, slices)))
     windows = _choose(ids, slowness, most if max_steps is None else max(3, min(most, max_steps)))
     roles = [events for events in roles if len(events.records)]
     zero_ns = min(int(events.records["start_ns"].min()) for events in roles)
@@ -71,7 +147,7 @@ def build_timeline(
             holes.append((int(between[0]), int(between[-1])))
     spans = [_span(roles, window) for window in windows]
     rows = tuple(
-        _row(events, windows, holes, zero_ns, whole=steps is None)
+        _worker_row(events, windows, holes, zero_ns, whole=steps is None)
         if _has_steps(events)
         else _server_row(events, spans, zero_ns)
         for events in roles
@@ -89,7 +165,8 @@ def build_timeline(
         if count > 0:
             name = role_name(events.name)
             left_out.append(f"{count:,} joins, leaves and faults in the middle of {name} are left out")
-    arrows = (*wait_arrows(rows), *message_arrows(rows, roles, spans, zero_ns))
+    tracks = {row.role: _Track(row) for row in rows}
+    arrows = (*_wait_arrows(rows, tracks), *_message_arrows(tracks, roles, spans, zero_ns))
     return Timeline(rows=rows, arrows=arrows, windows=windows, left_out=tuple(left_out))
 
 
@@ -109,25 +186,11 @@ def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.N
     return ids, slowness
 
 
-def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], max_slices: int) -> int:
-    slices = 0.0
-    for events in roles:
-        if not _has_steps(events):  # its events may lack a step
-            share = len(ids) / max(1, len(_steps_of(roles)[0]))
-            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * share
-            continue
-        parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
-        slices += _within(parts, int(ids[0]), int(ids[-1])).sum()
-    return max(3, int(max_slices * len(ids) / max(1, slices)))
-
-
 def _within(records: Records, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Which records are of these steps, both ends included."""
-    inside: npt.NDArray[np.bool_] = (records["step"] >= first) & (records["step"] <= last)
-    return inside
+    return np.asarray((records["step"] >= first) & (records["step"] <= last))
 
 
-def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
+def _span(roles: Sequence[RoleEvents], window: Window) -> _Span:
     begin, end = np.iinfo(np.int64).max, 0
     for events in roles:
         steps = events.of(EventKind.STEP, *_PARTS)
@@ -156,59 +219,54 @@ def _choose(
     )
 
 
-def _row(
-    events: RoleEvents,
-    windows: Sequence[Window],
-    holes: Sequence[tuple[int, int]],
-    zero_ns: int,
-    *,
-    whole: bool,
+def _worker_row(
+    events: RoleEvents, windows: Sequence[Window], holes: Sequence[_Span], zero_ns: int, *, whole: bool
 ) -> Row:
     records = events.records
-    kept = np.zeros(len(records), bool)
+    kept = (records["step"] == NO_STEP) & whole
     for window in windows:
         kept |= _within(records, window.first_step, window.last_step)
-    if whole:
-        kept |= records["step"] == NO_STEP
     chosen = records[kept]
-    steps = _step_spans(chosen[chosen["kind"] == EventKind.STEP], zero_ns)
-    parts = chosen[np.isin(chosen["kind"], _PARTS) & (chosen["duration_ns"] > 0)]
-    slices = laid_out(_slices(parts, zero_ns), steps)
+    steps = _slices(chosen[chosen["kind"] == EventKind.STEP], zero_ns)
+    for index, (step, following) in enumerate(itertools.pairwise(steps)):  # clocks may err
+        steps[index] = _between(step, step.start_ns, min(step.end_ns, following.start_ns))
     inside = [(records[_within(records, *hole)], hole) for hole in holes]
     gaps = [_gap(omitted, hole, zero_ns) for omitted, hole in inside if len(omitted)]
-    return Row(
-        role=events.role,
-        name=role_name(events.name),
-        slices=slices,
-        steps=steps,
-        gaps=_fitted(gaps, slices),
-        marks=_marks(events.of(*_MARKS), zero_ns),
-    )
+    return _row(events, chosen[np.isin(chosen["kind"], _PARTS)], steps, gaps, zero_ns)
 
 
-def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
+def _server_row(events: RoleEvents, spans: Sequence[_Span], zero_ns: int) -> Row:
     records = events.records
     starts = records["start_ns"].astype(np.int64)
     ends = starts + records["duration_ns"].astype(np.int64)
     kept = np.zeros(len(records), bool)
     for begin, end in spans:
         kept |= (starts >= begin) & (ends <= end)
-    chosen = records[kept & (records["duration_ns"] > 0)]
-    slices = laid_out(_slices(chosen[np.isin(chosen["kind"], _SERVER_PARTS)], zero_ns), ())
+    chosen = records[kept & np.isin(records["kind"], (*_SERVER_PARTS, EventKind.HOLD))]
     gaps = []
     for (_, begin), (end, _) in itertools.pairwise(spans):
         between = records[(starts > begin) & (ends < end)]
         if len(between):
             steps = (int(between["step"].min()), int(between["step"].max()))
             gaps.append(_gap(between, steps, zero_ns))
+    return _row(events, chosen, (), gaps, zero_ns)
+
+
+def _row(events: RoleEvents, chosen: Records, steps: Sequence[Slice], gaps: list[Gap], zero_ns: int) -> Row:
+    chosen = chosen[chosen["duration_ns"] > 0]
+    is_hold = chosen["kind"] == EventKind.HOLD
+    slices = _laid_out(_slices(chosen[~is_hold], zero_ns), steps)
+    marks = events.of(*_MARKS)
+    if len(marks) > _MAX_MARKS:
+        marks = np.concatenate([marks[: _MAX_MARKS // 2], marks[-_MAX_MARKS // 2 :]])
     return Row(
         role=events.role,
         name=role_name(events.name),
         slices=slices,
-        steps=(),
+        steps=tuple(steps),
         gaps=_fitted(gaps, slices),
-        marks=_marks(events.of(*_MARKS), zero_ns),
-        holds=tuple(_slices(chosen[chosen["kind"] == EventKind.HOLD], zero_ns)),
+        marks=tuple(_slices(marks, zero_ns)),
+        holds=tuple(_slices(chosen[is_hold], zero_ns)),
     )
 
 
@@ -225,21 +283,6 @@ def _slices(parts: Records, zero_ns: int) -> list[Slice]:
         )
         for kind, start, duration, *others in zip(*columns, strict=True)
     ]
-
-
-def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
-    """Return the steps in time order, cut where clock errors made one overlap the next."""
-    records = records[np.argsort(records["start_ns"], kind="stable")]
-    names = ("step", "start_ns", "duration_ns", "count", "value")
-    columns = zip(*(records[name].tolist() for name in names), strict=True)
-    spans: list[PictureStep] = []
-    for step, start, duration, samples, loss in columns:
-        begin = start - zero_ns
-        if spans and spans[-1].end_ns > begin:
-            spans[-1] = replace(spans[-1], end_ns=begin)
-        end = begin + duration
-        spans.append(PictureStep(step=step, start_ns=begin, end_ns=end, samples=samples, loss=loss))
-    return tuple(spans)
 
 
 def _gap(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
@@ -274,21 +317,7 @@ def _fitted(gaps: Iterable[Gap], slices: Sequence[Slice]) -> tuple[Gap, ...]:
     return tuple(fitted)
 
 
-def _marks(records: Records, zero_ns: int) -> tuple[Mark, ...]:
-    if len(records) > _MAX_MARKS:
-        records = np.concatenate([records[: _MAX_MARKS // 2], records[-_MAX_MARKS // 2 :]])
-    return tuple(
-        Mark(
-            kind=EventKind(int(record["kind"])),
-            at_ns=int(record["start_ns"]) + int(record["duration_ns"]) - zero_ns,
-            step=int(record["step"]),
-            peer=int(record["peer"]),
-        )
-        for record in records
-    )
-
-
-def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Slice, ...]:
+def _laid_out(slices: Sequence[Slice], steps: Sequence[Slice]) -> tuple[Slice, ...]:
     """Return the same slices without overlaps: moved inside their step, cut only where that is not enough."""
     starts = [step.start_ns for step in steps]
     # The parts of each step, or a part outside of all steps by itself, with the time that they may have.
@@ -338,19 +367,16 @@ def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
 
 _NEAR_NS = 1_000_000  # a record may begin or end slightly before or after the message that it belongs to
 
-Span = tuple[int, int]  # A stretch of time, both ends included, in nanoseconds on the clock of the events
 
-
-def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:
+def _wait_arrows(rows: Sequence[Row], tracks: Mapping[int, _Track]) -> Iterator[Arrow]:
     """Return an arrow for each wait whose peer had a visible slice when the wait ended."""
-    by_role = {row.role: _Track(row) for row in rows}
     for row in rows:
         for wait in row.slices:
-            if wait.kind is not EventKind.WAIT or wait.peer not in by_role or wait.peer == row.role:
+            if wait.kind is not EventKind.WAIT or wait.peer not in tracks or wait.peer == row.role:
                 continue
             # One nanosecond inside both slices, so that a trace viewer attaches the arrow to the right slices.
             target_ns = wait.end_ns - 1
-            source_ns = by_role[wait.peer].before(target_ns)
+            source_ns = tracks[wait.peer].before(target_ns)
             if source_ns is not None:
                 yield Arrow(
                     source=wait.peer,
@@ -361,11 +387,10 @@ def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:
                 )
 
 
-def message_arrows(
-    rows: Sequence[Row], roles: Iterable[RoleEvents], spans: Sequence[Span], zero_ns: int
+def _message_arrows(
+    tracks: Mapping[int, _Track], roles: Iterable[RoleEvents], spans: Sequence[_Span], zero_ns: int
 ) -> Iterator[Arrow]:
     """Return an arrow for each message whose two ends lie within `spans` and on visible slices."""
-    tracks = {row.role: _Track(row) for row in rows}
     for (source, target), (sent, received) in _ends(roles, spans).items():
         if source not in tracks or target not in tracks:
             continue
@@ -401,7 +426,7 @@ class _End(NamedTuple):
 _Ends = dict[int, list[_End]]  # by message number, in recording order
 
 
-def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
+def _ends(roles: Iterable[RoleEvents], spans: Sequence[_Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
     found: dict[tuple[int, int], tuple[_Ends, _Ends]] = {}
     names = ("kind", "peer", "message", "start_ns", "step", "num_bytes")
     for events in roles:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.recent import BIN_NS, BINS
-from manyhands.observe.analyse.slowness import Late, Slowness, Straggler
+from manyhands.observe.analyse.slow_workers import Late, Slowness, Straggler
 from manyhands.observe.record.events import NOBODY, EventKind, Records
 
 __all__ = ["TimeSplit", "Totals", "TotalsSnapshot", "WorkerTotals"]
@@ -52,10 +51,8 @@ class WorkerTotals:
         return self.compute_s + self.exchange_s + self.wait_s
 
     def split(self) -> TimeSplit:
-        whole = self.accounted_s
-        if whole == 0:
-            return TimeSplit(0.0, 0.0, 0.0)
-        return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
+        parts = (self.compute_s, self.exchange_s, self.wait_s)
+        return TimeSplit(*(part / self.accounted_s if self.accounted_s else 0.0 for part in parts))
 
     def waits_mostly_for(self) -> int | None:
         longest = max(self.wait_for_s, default=0.0)
@@ -85,6 +82,19 @@ class TotalsSnapshot:
     late: Late | None = None  # the worker that is waited for now although it computes no longer
 
 
+_INTEGERS = ("bytes_sent", "messages_sent", "steps", "samples", "last_step", "last_samples")
+_EVALUATION = ("evaluation_ns", "is_evaluating")  # of each worker's newest: its start, and whether it lasts
+_ROW = np.dtype(
+    [
+        *((name, np.int64) for name in (*_INTEGERS, *_EVALUATION)),
+        ("last_loss", np.float64),
+        ("duration_ns", np.int64, len(EventKind) + 1),  # by kind of event
+    ]
+)
+_NO_STEP_YET = np.zeros((), _ROW)
+_NO_STEP_YET["last_step"] = -1
+
+
 class Totals:
     """The totals of all events of `workers` workers, whose roles are 0 to workers − 1."""
 
@@ -92,110 +102,81 @@ class Totals:
         if workers < 1:
             raise UserError(f"workers={workers} is not allowed; it is 1 or more")
         self.workers = workers
-        self._duration_ns = np.zeros((workers, len(EventKind) + 1), np.int64)
+        self.rows = np.full(workers, _NO_STEP_YET, _ROW)
         self._wait_for_ns = np.zeros((workers, workers), np.int64)
-        self._bytes_sent = np.zeros(workers, np.int64)
-        self._messages_sent = np.zeros(workers, np.int64)
-        self._steps = np.zeros(workers, np.int64)
-        self._samples = np.zeros(workers, np.int64)
-        self._last_step = np.full(workers, -1, np.int64)
-        self._last_samples = np.zeros(workers, np.int64)
-        self._last_loss = np.zeros(workers, np.float64)
-        self._evaluation_ns = np.zeros(workers, np.int64)  # start of each worker's newest evaluation
-        self._is_evaluating = np.zeros(workers, bool)
         self._pace = _Pace()
         self.slowness = Slowness()
 
     def widen(self, workers: int) -> None:
-        """Raise the capacity; does nothing where it is large enough."""
         more = workers - self.workers
-        if more <= 0:
-            return
-        self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
-        self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
-        for name in (
-            *("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"),
-            *("_evaluation_ns", "_is_evaluating"),
-        ):
-            setattr(self, name, np.pad(getattr(self, name), (0, more)))
-        self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
-        self.workers = workers
+        if more > 0:
+            self.rows = np.concatenate([self.rows, np.full(more, _NO_STEP_YET, _ROW)])
+            self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
+            self.workers = workers
 
     def update(self, records: Records) -> None:
         roles = records["role"].astype(np.intp)
         if len(roles) and roles.max() >= self.workers:
             raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self.workers - 1}")
-        kinds = records["kind"]
+        kinds, peers = records["kind"], records["peer"]
         durations = records["duration_ns"].astype(np.int64)
-        np.add.at(self._duration_ns, (roles, kinds), durations)
-
-        peers = records["peer"]
+        np.add.at(self.rows["duration_ns"], (roles, kinds), durations)
         waits = (kinds == EventKind.WAIT) & (peers > NOBODY) & (peers < self.workers)
         np.add.at(self._wait_for_ns, (roles[waits], peers[waits]), durations[waits])
-
         exchanges = kinds == EventKind.EXCHANGE
-        np.add.at(self._bytes_sent, roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
-        np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
-
+        np.add.at(self.rows["bytes_sent"], roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
+        np.add.at(self.rows["messages_sent"], roles[exchanges], records["count"][exchanges])
         evaluations = kinds == EventKind.EVALUATE
         # Numpy keeps the last of several assignments to one index: each worker's newest.
-        self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
-        self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
-
+        self.rows["evaluation_ns"][roles[evaluations]] = records["start_ns"][evaluations]
+        self.rows["is_evaluating"][roles[evaluations]] = records["count"][evaluations] == 0
         self.slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
             roles, records = roles[steps], records[steps]
-            np.add.at(self._steps, roles, 1)
-            np.add.at(self._samples, roles, records["count"])
-            self._last_step[roles] = records["step"]
-            self._last_samples[roles] = records["count"]
-            self._last_loss[roles] = records["value"]
+            np.add.at(self.rows["steps"], roles, 1)
+            np.add.at(self.rows["samples"], roles, records["count"])
+            self.rows["last_step"][roles] = records["step"]
+            self.rows["last_samples"][roles] = records["count"]
+            self.rows["last_loss"][roles] = records["value"]
             self._pace.add(records)
 
     def worker(self, worker: int) -> WorkerTotals:
-        duration_s = self._duration_ns[worker] / _NS_PER_S
+        row = self.rows[worker]
+        duration_s = row["duration_ns"] / _NS_PER_S
         return WorkerTotals(
             worker=worker,
-            steps=int(self._steps[worker]),
-            samples=int(self._samples[worker]),
+            steps=int(row["steps"]),
+            samples=int(row["samples"]),
             compute_s=float(duration_s[EventKind.COMPUTE]),
             exchange_s=float(duration_s[EventKind.EXCHANGE]),
             wait_s=float(duration_s[EventKind.WAIT]),
             wait_for_s=tuple((self._wait_for_ns[worker] / _NS_PER_S).tolist()),
-            bytes_sent=int(self._bytes_sent[worker]),
-            messages_sent=int(self._messages_sent[worker]),
+            bytes_sent=int(row["bytes_sent"]),
+            messages_sent=int(row["messages_sent"]),
         )
 
-    def duration_ns(self, worker: int) -> npt.NDArray[np.int64]:
-        """Return the time that one worker spent on each kind of event, by kind number."""
-        spent: npt.NDArray[np.int64] = self._duration_ns[worker]
-        return spent
-
     def snapshot(self, now_ns: int) -> TotalsSnapshot:
-        idle = self._evaluation_ns >= self._pace.newest_ns  # evaluating, or nothing else has happened since
+        began_ns = self.rows["evaluation_ns"]
+        idle = began_ns >= self._pace.newest_ns  # evaluating, or nothing else has happened since
         # Report the training rate as of the start of the evaluation.
-        until_ns = int(self._evaluation_ns[idle].min()) if idle.any() else now_ns
+        until_ns = int(began_ns[idle].min()) if idle.any() else now_ns
         samples_per_s, steps_per_s = self._pace.rates(min(now_ns, until_ns))
+        loss = None  # one, whether workers report that of their share or that of the whole batch
+        shares = self.rows[self.rows["last_samples"] > 0]  # a worker without samples may report any value
+        if len(shares):
+            shares = shares[shares["last_step"] == shares["last_step"].max()]  # others may be steps behind
+            loss = float((shares["last_loss"] * shares["last_samples"]).sum() / shares["last_samples"].sum())
         return TotalsSnapshot(
             workers=tuple(self.worker(worker) for worker in range(self.workers)),
-            step=int(self._last_step.max()) + 1,
-            loss=self._loss(),
+            step=int(self.rows["last_step"].max()) + 1,
+            loss=loss,
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
-            evaluating=bool((idle & self._is_evaluating).any()),
+            evaluating=bool(self.rows["is_evaluating"][idle].any()),
             slow=self.slowness.now(),
             late=self.slowness.late_now(),
         )
-
-    def _loss(self) -> float | None:
-        """Return one loss, whether workers report that of their share or that of the whole batch."""
-        shares = self._last_samples > 0  # a worker without samples may report any value
-        if not shares.any():
-            return None
-        shares &= self._last_step == self._last_step[shares].max()  # other workers may be steps behind
-        total = int(self._last_samples[shares].sum())
-        return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
 
 
 class _Pace:

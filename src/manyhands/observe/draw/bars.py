@@ -72,7 +72,6 @@ class Bars:
         return self
 
     def phase(self, name: str, total: float | None, unit: str) -> BarPhase:
-        """Add a phase that does `total` `unit`s of work, or an unknown number."""
         return BarPhase(self._progress, name, total, unit)
 
     def __exit__(self, *error: object) -> None:

@@ -170,7 +170,6 @@ def share_bars(
 def histogram(
     counts: Mapping[int, int], *, title: str, x_label: str, y_label: str, empty: str = "Nothing yet."
 ) -> str:
-    """Draw how often each integer occurred; wide ranges are binned. `empty` as in `line_chart`."""
     if not counts:
         return _nothing(title, empty)
     low, high = min(counts), max(counts)

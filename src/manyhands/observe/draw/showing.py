@@ -55,7 +55,6 @@ def look_around() -> Here:
 
 
 def chosen(asked: str, here: Here) -> str:
-    """Return `notebook`, `bar`, `lines` or `none`."""
     if asked in ("lines", "none"):
         return asked
     if asked == "auto" and here.unwatched:
@@ -81,11 +80,10 @@ def showing(
 class Screen(Protocol):
     """A display of a run's progress; `close` comes last, and only after a `show`."""
 
-    def show(self, snapshot: TotalsSnapshot) -> None:
-        """Show the current state of the run."""
+    def show(self, snapshot: TotalsSnapshot) -> None: ...
 
     def close(self) -> None:
-        """Finish the display."""
+        return  # what was shown last stays
 
 
 class Showing:
@@ -128,7 +126,7 @@ class Showing:
             self._gone = True
 
 
-class Lines:
+class Lines(Screen):
     """One line on stderr per update."""
 
     def __init__(self, steps: int) -> None:
@@ -141,11 +139,8 @@ class Lines:
             print(line, file=sys.stderr, flush=True)
             self._last = line
 
-    def close(self) -> None:
-        """Do nothing: the last line stays."""
 
-
-class Notebook:
+class Notebook(Screen):
     """A bar in the output of the cell, updated in place."""
 
     def __init__(self, steps: int, strategy: str = "") -> None:
@@ -158,9 +153,6 @@ class Notebook:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
         else:
             self._handle.update(panel)
-
-    def close(self) -> None:
-        """Do nothing: the last bar stays."""
 
 
 class Panel:
@@ -183,7 +175,7 @@ class Panel:
         )
 
 
-class _Terminal:
+class _Terminal(Screen):
     """The picture of `terminal_progress`, whose libraries are loaded at the first `show`."""
 
     def __init__(self, steps: int, strategy: str) -> None:

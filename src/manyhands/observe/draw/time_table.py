@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,11 +12,11 @@ from rich.text import Text
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.explain import PART_WORDS, Explanation
-from manyhands.observe.analyse.remarks import LayerSent, about_workers
-from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.slow_workers import Late, Straggler, from_summary
 from manyhands.observe.analyse.totals import WorkerTotals
 
-__all__ = ["end_table", "layers_table", "parts_table", "words_table", "workers_table"]
+__all__ = ["end_table", "layers_table", "parts_table", "plain_table", "words_table", "workers_table"]
 
 
 def end_table(summary: Mapping[str, Any]) -> Table:
@@ -37,8 +37,8 @@ def end_table(summary: Mapping[str, Any]) -> Table:
             ),
             "" if peer is None else f"{peer} ({_seconds(worker.wait_for_s[peer])})",
         )
-    slow = [Straggler.from_dict(row) for row in summary.get("slow", ())]
-    late = Late.from_dict(summary["late"]) if summary.get("late") else None
+    slow = [from_summary(Straggler, row) for row in summary.get("slow", ())]
+    late = from_summary(Late, summary["late"]) if summary.get("late") else None
     notices = [*about_workers(slow, late, summary.get("strategy", "")), *summary["events"]["notes"]]
     table.caption = "\n".join(notices) or None
     return table
@@ -65,41 +65,41 @@ _GAPS = (2, 1)  # gaps between two columns in characters; the first that fits is
 _UNBOUNDED = 10_000  # characters in a line
 
 
+def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
+    """Return a table of texts without lines; all but the first `words` columns are right-aligned numbers."""
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(Text(name), justify="left" if place < words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # a name may look like markup
+    return table
+
+
 def parts_table(found: Explanation) -> Table:
     of_whom = "the critical path" if found.synchronous else "the mean worker"
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"median step of {of_whom}")
-    for name in ("ms", "share"):
-        table.add_column(name, justify="right")
+    parts = {word: getattr(found.parts, field) for field, word in PART_WORDS.items()}
     whole = found.parts.step_ms
-    for field, word in PART_WORDS.items():
-        part = getattr(found.parts, field)
-        table.add_row(word, f"{part:.2f}", f"{100 * part / whole if whole else 0:.0f} %")
-    for word, time_ms in (
-        ("in all", whole),
-        ("ideal", found.ideal_ms),
-        ("evaluation, per step", found.evaluate_ms),
-        ("checkpoints, per step", found.checkpoint_ms),
-    ):
-        table.add_row(word, f"{time_ms:.2f}", "")
-    return table
+    rows = [(word, f"{ms:.2f}", f"{100 * ms / whole if whole else 0:.0f} %") for word, ms in parts.items()]
+    others = {
+        "in all": whole,
+        "ideal": found.ideal_ms,
+        "evaluation, per step": found.evaluate_ms,
+        "checkpoints, per step": found.checkpoint_ms,
+    }
+    rows += [(word, f"{ms:.2f}", "") for word, ms in others.items()]
+    return plain_table((f"median step of {of_whom}", "ms", "share"), rows)
 
 
-def layers_table(layers: Sequence[LayerSent]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("layer", "sliced"):
-        table.add_column(column, overflow="fold")
-    for column in ("sent forward", "sent backward", "messages"):
-        table.add_column(column, justify="right")
-    for row in layers:
-        table.add_row(
-            Text(row.layer),
-            Text(row.how),
-            format_bytes(row.forward_bytes),
-            format_bytes(row.backward_bytes),
-            f"{round(row.messages, 1):g}",
+def layers_table(layers: Iterable[Mapping[str, Any]]) -> Table:
+    rows = [
+        (
+            *(row["layer"], row["how"]),
+            *(format_bytes(row[name]) for name in ("forward_bytes", "backward_bytes")),
+            f"{round(row['messages'], 1):g}",
         )
-    return table
+        for row in layers
+    ]
+    return plain_table(("layer", "sliced", "sent forward", "sent backward", "messages"), rows, words=2)
 
 
 def workers_table(found: Explanation, console: Console) -> Table:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from manyhands.observe.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
+from manyhands.observe.analyse.timeline import Row, Slice, Timeline, Window
 from manyhands.observe.draw.axes import nice
 from manyhands.observe.draw.paper import svg_line, svg_rect, svg_text
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
@@ -72,10 +72,6 @@ class _Scale:
     def holds(self, at_ns: int) -> bool:
         return self.begin_ns <= at_ns <= self.end_ns
 
-    def cut(self, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """Clip an interval to the panel; the end is not after the start where nothing is left."""
-        return max(start_ns, self.begin_ns), min(end_ns, self.end_ns)
-
 
 def timeline_svg(timeline: Timeline, title: str) -> str:
     names = {row.role: row.name for row in timeline.rows}
@@ -87,7 +83,7 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
         body += _panel(timeline, window, top, names)
         top += height_of_panel + _SPACE
     faults = [  # which may lie outside every panel
-        f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+        f"{row.name} at {_ms(mark.end_ns)}{_blame(mark, names)}"
         for row in timeline.rows
         for mark in row.marks
         if mark.kind is EventKind.FAULT
@@ -151,22 +147,38 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
     for row in timeline.rows:
         y = places[row.role]
         yield svg_text(_LEFT - 10, y + _BAR / 2 + 4, row.name, "", "end")
-        yield from (_step_box(step, row, scale, y) for step in row.steps if step.step in kept)
+        ends = []
+        for step in row.steps:
+            if step.step in kept:
+                left, right = scale.x(step.start_ns), scale.x(step.end_ns)
+                loss = f", loss {step.value:.4g}" if math.isfinite(step.value) else ""
+                said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
+                yield svg_rect("step", left, y - 2, right - left, _BAR + 4, said)
+                if right - left >= _MIN_LABEL_PX:
+                    yield svg_text((left + right) / 2, y - 5, str(step.step), "faint", "middle")
+                ends.append(right)
         yield from (
             _bar(part, row, names, scale, y)
             for part in row.slices
             if part.start_ns < scale.end_ns and part.end_ns > scale.begin_ns
         )
-        ends = [scale.x(step.end_ns) for step in row.steps if step.step in kept]
         yield from (svg_line("end", x, y - 6, x, y + _BAR + 6) for x in ends)
         for mark in row.marks:
-            if scale.holds(mark.at_ns):
-                x, kind = scale.x(mark.at_ns), "mark fault" if mark.kind is EventKind.FAULT else "mark"
-                said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+            if scale.holds(mark.end_ns):
+                x, kind = scale.x(mark.end_ns), "mark fault" if mark.kind is EventKind.FAULT else "mark"
+                said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.end_ns)}{_blame(mark, names)}"
                 yield svg_line(kind, x, y - 6, x, y + _BAR + 6, said)
     for arrow in timeline.arrows:
         if scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
-            yield _arrow(arrow, names, scale, places)
+            source, target = names[arrow.source], names[arrow.target]
+            down = places[arrow.target] > places[arrow.source]
+            y1 = places[arrow.source] + (_BAR if down else 0)
+            y2 = places[arrow.target] + (0 if down else _BAR)
+            said = f"step {arrow.step}: {source} arrived, {target} continued"
+            if arrow.is_message:
+                said = f"{source} to {target}: {arrow.num_bytes:,} bytes"
+            kind = "message" if arrow.is_message else "arrow"
+            yield svg_line(kind, scale.x(arrow.source_ns), y1, scale.x(arrow.target_ns), y2, said)
 
 
 def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
@@ -174,14 +186,14 @@ def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
 
     Only rows with steps count: what a server calls a step may be a number of another kind.
     """
-    steps = [step for row in timeline.rows for step in row.steps if _is_in(step, window)]
-    parts = [part for row in timeline.rows if row.steps for part in row.slices if _is_in(part, window)]
-    inner: list[Slice | PictureStep] = [*steps] or [
+    with_steps = [row for row in timeline.rows if row.steps]
+    parts = [part for row in with_steps for part in row.slices if _is_in(part, window)]
+    inner = [step for row in with_steps for step in row.steps if _is_in(step, window)] or [
         part for row in timeline.rows for part in row.slices if _is_in(part, window)
     ]
     begin, end = min(span.start_ns for span in inner), max(span.end_ns for span in inner)
     beyond = round(_BEYOND * (end - begin))
-    leaves = [mark.at_ns for row in timeline.rows for mark in row.marks if end < mark.at_ns <= end + beyond]
+    leaves = [mark.end_ns for row in timeline.rows for mark in row.marks if end < mark.end_ns <= end + beyond]
     return _Scale(
         max(begin - beyond, min([begin, *(part.start_ns for part in parts)])),
         min(end + beyond, max([end, *(part.end_ns for part in parts), *leaves])),
@@ -189,22 +201,12 @@ def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
     )
 
 
-def _is_in(span: Slice | PictureStep, window: Window) -> bool:
+def _is_in(span: Slice, window: Window) -> bool:
     return window.first_step <= span.step <= window.last_step
 
 
-def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:
-    left, right = scale.x(step.start_ns), scale.x(step.end_ns)
-    loss = f", loss {step.loss:.4g}" if math.isfinite(step.loss) else ""
-    said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
-    box = svg_rect("step", left, y - 2, right - left, _BAR + 4, said)
-    if right - left < _MIN_LABEL_PX:
-        return box
-    return box + svg_text((left + right) / 2, y - 5, str(step.step), "faint", "middle")
-
-
 def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
-    left, right = map(scale.x, scale.cut(part.start_ns, part.end_ns))
+    left, right = scale.x(max(part.start_ns, scale.begin_ns)), scale.x(min(part.end_ns, scale.end_ns))
     word = _WORDS[part.kind]
     peer = ""
     if part.kind in _PEER_WORDS and part.peer != NOBODY:
@@ -215,19 +217,7 @@ def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: floa
     return svg_rect(word, left, y, max(0.4, right - left), _BAR, said)
 
 
-def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mapping[int, float]) -> str:
-    down = places[arrow.target] > places[arrow.source]
-    y1 = places[arrow.source] + (_BAR if down else 0)
-    y2 = places[arrow.target] + (0 if down else _BAR)
-    if arrow.is_message:
-        said = f"{names[arrow.source]} to {names[arrow.target]}: {arrow.num_bytes:,} bytes"
-    else:
-        said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
-    kind = "message" if arrow.is_message else "arrow"
-    return svg_line(kind, scale.x(arrow.source_ns), y1, scale.x(arrow.target_ns), y2, said)
-
-
-def _blame(mark: Mark, names: Mapping[int, str]) -> str:
+def _blame(mark: Slice, names: Mapping[int, str]) -> str:
     blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
     return f" because of {names.get(mark.peer, mark.peer)}" if blamed else ""
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manyhands.observe.analyse.picture import Arrow, Row, Slice, Timeline
+from manyhands.observe.analyse.timeline import Gap, Row, Slice, Timeline
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_TRACE_SLICES", "trace_json"]
@@ -60,23 +60,22 @@ def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, 
             yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
             yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
         for step in row.steps:
-            args = {"step": step.step, "samples": step.samples}
-            args |= {"loss": step.loss} if math.isfinite(step.loss) else {}
-            span = (step.start_ns, step.end_ns)
-            yield _span(f"step {step.step}", row.role, span, "step", args, track=_STEPS)
+            args = {"step": step.step, "samples": step.count}
+            args |= {"loss": step.value} if math.isfinite(step.value) else {}
+            yield _span(f"step {step.step}", row.role, step, "step", args, track=_STEPS)
         yield from (_part(row, part, names) for part in row.slices)
         for gap in row.gaps:
             args = {"first step": gap.first_step, "last step": gap.last_step}
             for part in ("compute", "exchange", "wait", "apply"):
                 args[f"{part} ms"] = getattr(gap, f"{part}_ns") / 1e6
             name = f"steps {gap.first_step} to {gap.last_step}, left out"
-            yield _span(name, row.role, (gap.start_ns, gap.end_ns), "left out", args)
+            yield _span(name, row.role, gap, "left out", args)
         for mark in row.marks:
             kind = mark.kind.name.lower()
             args = {} if mark.step == NO_STEP else {"step": mark.step}
             blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
             name = f"{kind} of {_name(mark.peer, names)}" if blamed else kind
-            yield _event(name, "i", row.role, mark.at_ns, s="p", cat=kind, args=args)
+            yield _event(name, "i", row.role, mark.end_ns, s="p", cat=kind, args=args)
         for number, hold in enumerate(row.holds, start=1):
             name = f"hold {_name(hold.peer, names)}"
             if hold.value >= 0:
@@ -85,7 +84,13 @@ def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, 
             yield _event(name, "b", row.role, hold.start_ns, **shared)
             yield _event(name, "e", row.role, hold.end_ns, **shared)
     for number, arrow in enumerate(timeline.arrows, start=1):
-        yield from _flow(number, arrow, names)
+        name, shared = f"{_name(arrow.source, names)} arrived", {"cat": "arrival", "id": number}
+        if arrow.is_message:
+            name = f"{_name(arrow.source, names)} to {_name(arrow.target, names)}"
+            shared = {"cat": "message", "id": number, "args": {"bytes": arrow.num_bytes}}
+        yield _event(name, "s", arrow.source, arrow.source_ns, **shared)
+        # "bp": "e" binds the end to the enclosing slice; otherwise a viewer takes the next slice.
+        yield _event(name, "f", arrow.target, arrow.target_ns, bp="e", **shared)
 
 
 def _event(name: str, phase: str, role: int, at_ns: int, **more: Any) -> dict[str, Any]:
@@ -95,24 +100,20 @@ def _event(name: str, phase: str, role: int, at_ns: int, **more: Any) -> dict[st
 
 
 def _span(
-    name: str, role: int, span_ns: tuple[int, int], kind: str, args: dict[str, Any], track: int = _PARTS
+    name: str, role: int, span: Slice | Gap, kind: str, args: dict[str, Any], track: int = _PARTS
 ) -> dict[str, Any]:
-    start_ns, end_ns = span_ns
-    took = (end_ns - start_ns) / 1000
-    return _event(name, "X", role, start_ns, track=track, cat=kind, dur=took, args=args)
+    took = (span.end_ns - span.start_ns) / 1000
+    return _event(name, "X", role, span.start_ns, track=track, cat=kind, dur=took, args=args)
 
 
 def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
-    kind = part.kind.name.lower()
-    name = kind
-    args: dict[str, Any] = {}
-    if part.step != NO_STEP:
-        args["step"] = part.step
+    name = kind = part.kind.name.lower()
+    args: dict[str, Any] = {} if part.step == NO_STEP else {"step": part.step}
     if part.kind is EventKind.WAIT and part.peer != NOBODY:
         name = f"wait for {_name(part.peer, names)}"
-        args["peer"] = part.peer
     elif part.kind in _WITH_PEER:
         name = f"{_WITH_PEER[part.kind]} {_name(part.peer, names)}"
+    if name != kind:
         args["peer"] = part.peer
     if part.kind in (EventKind.COMPUTE, EventKind.WAIT) and part.count:  # a work item of a pipeline
         args["micro-batch"] = part.count - 1
@@ -123,19 +124,7 @@ def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
         args |= {_COUNTS[part.kind]: part.count}
     if part.kind is EventKind.APPLY:
         args |= {"staleness": part.value}
-    return _span(name, row.role, (part.start_ns, part.end_ns), kind, args)
-
-
-def _flow(number: int, arrow: Arrow, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    if arrow.is_message:
-        name = f"{_name(arrow.source, names)} to {_name(arrow.target, names)}"
-        shared: dict[str, Any] = {"cat": "message", "id": number, "args": {"bytes": arrow.num_bytes}}
-    else:
-        name = f"{_name(arrow.source, names)} arrived"
-        shared = {"cat": "arrival", "id": number}
-    yield _event(name, "s", arrow.source, arrow.source_ns, **shared)
-    # "bp": "e" binds the end to the enclosing slice; otherwise a viewer takes the next slice.
-    yield _event(name, "f", arrow.target, arrow.target_ns, bp="e", **shared)
+    return _span(name, row.role, part, kind, args)
 
 
 def _name(role: int, names: Mapping[int, str]) -> str:

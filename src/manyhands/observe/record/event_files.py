@@ -151,13 +151,11 @@ class EventFileWriter:
 
     @property
     def note(self) -> str:
-        """A sentence on what is missing from the file, or nothing."""
         if not self._reason:
             return ""
         return f"{self.path} {self._reason}: {self.unwritten} later events are in the totals only"
 
     def append(self, records: Records) -> None:
-        """Write whole records up to the size limit, and count the others."""
         room = 0 if self._reason else max(0, self._max_bytes - self._size) // RECORD.itemsize
         # A failed write may leave part of a record. Nothing is appended after it, so it is a torn tail.
         kept = self._put(records[:room].tobytes(), self._size) // RECORD.itemsize

@@ -84,7 +84,6 @@ class EventRing(Closeable):
 
     @classmethod
     def attach(cls, descriptor: int) -> EventRing:
-        """Map the ring of an inherited descriptor, which this process then owns."""
         segment = Segment.attach(descriptor)
         if segment.num_bytes < _RECORDS + _SIZE or _load(segment.address) != _MAGIC:
             segment.close()
@@ -93,7 +92,6 @@ class EventRing(Closeable):
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor that a child must inherit to `attach`."""
         return self._segment.descriptor
 
     @property
@@ -173,7 +171,6 @@ class EventRing(Closeable):
         return records[max(0, oldest_whole - first) :]
 
     def close(self) -> None:
-        """Unmap the ring in this process; later calls raise ValueError."""
         self._address = 0
         self._records = np.empty(0, RECORD)
         self._segment.close()

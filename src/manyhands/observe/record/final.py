@@ -23,12 +23,10 @@ def last_row(rows: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] 
 
 
 def final_loss(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the loss of the last step; None where no row has one."""
     last = last_row(rows, "loss")
     return None if last is None else float(last["loss"])
 
 
 def final_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of the last evaluation; empty where there was none."""
     last = last_row(rows, "metrics")
     return {} if last is None else dict(last["metrics"])

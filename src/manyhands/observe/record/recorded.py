@@ -102,7 +102,6 @@ def read_run_events(directory: Path) -> RunEvents:
 
 
 def shift_clock(records: Records, by_ns: int) -> None:
-    """Bring records of another clock onto this one, in place."""
     if by_ns:
         starts = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns)
         records["start_ns"] = starts.astype(np.uint64)

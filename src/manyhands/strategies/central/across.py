@@ -18,6 +18,7 @@ different numbers of workers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -26,10 +27,9 @@ from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import Background, ScheduleCollective
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
@@ -45,30 +45,24 @@ class BetweenHosts:
     def __init__(self, resources: Resources) -> None:
         self.rank, self.world = resources.rank, resources.world
         self.hosts = [tuple(host) for host in resources.hosts]
-        self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
-        """The number of this host."""
+        self.number = next(
+            number for number, host in enumerate(self.hosts) if self.rank in host
+        )  # of this host
         self.here = self.hosts[self.number]  # the workers of this host
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links, self._resources = resources.links(), resources
         self.background = Background("manyhands sums between hosts")
-        self.executor: ScheduleExecutor | None = None
-        """Among the leaders, by number of the host; None elsewhere."""
+        self.executor: ScheduleExecutor | None = None  # among the leaders, by number of the host
         self.wire: int = Wire.MEMORY
-        self.overlaps = False
-        """Whether a thread sums while this worker computes; data on a network needs no core of this host."""
+        self.overlaps = False  # whether a thread sums meanwhile; data on a network needs no core of this host
         if self.leads:
             far = {host: self._links[one] for host, one in enumerate(self.leaders) if one != self.rank}
             self.wire = wire_of(next(link.wire for link in far.values()))
             self.overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in far.values())
+            direct, wait_s, alarm = ALGORITHMS["direct"], resources.timeout_s, resources.alarm
             self.executor = ScheduleExecutor(
-                ALGORITHMS["direct"],
-                self.number,
-                len(self.hosts),
-                far,
-                resources.timeout_s,
-                resources.alarm,
-                roles=self.leaders,
+                direct, self.number, len(self.hosts), far, wait_s, alarm, roles=self.leaders
             )
 
     def words(self) -> ScheduleCollective:
@@ -78,9 +72,6 @@ class BetweenHosts:
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
         )
         return ScheduleCollective(executor, self._links, background=self.background)
-
-    def traffic(self) -> Traffic:
-        return self.executor.mailbox.traffic() if self.executor is not None else Traffic()
 
     def close(self) -> None:
         def close_links() -> None:
@@ -103,9 +94,8 @@ class HostsCollective(Collective):
         self._group, self._owned, self._between = group, owned, between
         self._launched: list[int] = []
         self._given = 0  # of those launched
-        self._last_given = 0
-        self._exchange_ns = 0
-        self._waits: dict[int, int] = {}
+        self._last_given = self._exchange_ns = 0
+        self._waits: Counter[int] = Counter()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         return self.inside.allocate(parcels)
@@ -149,17 +139,16 @@ class HostsCollective(Collective):
         """Return the waits for workers of this host; the caller times the exchange between hosts."""
         self._note_times()
         exchange_ns, self._exchange_ns = self._exchange_ns, 0
-        waits, self._waits = self._waits, {}
+        waits, self._waits = self._waits, Counter()
         executor = self._between.executor
-        over = (
-            not self._launched and self._between.background.is_idle
-        )  # a step's traffic is reported together
+        over = not self._launched and self._between.background.is_idle  # a step's traffic is reported at once
         posts = executor.mailbox.take_traffic() if over and executor is not None else {}
         return Times(exchange_ns=exchange_ns, wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
         """Return what was read from others on this host, and what a leader sent to other hosts."""
-        return self.inside.traffic() + self._between.traffic()
+        executor = self._between.executor
+        return self.inside.traffic() + (executor.mailbox.traffic() if executor is not None else Traffic())
 
     def close(self) -> None:
         """Nothing to release: `group` and `between` belong to the caller."""
@@ -190,13 +179,9 @@ class HostsCollective(Collective):
             return
         self._group.barrier()
         for index in self._launched if not self._between.leads else ():
-            whole = self.inside.parts(index)[0]
-            mine = self.inside.parts(index)[self._group.rank]
-            items = self._of(index, self._group.rank)
-            if items is None:
-                mine.copy_(whole)
-            else:
-                mine[items].copy_(whole[items])
+            parts, items = self.inside.parts(index), self._of(index, self._group.rank)
+            mine, whole = parts[self._group.rank], parts[0]
+            mine[items or slice(None)].copy_(whole[items or slice(None)])
         self._group.barrier()  # from here on the leader may write its part
         self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
 
@@ -210,6 +195,4 @@ class HostsCollective(Collective):
     def _note_times(self) -> None:
         times = self.inside.take_times()
         self._exchange_ns += times.exchange_ns
-        for place, waited_ns in times.wait_ns.items():
-            peer = self._between.here[place]
-            self._waits[peer] = self._waits.get(peer, 0) + waited_ns
+        self._waits.update({self._between.here[place]: waited for place, waited in times.wait_ns.items()})

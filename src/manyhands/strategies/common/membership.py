@@ -11,7 +11,7 @@
 - A slot whose workers are lost `MAX_DEATHS` times in a row without progress ends the run: the cause would end the
   next one too.
 
-docs/membership.md has the states of all three memberships on one page.
+docs/internals/membership.md has the states of all three memberships on one page.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The launcher of a run whose members come and go: starts, watches and replaces processes as a membership decides.
 
 The membership is a pure core: every report of a member and every event of its process goes to `handle`, and what
-that returns is done here. The launcher itself decides nothing. Its death ends the run. It requests a process and
-receives its events, local or remote:
-
-    ChildMembers      children of this process
-    ExternalMembers   processes that somebody else started, on control connections, and perhaps a child of the leader
+that returns is done here. The launcher itself decides nothing. Its death ends the run.
 """
 
 from __future__ import annotations
@@ -61,9 +57,6 @@ class MemberProcesses(Protocol):
     def members(self) -> tuple[int, ...]:
         """The members that have started, or are children, and were not reported as ended."""
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Members requested inside this context are started together and may begin when it is left."""
-
     def start_worker(self, member: int, slot: int) -> str:
         """Request a worker for this slot; returns its name without waiting: `poll` reports when it has started."""
 
@@ -73,9 +66,8 @@ class MemberProcesses(Protocol):
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has ended."""
 
-    def kill(self, member: int) -> None:
-        """Kill the member now, or stop listening to it; `poll` reports its end."""
-
+    def batch(self) -> AbstractContextManager[None]: ...  # those requested in it are started at its end
+    def kill(self, member: int) -> None: ...  # or stop listening to it; `poll` reports its end
     def ask_to_stop(self, member: int) -> None: ...
 
 
@@ -84,8 +76,7 @@ class ChildMembers(Supervisor):
 
     def __init__(self, job: Any, num_members: int, watched: Watched) -> None:
         super().__init__(num_members=num_members, watched=watched)
-        self._job = job
-        self._packed = -1
+        self._job, self._packed = job, -1
 
     def __enter__(self) -> Self:
         self._packed = pack(self._job)
@@ -111,8 +102,8 @@ class ChildMembers(Supervisor):
         files: Mapping[str, int],
         env: Mapping[str, str],
     ) -> str:
-        descriptors = {"job": self._packed, **files}
-        self.start(Role(name=name, target=target, descriptors=descriptors, env=env), member)
+        role = Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=env)
+        self.start(role, member)
         return name
 
 
@@ -167,9 +158,8 @@ class ExternalMembers(ABC):
         while True:
             if self._child is not None:
                 self._unreported += self._child.poll(0.0)
-            for event in self._control_server.poll(
-                min(_EXTERNAL_LOOK_S, max(0.0, deadline - time.monotonic()))
-            ):
+            left_s = max(0.0, deadline - time.monotonic())
+            for event in self._control_server.poll(min(_EXTERNAL_LOOK_S, left_s)):
                 self._unreported += self._hear(event)
             for rank, (_, since_s) in self._wanted.items():
                 waited_s = time.monotonic() - since_s
@@ -192,7 +182,7 @@ class ExternalMembers(ABC):
             self._child.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """Stop listening to a member and tell it so; one that is not connected is no longer awaited."""
+        """Stop listening to a member and notify it; one that is not connected is no longer awaited."""
         if member in self._at:
             self._control_server.dismiss(self._at[member], "the run continues without it, or is over")
         elif self._child is not None and member in self._child.members:
@@ -247,14 +237,10 @@ class ExternalMembers(ABC):
 
     @abstractmethod
     def _name(self, rank: int) -> str: ...
-
     @abstractmethod
-    def _give_part(self, rank: int, member: int) -> None:
-        """Tell a process which member it is."""
-
+    def _give_part(self, rank: int, member: int) -> None: ...  # tell a process which member it is
     @abstractmethod
-    def _receive(self, rank: int, name: str, data: bytearray) -> None:
-        """Store what a process sent, or refuse it."""
+    def _receive(self, rank: int, name: str, data: bytearray) -> None: ...  # store what it sent, or refuse it
 
     def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
         return [Said(self._member_of[rank], payload)]
@@ -309,7 +295,6 @@ class _Core(Protocol):
     next_slot: int
 
     def begin(self) -> list[Any]: ...
-
     def handle(self, event: Any) -> list[Any]: ...
 
 
@@ -409,14 +394,14 @@ class RunLauncher(ABC, Generic[_M]):
         if ended.payload is not None:
             self._ended_well(member, ended.payload)
             return
-        failure = (
-            replace(ended.failure, rank=self._slots.get(member, -1)) if ended.failure is not None else None
-        )
+        failure = ended.failure
+        if failure is not None:
+            failure = replace(failure, rank=self._slots.get(member, -1))
         if self._closing:
             if failure is not None:
                 self._failed_late(member, failure)
             return
-        assert failure is not None, "who returned nothing has failed"
+        assert failure is not None, "a member that returned nothing has failed"
         if failure.reported is not None and member in self._slots:
             raise failure.error()  # a task that fails in one worker would fail in its replacement
         self._lost("died", member, failure.sentence)
@@ -456,28 +441,21 @@ class RunLauncher(ABC, Generic[_M]):
 
     @abstractmethod
     def _hear(self, member: int, report: Any) -> None: ...
-
     @abstractmethod
     def _act(self, action: Any) -> None: ...
-
     @abstractmethod
     def _stop(self) -> None: ...
-
     @abstractmethod
     def _finish(self) -> None:
         """The run is over: collect the results, and wait with a deadline until all members have ended."""
 
     @abstractmethod
-    def _lost(self, event: str, member: int, sentence: str) -> None:
-        """Record that a member `died`, or is `silent`."""
-
+    def _lost(
+        self, event: str, member: int, sentence: str
+    ) -> None: ...  # record that it `died`, or is `silent`
     @abstractmethod
     def _ended_well(self, member: int, payload: Mapping[str, Any]) -> None: ...
-
     @abstractmethod
-    def _failed_late(self, member: int, failure: Failure) -> None:
-        """A member has failed when the results were in place."""
-
+    def _failed_late(self, member: int, failure: Failure) -> None: ...  # when the results were in place
     @abstractmethod
-    def _failed(self, sentence: str) -> Exception:
-        """The error of a run that cannot continue."""
+    def _failed(self, sentence: str) -> Exception: ...  # the error of a run that cannot continue

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -85,9 +86,8 @@ class Partition:
         """The indices of each client's samples, ascending; every sample has a client, and no client is empty."""
         if self.word == NATURAL:
             if not isinstance(data, Parties):
-                raise UserError(
-                    "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
-                )
+                why = "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
+                raise UserError(why)
             return data.split()
         if samples < clients * _FEWEST:
             raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")
@@ -176,10 +176,7 @@ def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
 
 # The samples of all simulated clients, looked up by index; arrays stay on the device, for many batches at once.
 
-
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
-
-
 _BatchKey: TypeAlias = tuple[int, ...]  # a seed, and the numbers of the samples
 
 
@@ -187,7 +184,7 @@ _BatchKey: TypeAlias = tuple[int, ...]  # a seed, and the numbers of the samples
 class Batches:
     """The samples of several batches, and the seed of what is drawn by chance in making them."""
 
-    indices: Sequence[NDArray[np.int64]]
+    indices: Sequence[Indices]
     seed: int
 
     def keys(self) -> list[_BatchKey]:
@@ -235,7 +232,7 @@ class Samples:
         self.loaders: Loaders[_BatchKey] | None = None  # the loader processes that read ahead, if any
         self._input_ns = 0
 
-    def fetch(self, indices: NDArray[np.int64]) -> Any:
+    def fetch(self, indices: Indices) -> Any:
         if self._columns is not None:
             return self.gather(torch.from_numpy(np.ascontiguousarray(indices)).to(self._device))
         batch = self._source.fetch(indices)
@@ -263,18 +260,12 @@ class Samples:
         taken, self._input_ns = self._input_ns, 0
         return taken
 
-    def fetch_apart(self, indices: NDArray[np.int64]) -> Any:
-        """For indices of shape (clients, batch): a batch whose tensors have these two dimensions in front.
-
-        TypeError where a batch has something else than tensors with an entry for each sample.
-        """
-        return apart(self.fetch(indices.reshape(-1)), indices.shape)
-
     def gather(self, indices: Tensor) -> Any:
         return each_tensor(self._columns, lambda column: column.index_select(0, indices))
 
 
 def apart(batch: Any, shape: Sequence[int]) -> Any:
+    """The batch with the two dimensions (clients, batch) in front; TypeError where it is not one of tensors alone."""
     count = int(np.prod(shape))
 
     def split(tensor: Tensor) -> Tensor:
@@ -293,7 +284,7 @@ def each_tensor(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return [each_tensor(part, change) for part in tree]
     if isinstance(tree, dict):
         return {name: each_tensor(part, change) for name, part in tree.items()}
-    raise TypeError(f"a batch has a {type(tree).__name__}, which is no tensor")
+    raise TypeError(f"a batch has a {type(tree).__name__}, which is not a tensor")
 
 
 def columns_of(data: Any) -> Any:
@@ -330,8 +321,7 @@ def _joined(parties: Parties) -> Any:
         if columns is None:
             return None
         if chosen is not None:
-            wanted = torch.from_numpy(chosen)
-            columns = each_tensor(columns, lambda column, wanted=wanted: column[wanted])  # type: ignore[misc]
+            columns = each_tensor(columns, itemgetter(torch.from_numpy(chosen)))
         found.append(columns)
     return _concatenated(found)
 

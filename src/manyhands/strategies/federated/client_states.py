@@ -80,9 +80,8 @@ def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
             raise UserError(f"keep={patterns}: nothing of the model is called {pattern!r}; there are {shown}")
         found |= reached
     if found and len(found) == len(names):
-        raise UserError(
-            f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
-        )
+        why = f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
+        raise UserError(why)
     return frozenset(found)
 
 
@@ -114,7 +113,7 @@ class LocalLayers:
     def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
         if not self._local:
             return found
-        updates = [replace(one, change=self._filled(one.change, like)) for one in found.updates]
+        updates = [self._filled(change, like) for change in found.updates]
         return replace(found, sums=self._filled(found.sums, like), updates=updates)
 
     def _filled(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

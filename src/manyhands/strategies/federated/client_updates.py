@@ -1,9 +1,6 @@
 """What clients send in a round, and what becomes of it: one client's update, and the tally that collects them.
 
 client ──ClientUpdate──► RoundTally.add, each with its weight; total() ──► TallySum ──► the algorithm: `mean`, `step`
-
-A tally may wrap another: what is done to each update before it is added (coding, clipping) and to the sum afterwards
-(noise) is a tally of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.engine.exchange import Traffic
 from manyhands.errors import NonFinite, UserError
 
 __all__ = [
@@ -31,7 +27,6 @@ __all__ = [
     "RoundPlace",
     "RoundTally",
     "TallySum",
-    "WeighedUpdate",
     "check_norm_ratio",
     "described_clients",
     "described_norms",
@@ -97,25 +92,16 @@ class ClientUpdate:
         return math.isfinite(self.loss) and all(map(math.isfinite, chain.from_iterable(extremes)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeighedUpdate:
-    """One client's update with its weight, where the server must see single updates."""
-
-    client: int
-    change: Sequence[Tensor]
-    weight: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TallySum:
-    """The result of a round's tally, the same on every worker."""
+    """What a round's updates come to; the result of a tally is the same on every worker, but for what was sent."""
 
-    sums: Sequence[Tensor]
-    """Sums of weight times update, one tensor for each of an update's, in double precision."""
-    weight: float  # sum of the weights; 0: no client's update was counted
-    loss: float  # the sum of weight times mean loss
-    traffic: Traffic  # what the clients sent that this worker simulated
-    updates: Sequence[WeighedUpdate] = ()
+    sums: Sequence[Tensor]  # of weight times update, a tensor for each of an update's, in double precision
+    weight: float = 0.0  # sum of the weights; 0: no client's update was counted
+    loss: float = 0.0  # the sum of weight times mean loss
+    messages_sent: int = 0  # by the clients that this worker simulated
+    bytes_sent: int = 0
+    updates: Sequence[Sequence[Tensor]] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
     missing: int = 0  # of the clients that `updates` would list, how many sent none that counts
 
@@ -137,10 +123,9 @@ def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
 
 
-# Norms of updates: how one that is far larger than the others of its round is found and left out. Updates are summed in
-# double precision, grouped by the power of two of their norm. Once the median of a round's norms is known, whole groups
-# can be left out without keeping single updates. Norms of honest clients lie within a few powers of two, so there are
-# only a few sums. Workers of a simulation exchange the norms of the clients that they simulated.
+# An update that is far larger than the others of its round is left out. Updates are summed in double precision, grouped
+# by the power of two of their norm. Once the median of a round's norms is known, whole groups can be left out without
+# keeping single updates. Norms of honest clients lie within a few powers of two, so there are only a few sums.
 
 FEWEST_NORMS: Final = 3  # fewest norms for a check: with two clients it is not clear which one is wrong
 _ZERO_CLASS: Final = -2000  # below that of every number
@@ -203,27 +188,18 @@ def require_finite(measured: Mapping[str, float], number: int, came: str, *, wei
     )
 
 
-@dataclass(slots=True)
-class PartialSum:
-    """A partial sum of weight times update, with its weights and losses."""
-
-    sums: list[Tensor]
-    weight: float = 0.0
-    loss: float = 0.0
-
-
 class ClassSums:
     """The partial sums of a round's updates so far, by norm class."""
 
     def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
         """Of tensors like these; not `by_norm`: all in one sum."""
         self._like, self._by_norm = like, by_norm
-        self._classes: dict[int, PartialSum] = {}
+        self._classes: dict[int, TallySum] = {}
 
     @classmethod
     def whole(cls, sums: Sequence[Tensor], weight: float, loss: float) -> ClassSums:
         made = cls(sums, by_norm=False)
-        made._classes[_ONE] = PartialSum(list(sums), weight, loss)
+        made._classes[_ONE] = TallySum(sums=sums, weight=weight, loss=loss)
         return made
 
     def add(self, update: ClientUpdate, weight: float) -> None:
@@ -236,7 +212,7 @@ class ClassSums:
         part.weight += weight
         part.loss += weight * update.loss
 
-    def total(self, largest: int | None = None) -> PartialSum:
+    def total(self, largest: int | None = None) -> TallySum:
         """Up to the class `largest`, if given; it may be the stored sum, not a copy."""
         parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
         if len(parts) == 1:
@@ -249,8 +225,8 @@ class ClassSums:
             found.loss += part.loss
         return found
 
-    def _empty(self) -> PartialSum:
-        return PartialSum([torch.zeros_like(one, dtype=torch.float64) for one in self._like])
+    def _empty(self) -> TallySum:
+        return TallySum(sums=[torch.zeros_like(one, dtype=torch.float64) for one in self._like])
 
 
 class RoundNorms:

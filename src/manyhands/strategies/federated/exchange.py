@@ -32,16 +32,11 @@ from manyhands.engine.exchange import (
 )
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
+from manyhands.strategies.federated import client_states
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_data import Partition, held_back, reading_ahead
 from manyhands.strategies.federated.client_measures import ClientEvaluation
-from manyhands.strategies.federated.client_states import (
-    ClientStates,
-    LocalLayers,
-    UpdateCoding,
-    gathered,
-    restored,
-)
+from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, UpdateCoding
 from manyhands.strategies.federated.client_updates import (
     ClientUpdate,
     RoundNorms,
@@ -56,12 +51,11 @@ from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, Sim
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
     ClientSimulation,
-    Cohort,
     Tuned,
     client_runner_for,
     tuned,
 )
-from manyhands.strategies.federated.strategy import Federated, Tuning
+from manyhands.strategies.federated.strategy import Federated, tuning_epochs
 from manyhands.strategies.federated.update_tally import tally_for
 from manyhands.task import Task
 from manyhands.wire.parcels import Parcel
@@ -118,7 +112,7 @@ class FederatedExchange(Exchange):
         self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
         self._work = work_of(strategy)
-        self._tuning = Tuning.parse(strategy.personal)
+        self._tuning_epochs = tuning_epochs(strategy.personal)
         self._optimizer: Optimizer | None = None
         self._trainer: ClientRunner | None = None
         self._simulation: ClientSimulation | None = None
@@ -174,10 +168,10 @@ class FederatedExchange(Exchange):
         ]
         self._clients = [one.client for one in assigned]
         # A tally knows those that report and, with secure sums, those that drop out.
-        known = (
-            list(self._course.asked) if self._course is not None and self._strategy.secure else self._clients
-        )
-        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
+        tallied: Sequence[int] = self._clients
+        if self._course is not None and self._strategy.secure:
+            tallied = self._course.asked
+        place = RoundPlace(number=step, clients=tallied, rank=self.rank, total=self.total)
         like = self._algorithm.layers.shared(self._algorithm.sent(self._weights))
         self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, like, self._private)
         # This worker simulates the clients whose state it has, or an equal share.
@@ -222,12 +216,14 @@ class FederatedExchange(Exchange):
         device = next((one.device for one in self._weights), torch.device("cpu"))
         for name, (states, _) in self._kept_by_clients().items():
             kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
-            states.update(restored(kept, self.rank, self.world, device))
+            states.update(client_states.restored(kept, self.rank, self.world, device))
         most = math.ceil(per_round * (strategy.over if strategy.secure else 1))
         each_round = math.ceil(min(len(sizes), most) / self.world)
-        cohort = Cohort(sizes=sizes, each_round=each_round, wanted=strategy.together)
         self._trainer, self._simulation = client_runner_for(
-            task, model, self._algorithm, self._work, self._seed, cohort
+            *(task, model, self._algorithm, self._work, self._seed),
+            sizes=sizes,
+            each_round=each_round,
+            wanted=strategy.together,
         )
         self._loaders = self._trainer.samples.loaders = reading_ahead(task, f"worker {self.rank}")
         return self._trainer
@@ -283,7 +279,7 @@ class FederatedExchange(Exchange):
             self._coding.refused(client)
         found, self._tally = self._tally.total(largest), None
         self._found = found
-        self._sent += found.traffic
+        self._sent += Traffic(messages_sent=found.messages_sent, bytes_sent=found.bytes_sent)
         refused = float(len(self._refused_now))
         words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
         self._counted = round(float(words[1]))
@@ -322,7 +318,7 @@ class FederatedExchange(Exchange):
         if self._trainer is None:
             return (self._loaded_state or {}) if self.rank == 0 else {}  # no round since the checkpoint
         clients = {
-            name: gathered(states, len(self._samples_of), like, self.total)
+            name: client_states.gathered(states, len(self._samples_of), like, self.total)
             for name, (states, like) in self._kept_by_clients().items()
         }
         kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
@@ -338,8 +334,8 @@ class FederatedExchange(Exchange):
         spending = self._private.spending
         assert spending is not None, "a budget is one of noise"
         clients = len(self._samples_of)
-        asked = selected(self._seed, step, clients, self._strategy.per_round(clients))
-        if spending.affords(asked if self._strategy.secure else ()):
+        drawn = selected(self._seed, step, clients, self._strategy.per_round(clients))
+        if spending.affords(drawn if self._strategy.secure else ()):
             return ""
         self._private.ended = f"stopped after round {step}: {spending.why_over()}"
         return self._private.ended
@@ -369,18 +365,16 @@ class FederatedExchange(Exchange):
             "algorithm": dict(self._algorithm.summary()),
         }
         if self._evaluation is not None and not self._strategy.noise:  # no promise of noise holds for them
-            evaluated, tuning = self._evaluation, self._tuning
+            evaluated, epochs = self._evaluation, self._tuning_epochs
 
             def own_models(mine: list[int]) -> Tuned:
                 models = ((client, self.personal(client)) for client in mine)
-                if tuning is None:
+                if not epochs:
                     return models
                 assert self._optimizer is not None, "attach comes before the first round"
-                work, wanted = replace(self._work, epochs=tuning.epochs), self._strategy.together
-                settings = work, self._optimizer, self._seed
-                return tuned(
-                    evaluated.task, evaluated.model, models, self._samples_of, *settings, together=wanted
-                )
+                settings = replace(self._work, epochs=epochs), self._optimizer, self._seed
+                tuned_on = evaluated.task, evaluated.model, models, self._samples_of
+                return tuned(*tuned_on, *settings, together=self._strategy.together)
 
             kinds: dict[str, Callable[[list[int]], Tuned]] = {"measured": own_models}
             if self._strategy.gives_own_models:

@@ -10,32 +10,15 @@ would come of a round before anybody is trained; attempts that fail cost nothing
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from manyhands.data.randomness import mix
 from manyhands.errors import DataError, ManyhandsError, UserError
+from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms.buff import duration_s
-from manyhands.strategies.federated.round_core import (
-    AbandonRound,
-    ClientGone,
-    ClientsSeen,
-    CloseRound,
-    EndRounds,
-    ReportCame,
-    RoundDecision,
-    RoundEvent,
-    RoundState,
-    RoundTerms,
-    ServerResumed,
-    SumCame,
-    TimePassed,
-    as_json,
-    handle,
-    state_of,
-)
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategies.federated.strategy import Federated
 
@@ -50,12 +33,15 @@ _USUAL_S: Final = 10.0  # an attempt without a deadline; after as long as so man
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCourse:
-    """The clients that take part in an attempt that counts, unless updates are rejected."""
+    """The course of one attempt, unless updates are rejected."""
 
     attempt: int  # the attempt's number, from 1
     asked: tuple[int, ...]
-    counted: tuple[int, ...]
-    """Clients whose reports come first, and in time; no other client needs to be trained."""
+    begun: core.RoundState = field(compare=False)
+    events: Sequence[core.RoundEvent] = field(compare=False)
+    dropped: int = 0  # clients that stop responding
+    counted: tuple[int, ...] = ()
+    """Where it counts, clients whose reports come first, and in time; no other client needs to be trained."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,30 +54,19 @@ class SimulatedTurnout:
     simulated_s: float = 0.0  # how long that would have taken, where a typical client takes a second
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Attempt:
-    """The planned outcome of one attempt."""
-
-    begun: RoundState
-    asked: tuple[int, ...]
-    events: Sequence[RoundEvent]
-    dropped: int
-    counted: tuple[int, ...] = ()  # clients whose reports count, unless they are rejected
-
-
 class SimulatedRounds:
     """The rounds of a simulation, the same on every worker."""
 
-    def __init__(self, terms: RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
+    def __init__(self, terms: core.RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
         """With `as_one_sum` no single report is seen, and all clients that stay are in the sum (secure sums)."""
         self._terms, self._dropout, self._as_one_sum = terms, dropout, as_one_sum
         self._has_deadline = terms.deadline_s < _LONG_S
         self._everybody = tuple(range(terms.clients))
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
         """Whether only a rejected update can keep an attempt from counting in full."""
-        self.state = RoundState()  # the core's state between rounds
+        self.state = core.RoundState()  # the core's state between rounds
         self.participation = SimulatedTurnout()
-        self._open: _Attempt | None = None
+        self._open: SimulatedCourse | None = None
 
     def begin(self, number: int) -> SimulatedCourse:
         """Try round `number`, from 0, until an attempt has enough reports; ManyhandsError where none has.
@@ -99,14 +74,13 @@ class SimulatedRounds:
         Called again before `close`, it finds the same.
         """
         if self.state.done != number:  # of a checkpoint that had nothing to say of it
-            self.state = RoundState(done=number, attempt=number)
-        # Each round starts as after a restart, with its own clock: so a run resumed from a checkpoint continues the
-        # same.
-        state, _ = handle(self._terms, self.state, ServerResumed(at_s=0.0))
+            self.state = core.RoundState(done=number, attempt=number)
+        # Each round starts as after a restart, with its own clock: a run resumed from a checkpoint continues the same.
+        state, _ = core.handle(self._terms, self.state, core.ServerResumed(at_s=0.0))
         while True:
-            everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
-            state, decisions = handle(self._terms, state, everybody)
-            if any(isinstance(decision, EndRounds) for decision in decisions):
+            everybody = core.ClientsSeen(clients=self._everybody, at_s=state.now_s)
+            state, decisions = core.handle(self._terms, state, everybody)
+            if any(isinstance(decision, core.EndRounds) for decision in decisions):
                 raise ManyhandsError(
                     f"round {number + 1}: too few of its clients have reported in time, up to attempt {state.attempt} "
                     f"(it takes {self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or "
@@ -114,11 +88,11 @@ class SimulatedRounds:
                 )
             attempt = self._attempt(state)
             after, ended = self._outcome(state, attempt.events)
-            if isinstance(ended, CloseRound):
+            if isinstance(ended, core.CloseRound):
                 self._open = replace(attempt, counted=ended.counted)
-                return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
-            reports = [event for event in attempt.events if isinstance(event, ReportCame | SumCame)]
-            in_time = sum(len(one.clients) if isinstance(one, SumCame) else 1 for one in reports)
+                return self._open
+            reports = [event for event in attempt.events if isinstance(event, core.ReportCame | core.SumCame)]
+            in_time = sum(len(one.clients) if isinstance(one, core.SumCame) else 1 for one in reports)
             self._count(attempt, in_time, after)
             state = after
 
@@ -128,26 +102,26 @@ class SimulatedRounds:
         opened, self._open = self._open, None
         # The same attempt, without the clients whose updates were rejected or never made.
         out = ({*opened.asked} - {*opened.counted}) | {*refused} if refused else set()
-        events: list[RoundEvent] = []
+        events: list[core.RoundEvent] = []
         for event in opened.events:
-            if isinstance(event, ReportCame) and event.client in out:
-                event = ClientGone(client=event.client, at_s=event.at_s)
-            elif isinstance(event, SumCame):
+            if isinstance(event, core.ReportCame) and event.client in out:
+                event = core.ClientGone(client=event.client, at_s=event.at_s)
+            elif isinstance(event, core.SumCame):
                 event = replace(event, clients=tuple(one for one in event.clients if one not in out))
             events.append(event)
         state, ended = self._outcome(opened.begun, events)
         self._count(opened, len(opened.counted), state)
-        return isinstance(ended, CloseRound)
+        return isinstance(ended, core.CloseRound)
 
     def memory(self) -> dict[str, Any]:
         if self.all_report and self.state.attempt == self.state.done:
             return {}
-        return {"state": as_json(self.state), "participation": asdict(self.participation)}
+        return {"state": core.as_json(self.state), "participation": asdict(self.participation)}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
         if not memory:
             return
-        self.state = state_of(memory.get("state"))
+        self.state = core.state_of(memory.get("state"))
         try:
             self.participation = SimulatedTurnout(**memory["participation"])
         except (KeyError, TypeError) as error:
@@ -157,11 +131,11 @@ class SimulatedRounds:
         state = self.state
         return {"attempts": state.attempt, "abandoned": state.abandoned, **asdict(self.participation)}
 
-    def _attempt(self, begun: RoundState) -> _Attempt:
+    def _attempt(self, begun: core.RoundState) -> SimulatedCourse:
         attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
         if self.all_report:
-            whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
-            return _Attempt(begun=begun, asked=asked, events=[whole], dropped=0)
+            whole = core.SumCame(attempt=attempt, clients=asked, at_s=since_s)
+            return SimulatedCourse(attempt=attempt, asked=asked, begun=begun, events=[whole])
         seed, clients = self._terms.seed, self._terms.clients
         gone: set[int] = set()
         if self._dropout:
@@ -172,33 +146,33 @@ class SimulatedRounds:
         )
         until_s = since_s + self._terms.deadline_s if self._has_deadline else trips[-1][0]
         in_time = [(at_s, client) for at_s, client in trips if at_s < until_s or not self._has_deadline]
-        events: list[RoundEvent]
+        events: list[core.RoundEvent]
         if self._as_one_sum:
             stay = tuple(sorted(client for _, client in in_time if client not in gone))
             ends_s = until_s if len(stay) < len(asked) else trips[-1][0]
-            events = [SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
+            events = [core.SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
         else:
             events = []
             for at_s, client in in_time:
                 if client not in gone:
-                    events.append(ReportCame(client=client, attempt=attempt, digest="", at_s=at_s))
-                elif (
-                    not self._has_deadline
-                ):  # else the deadline shows it; without one the server is taken to know
-                    events.append(ClientGone(client=client, at_s=at_s))
-            events.append(TimePassed(at_s=until_s))
-        return _Attempt(begun=begun, asked=asked, events=events, dropped=len(gone))
+                    events.append(core.ReportCame(client=client, attempt=attempt, digest="", at_s=at_s))
+                elif not self._has_deadline:  # which would show it; without one the server is taken to know
+                    events.append(core.ClientGone(client=client, at_s=at_s))
+            events.append(core.TimePassed(at_s=until_s))
+        return SimulatedCourse(attempt=attempt, asked=asked, begun=begun, events=events, dropped=len(gone))
 
-    def _outcome(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+    def _outcome(
+        self, state: core.RoundState, events: Sequence[core.RoundEvent]
+    ) -> tuple[core.RoundState, core.RoundDecision]:
         """Up to the end of the attempt; who comes after that is too late."""
         for event in events:
-            state, decisions = handle(self._terms, state, event)
+            state, decisions = core.handle(self._terms, state, event)
             for decision in decisions:
-                if isinstance(decision, CloseRound | AbandonRound):
+                if isinstance(decision, core.CloseRound | core.AbandonRound):
                     return state, decision
         raise AssertionError("an attempt ends with its last client, or at its deadline")
 
-    def _count(self, attempt: _Attempt, in_time: int, after: RoundState) -> None:
+    def _count(self, attempt: SimulatedCourse, in_time: int, after: core.RoundState) -> None:
         self.state = replace(after, present={}, now_s=0.0, since_s=0.0, counted_s=0.0)
         self.participation.simulated_s += after.now_s - attempt.begun.since_s
         self.participation.asked += len(attempt.asked)
@@ -215,7 +189,7 @@ def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedR
             "fewer, or a larger fraction"
         )
     deadline_s = strategy.deadline or _LONG_S
-    terms = RoundTerms(
+    terms = core.RoundTerms(
         rounds=_ENDLESS,
         clients=clients,
         goal=goal,

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import require_loss
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
-from manyhands.strategies.federated.client_data import Partition, Samples, held_back
+from manyhands.strategies.federated.client_data import Partition, Samples, apart, held_back
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, restored
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import (
@@ -35,10 +35,10 @@ from manyhands.strategies.federated.clients import (
     work_of,
 )
 from manyhands.strategies.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
-from manyhands.strategies.federated.strategy import ALL, AUTO, FINE_TUNE, Federated, Tuning
+from manyhands.strategies.federated.strategy import ALL, AUTO, FINE_TUNE, Federated, tuning_epochs
 from manyhands.task import Task
 
-__all__ = ["ClientRunner", "ClientSimulation", "Cohort", "Tuned", "client_runner_for", "tuned"]
+__all__ = ["ClientRunner", "ClientSimulation", "Tuned", "client_runner_for", "tuned"]
 
 _MOST: Final = 100  # clients at once, where the setting names no number
 _STACK_BYTES: Final = 256 << 20  # of stacked weights, on a CPU
@@ -66,48 +66,49 @@ class ClientSimulation:
         return f"up to {self.together} clients were trained at once, as one stacked model"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cohort:
-    """The clients of a run."""
-
-    sizes: Sequence[int]  # the number of each one's samples
-    each_round: int  # how many of them one worker simulates in a round, at most
-    wanted: int  # how many at once the user wants, or AUTO
-
-
 def client_runner_for(
-    task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int, cohort: Cohort
+    task: Task,
+    model: nn.Module,
+    algorithm: FederatedAlgorithm,
+    work: LocalWork,
+    seed: int,
+    *,
+    sizes: Sequence[int],
+    each_round: int,
+    wanted: int,
 ) -> tuple[ClientRunner, ClientSimulation]:
-    """The runner for a worker's clients; UserError where the requested number at once is not possible."""
-    simulation = _choose(task, model, work, cohort)
+    """The runner for a worker's clients; UserError where the requested number at once is not possible.
+
+    `sizes` are the numbers of each client's samples. A worker simulates at most `each_round` of them in a round, of
+    which the user wants `wanted` at once, or AUTO.
+    """
+    simulation = _choose(task, model, work, sizes, each_round, wanted)
     if simulation.together > 1:
         return StackedTrainer(task, model, algorithm, work, seed, simulation.together), simulation
-    if cohort.wanted > 1 and cohort.each_round > 1:
-        raise UserError(
-            f"federated together={cohort.wanted}: {simulation.why}; use together=auto, or together=1"
-        )
+    if wanted > 1 and each_round > 1:
+        raise UserError(f"federated together={wanted}: {simulation.why}; use together=auto, or together=1")
     return ClientTrainer(task, model, algorithm, work, seed), simulation
 
 
-def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> ClientSimulation:
-    if cohort.wanted == 1:
+def _choose(
+    task: Task, model: nn.Module, work: LocalWork, sizes: Sequence[int], each_round: int, wanted: int
+) -> ClientSimulation:
+    if wanted == 1:
         return ClientSimulation(1, "together=1 says so")
-    if cohort.each_round == 1:
+    if each_round == 1:
         return ClientSimulation(1, "a worker has one in a round")
-    mean = math.ceil(sum(cohort.sizes) / len(cohort.sizes))
-    if cohort.wanted == AUTO and cohort.each_round * steps_in(work, mean) < _FEW_STEPS:
+    if wanted == AUTO and each_round * steps_in(work, math.ceil(sum(sizes) / len(sizes))) < _FEW_STEPS:
         return ClientSimulation(1, "a round has few steps")
-    cannot = _trial(task, copy.deepcopy(model).train())
-    if cannot:
+    if cannot := _trial(task, copy.deepcopy(model).train()):
         return ClientSimulation(1, cannot)
-    if cohort.wanted != AUTO:
-        return ClientSimulation(min(cohort.wanted, cohort.each_round), "")
+    if wanted != AUTO:
+        return ClientSimulation(min(wanted, each_round), "")
     device = next(model.parameters()).device
     for name, module in model.named_modules() if device.type == "cpu" else ():
         if isinstance(module, nn.modules.conv._ConvNd) and module.weight.numel() >= _LARGE_KERNEL:
             why = f"a stack of convolutions as large as {name} is slower on a CPU than one after another"
             return ClientSimulation(1, why)
-    if work.batch == ALL and len(set(cohort.sizes)) > len(cohort.sizes) / 2:
+    if work.batch == ALL and len(set(sizes)) > len(sizes) / 2:
         why = "with a batch of all that a client has, hardly two clients have batches of one size"
         return ClientSimulation(1, why)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
@@ -115,7 +116,7 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
     if device.type == "cuda":
         room = _PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
     fitting = max(1, min(_MOST, int(room / max(1, weights))))
-    return ClientSimulation(min(cohort.each_round, fitting), "the model is large")
+    return ClientSimulation(min(each_round, fitting), "the model is large")
 
 
 def _trial(task: Task, model: nn.Module) -> str:
@@ -131,7 +132,7 @@ def _trial(task: Task, model: nn.Module) -> str:
     length = min(_TRIED, task.samples)
     indices = np.stack([np.arange(length), np.arange(task.samples - length, task.samples)])
     try:
-        batch = Samples(task, device).fetch_apart(indices)
+        batch = apart(Samples(task, device).fetch(indices.reshape(-1)), indices.shape)
     except (TypeError, RuntimeError) as error:
         return f"batches cannot be stacked ({_first_line(error)})"
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -164,7 +165,7 @@ def _trial(task: Task, model: nn.Module) -> str:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """To rounding, of whichever size the largest item is; what is not finite is alike."""
+    """To rounding, by the largest item; what is not finite is alike."""
     size = float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0
     rounding = 1e3 * torch.finfo(one.dtype).eps
     if one.is_cuda and one.dtype == torch.float32:
@@ -210,7 +211,6 @@ def fine_tuned(
     with this seed, and so are the epochs, unless they are given; the model is not changed. With `keep=` a client begins
     with its own layers, which `models_kept(…, "layers")` reads.
     """
-    setting = Tuning.parse(strategy.personal) or Tuning(1)
     if epochs is not None and epochs < 1:
         raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
     parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
@@ -218,7 +218,7 @@ def fine_tuned(
     layers = LocalLayers(held_names(model), strategy.keep)
     layers.states.update({client: list(own) for client, own in (kept or {}).items()})
     models = [(client, layers.put(client, held(model))) for client in range(len(samples_of))]
-    work = replace(work_of(strategy), epochs=epochs or setting.epochs)
+    work = replace(work_of(strategy), epochs=epochs or tuning_epochs(strategy.personal) or 1)
     like, together = task.optimizer(model.parameters()), strategy.together
     for client, tensors in tuned(task, model, models, samples_of, work, like, seed, together=together):
         yield client, list(tensors)
@@ -243,8 +243,9 @@ def tuned(
         return
     sizes = [len(one.samples) for one in assigned]
     wanted = 1 if together == 1 else AUTO  # too little capacity must not end the run without any
-    cohort = Cohort(sizes=sizes, each_round=len(sizes), wanted=wanted)
-    runner, _ = client_runner_for(task, model, TuningSteps(), work, seed, cohort)
+    runner, _ = client_runner_for(
+        task, model, TuningSteps(), work, seed, sizes=sizes, each_round=len(sizes), wanted=wanted
+    )
     yield from ((update.client, update.change) for update in runner.play(assigned, like))
 
 

@@ -9,7 +9,6 @@ or dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -56,16 +55,11 @@ class Apply(NamedTuple):
 class Outcome(IntEnum):
     """What happened to a push."""
 
-    APPLIED = 1
-    """The optimizer has taken the step it belongs to."""
-    ACCEPTED = 2
-    """It is safe, and waits for the rest of its group."""
-    DUPLICATE = 3
-    """The shard had it already."""
-    LATE = 4
-    """Its group was complete without it (backup workers): it is ignored."""
-    SKIPPED = 5
-    """The worker sent no gradient, because it was not finite."""
+    APPLIED = 1  # the optimizer has taken the step it belongs to
+    ACCEPTED = 2  # it is safe, and waits for the rest of its group
+    DUPLICATE = 3  # the shard had it already
+    LATE = 4  # its group was complete without it (backup workers): it is ignored
+    SKIPPED = 5  # the worker sent no gradient, because it was not finite
 
 
 class Ack(NamedTuple):
@@ -80,8 +74,7 @@ class Ack(NamedTuple):
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Drop(NamedTuple):
     """Release a held gradient without applying it."""
 
     shard: int
@@ -89,22 +82,19 @@ class Drop:
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """Replace the shard's store and held gradients with the payload of the current Install."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Discard:
+class Discard(NamedTuple):
     """Release the shard's store and its held gradients: this server is no longer a replica of the shard."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
+class Log(NamedTuple):
     """Append a row to the shard's log."""
 
     row: Row

@@ -1,42 +1,62 @@
-"""The audit of a run's records: every batch in every shard exactly once, no read staler than allowed, nothing
-missing.
+"""The audit of a run's records: every batch in every shard exactly once, no read too stale, nothing missing.
 
-`audit` is a pure function of parsed rows. It checks, in this order: the logs of all servers that kept a shard
-against each other, and each shard's log against the rules of its policy (`audit_shard`), the shards
-against each other and against what the workers recorded, and all of that against the length of the run and its
-summary (here). It depends on the policy only, not on the code that wrote the records.
+`audit_run` reads the files of a run directory. `audit` is a pure function of parsed rows. It checks, in this order:
+the logs of all servers that kept a shard against each other, and each shard's log against the rules of its policy
+(`audit_shard`), the shards against each other and against what the workers recorded, and all of that against the
+length of the run and its summary (here). It depends on the policy only, not on the code that wrote the records.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
+from pathlib import Path
+from typing import Any
 
+from manyhands.data.batches import BatchPlan, split
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.errors import DataError, UserError, printable
+from manyhands.observe.record.checked_values import whole
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit_shard import Fate, ShardAuditor, ShardSummary, Violation
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, UpdateRow
-from manyhands.strategies.ps.update_files import ComputedRow
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import (
+    ComputedRow,
+    RunRecord,
+    read_computed,
+    read_logs,
+    read_record,
+    record_of,
+)
+from manyhands.strategy import Strategy
 
-__all__ = ["Audit", "Evidence", "ShardSummary", "Verdict", "Violation", "audit"]
+__all__ = [
+    "Audit",
+    "AuditedRun",
+    "Evidence",
+    "ShardSummary",
+    "Verdict",
+    "Violation",
+    "audit",
+    "audit_run",
+]
 
 
 class Verdict(Enum):
     """The overall result of an audit."""
 
-    COMPLETE = "complete"
-    """Every batch of the run is in every shard, once, and no rule was broken."""
-
+    COMPLETE = "complete"  # every batch of the run is in every shard, once, and no rule was broken
     RESTORED = "restored"
     """A shard went back to a snapshot: no rule was broken, and the lost batches are counted."""
 
     INCOMPLETE = "incomplete"
     """No rule was broken as far as the records go, but the run did not finish or the records lack something."""
 
-    BROKEN = "broken"
-    """The records contradict each other or a rule."""
+    BROKEN = "broken"  # the records contradict each other or a rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,3 +293,102 @@ def _check_acknowledged(shard: ShardAuditor, computed: Mapping[int, Sequence[Com
 
 def _batch_of(update: UpdateRow) -> str:
     return f"part {update.part} of {update.parts} of batch {update.batch}, of weight {update.weight!r}"
+
+
+# ── the files of a run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedRun:
+    """The result of the audit of one run directory."""
+
+    strategy: Ps
+    found: Audit
+    notes: tuple[str, ...]  # what was skipped while reading
+
+
+def audit_run(run: Path) -> AuditedRun:
+    """Audit the run in directory `run`; UserError if nothing was recorded, DataError that names a damaged line."""
+    directory = RunDirectory.open(run, lock=False)
+    strategy = Strategy.parse(str(directory.config.get("strategy")))
+    if not isinstance(strategy, Ps):
+        raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
+    record, logs, computed = read_record(run), read_logs(run), read_computed(run)
+    for shard in range(strategy.servers):
+        if shard not in logs.files:
+            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
+    summary = directory.read_summary() or {}
+    recorded, unrecorded = summary.get("recorded"), summary.get("unrecorded")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    evidence = Evidence(
+        computed=computed,
+        share=_share(run, directory.config),
+        versions=_versions(summary),
+        recorded={name: rows for name, rows in recorded.items() if type(rows) is int},
+        found={**logs.lengths, **{record_of(process): len(rows) for process, rows in computed.items()}},
+        unrecorded=tuple(map(str, unrecorded if isinstance(unrecorded, list) else ())),
+        begun=record.begun,
+    )
+    found = audit(logs.files, strategy.consistency, record.steps, evidence)
+    other_length: tuple[str, ...] = ()
+    if (steps := directory.config.get("steps")) not in (None, record.steps):
+        # The run was resumed for more steps and ended before it continued.
+        says = f"{record.steps} steps, and config.json says steps={printable(str(steps))}"
+        other_length = (f"updates/run.json is of a run of {says}",)
+    found = replace(
+        found,
+        violations=(*_contradictions(record, strategy, directory.config), *found.violations),
+        missing=(*other_length, *found.missing),
+    )
+    return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
+
+
+def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) -> Iterator[Violation]:
+    """The settings for which config.json and updates/run.json disagree."""
+    try:
+        recorded: Strategy | str = Strategy.parse(record.strategy)
+    except UserError:
+        recorded = record.strategy
+    if isinstance(recorded, Ps):
+        recorded = replace(recorded, link=strategy.link)  # externally started members use their own links
+    known = {"strategy": str(strategy), "workers": config.get("workers"), "seed": config.get("seed")}
+    said = {"strategy": str(recorded), "workers": record.workers, "seed": record.seed}
+    for name, value in said.items():
+        if known[name] not in (None, value):
+            shown = f"{name}={value}, and config.json says {name}={known[name]}"
+            yield Violation(shard=-1, sentence=f"updates/run.json says {printable(shown)}")
+
+
+def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
+    """The function that gives a part's share of its batch, computed as workers do; None if no sizes are known."""
+    sizes = {name: config[name] for name in ("samples", "batch_size") if config.get(name) is not None}
+    for name, value in sizes.items():
+        if (whole(value) or 0) < 1:
+            raise DataError(
+                f"{run / 'config.json'}: {name} is {printable(repr(value))}; it must be an integer of at least 1"
+            )
+    if len(sizes) < 2:
+        return None
+    plan = BatchPlan(sizes["samples"], sizes["batch_size"], 0)
+
+    def share(batch: int, part: int, parts: int) -> float:
+        if batch < 0 or not 0 <= part < parts:
+            return -1.0  # there is no such part: no logged weight is equal to this
+        size = plan.size(batch)
+        return len(split(size, part, parts)) / size
+
+    return share
+
+
+def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
+    """The final version by shard; None if the summary does not say."""
+    servers = summary.get("servers")
+    if not isinstance(servers, list):
+        return None
+    versions = {}
+    for one in servers:
+        pair = (one.get("shard"), one.get("version")) if isinstance(one, dict) else (None, None)
+        if type(pair[0]) is not int or type(pair[1]) is not int:
+            return None
+        versions[pair[0]] = pair[1]
+    return versions

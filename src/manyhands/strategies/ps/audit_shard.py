@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 from manyhands.strategies.common.consistency import Policy, blend
 from manyhands.strategies.ps.log_rows import (
@@ -37,8 +38,7 @@ __all__ = ["Fate", "ShardAuditor", "ShardSummary", "Violation"]
 _ALL = 2**62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class Violation(NamedTuple):
     """A broken rule, in one sentence that names the shard, the version, the slot and the clock."""
 
     shard: int
@@ -83,8 +83,7 @@ class _Settled:
 
 
 class ShardAuditor:
-    """The check of one shard; `restores` is how often the logs say that a shard of the run went back to a
-    snapshot.
+    """The check of one shard; `restores` is how often, by the logs, a shard of the run went back to a snapshot.
 
     `batches` are the batches that this run trained; versions continue from those that were trained before.
     """
@@ -122,12 +121,32 @@ class ShardAuditor:
                 case SkippedRow():
                     self.summary.skipped += 1
                     self._settle(row.slot, row.clock, Fate.SKIPPED, batch=row.batch)
-                case LostRow():
-                    self._lose(row)
-                case SlotsRow():
-                    self._change_slots(row)
-                case RestoredRow():
-                    self._go_back(row)
+                case LostRow(first=first, until=until) if until - first > self._most_clocks:
+                    self.say(
+                        f"entry {row.sequence}: clocks {first} to {until - 1} of slot {row.slot} were lost, and the "
+                        f"run has {len(self._batches)} batches"
+                    )
+                case LostRow(first=first, until=until):
+                    for clock in range(first, until):
+                        self._settle(row.slot, clock, Fate.LOST)
+                    self.summary.lost += until - first
+                case SlotsRow(start=start):
+                    same = [known for known in self._slots if known.start == start]
+                    if all(row.slots != known.slots for known in same):
+                        if same and self._policy.by_clock and not self._is_restored:
+                            self.say(
+                                f"entry {row.sequence}: two rows say who is active from clock {start} on"
+                            )
+                        self._slots.append(row)
+                case RestoredRow(version=version):
+                    before = self.summary.versions
+                    if version > before:
+                        self.lack(f"no log tells of versions {before + 1} to {version}")
+                    elif version < before:
+                        self.say(f"it went back to version {version}, and its log has {before} by then")
+                    self.summary.restores += 1
+                    self.summary.versions = version
+                    self._lives.append(row)
         self._slots.sort(key=lambda row: row.start)
         self._check_updates(share)
         self._check_gaps()
@@ -143,12 +162,13 @@ class ShardAuditor:
         is a step by itself, an entry is a single row.
         """
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
+        went_back = self._policy.stepwise and self._is_restored
         if chosen and self._shard != LEAD:
             return
         changed = {(row.term, row.sequence) for row in rows if chosen and isinstance(row, SlotsRow)}
         lost: defaultdict[tuple[int, int], list[LostRow]] = defaultdict(list)
         for row in rows:
-            if isinstance(row, LostRow) and self._policy.stepwise and self._is_restored:
+            if isinstance(row, LostRow) and went_back:
                 lost[row.term, row.sequence].append(row)
         counted = [
             row
@@ -159,23 +179,17 @@ class ShardAuditor:
             entry = (row.term, row.sequence)
             if entry != (before.term, before.sequence) or entry in changed:
                 continue
-            if self._waited_since_before_a_restore(row):
+            # The updates of a step that were all computed from what was read before the shard went back may arrive
+            # before the step that it went back to, and make a quorum while they wait for it: the push that completes
+            # that step then completes theirs, in the same entry.
+            updates = row.updates if isinstance(row, StepRow) and went_back else ()
+            if updates and all(update.read_term < row.term for update in updates):
                 continue
             clock = before.updates[0].clock if isinstance(before, StepRow) and before.updates else -1
             if not any(one.first <= clock < one.until for one in lost.get(entry, ())):
                 self.say(
                     f"{_where(row)}: its sequence number {row.sequence} is that of {_where(before)} already"
                 )
-
-    def _waited_since_before_a_restore(self, row: Row) -> bool:
-        """Whether all updates of a step were computed from what was read before the shard went back.
-
-        They may arrive before the step that the shard went back to, and make a quorum while they wait for it: the push
-        that completes that step then completes theirs, in the same entry.
-        """
-        if not (self._is_restored and self._policy.stepwise and isinstance(row, StepRow) and row.updates):
-            return False
-        return all(update.read_term < row.term for update in row.updates)
 
     def say(self, sentence: str) -> None:
         self.violations.append(Violation(shard=self._shard, sentence=f"shard {self._shard}: {sentence}"))
@@ -191,42 +205,15 @@ class ShardAuditor:
         """The slots that are active at `clock`, for policies with a common clock."""
         return next((row for row in reversed(self._slots) if row.start <= clock), None)
 
-    def _change_slots(self, row: SlotsRow) -> None:
-        same = [known for known in self._slots if known.start == row.start]
-        if all(row.slots != known.slots for known in same):
-            if same and self._policy.by_clock and not self._is_restored:
-                self.say(f"entry {row.sequence}: two rows say who is active from clock {row.start} on")
-            self._slots.append(row)
-
-    def _go_back(self, row: RestoredRow) -> None:
-        if row.version > self.summary.versions:
-            self.lack(f"no log tells of versions {self.summary.versions + 1} to {row.version}")
-        elif row.version < self.summary.versions:
-            self.say(
-                f"it went back to version {row.version}, and its log has {self.summary.versions} by then"
-            )
-        self.summary.restores += 1
-        self.summary.versions = row.version
-        self._lives.append(row)
-
-    def _lose(self, row: LostRow) -> None:
-        if row.until - row.first > self._most_clocks:
-            self.say(
-                f"entry {row.sequence}: clocks {row.first} to {row.until - 1} of slot {row.slot} were lost, and the "
-                f"run has {len(self._batches)} batches"
-            )
-            return
-        for clock in range(row.first, row.until):
-            self._settle(row.slot, clock, Fate.LOST)
-        self.summary.lost += row.until - row.first
-
     # ── exactly once ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _step(self, row: StepRow, story: _Story) -> None:
         before = self.summary.versions
-        if row.version > before + 1 and (before, row.version) not in story.gaps:
+        if (before, row.version) in story.gaps:
+            pass  # reported already
+        elif row.version > before + 1:
             self.lack(f"no log tells of versions {before + 1} to {row.version - 1}")
-        elif row.version <= before and (before, row.version) not in story.gaps:
+        elif row.version <= before:
             self.say(f"version {row.version} follows version {before}")
         self.summary.versions = row.version
         self._step_rows.append(row)
@@ -439,10 +426,13 @@ def _merged(files: Sequence[Iterable[Row]]) -> _Story:
         for opening in stint.slots:
             slots.setdefault(opening, (opening.term, opening.sequence, -1))
         for key, row in stint.rows.items():
-            if merged.setdefault(key, row) != row:
-                story.problems.append(
-                    f"two replicas wrote different rows about {_difference(merged[key], row)}"
-                )
+            other = merged.setdefault(key, row)
+            if other != row:
+                where = _where(other)
+                if isinstance(other, StepRow) and isinstance(row, StepRow):
+                    differ = [a for a, b in zip(other.updates, row.updates, strict=False) if a != b]
+                    where = _where(other, *differ[:1])
+                story.problems.append(f"two replicas wrote different rows about {where}")
     order = sorted(merged)
     for stint in stints:
         # It has every row that any server wrote between its opening and its last entry, which may be cut.
@@ -458,10 +448,11 @@ def _merged(files: Sequence[Iterable[Row]]) -> _Story:
     return story
 
 
-def _where(row: Row) -> str:
+def _where(row: Row, update: UpdateRow | None = None) -> str:
+    """The row as messages name it: a step by this update, or its first."""
     if isinstance(row, StepRow) and row.updates:
-        first = row.updates[0]
-        return f"version {row.version} (slot {first.slot}, clock {first.clock})"
+        update = update or row.updates[0]
+        return f"version {row.version} (slot {update.slot}, clock {update.clock})"
     return f"entry {row.sequence}"
 
 
@@ -475,8 +466,11 @@ def _stints(rows: list[Row], story: _Story) -> list[_Stint]:
         again = isinstance(row, SlotsRow) and not isinstance(before, SlotsRow | RestoredRow)
         # A row of slots that repeats the file's first one opens a stint: the server was given the shard again.
         if not stints or isinstance(row, RestoredRow) or (again and _table(row) == _table(first)):
-            stints.append(_Stint(begin=row.sequence if isinstance(row, SlotsRow | RestoredRow) else -1))
-            stints[-1].version = _version_at(row)
+            version: int | None = row.version if isinstance(row, RestoredRow) else 0
+            if isinstance(row, SlotsRow) and (row.term, row.sequence) != (0, 0):
+                version = None  # of a server that was given the shard during the run
+            begin = row.sequence if isinstance(row, SlotsRow | RestoredRow) else -1
+            stints.append(_Stint(begin=begin, version=version))
             place = (-1, -1)
         stint, before = stints[-1], row
         if isinstance(row, SlotsRow):
@@ -497,18 +491,3 @@ def _stints(rows: list[Row], story: _Story) -> list[_Stint]:
 
 def _table(row: Row | None) -> tuple[int, int, tuple[int, ...]] | None:
     return (row.start, row.base, row.slots) if isinstance(row, SlotsRow) else None
-
-
-def _version_at(opening: Row) -> int | None:
-    """The version at which a stint begins; None for a server that was given the shard during the run."""
-    if isinstance(opening, RestoredRow):
-        return opening.version
-    return None if isinstance(opening, SlotsRow) and (opening.term, opening.sequence) != (0, 0) else 0
-
-
-def _difference(one: Row, other: Row) -> str:
-    if isinstance(one, StepRow) and isinstance(other, StepRow):
-        for here, there in zip(one.updates, other.updates, strict=False):
-            if here != there:
-                return f"version {one.version} (slot {here.slot}, clock {here.clock})"
-    return _where(one)

@@ -57,22 +57,17 @@ _LEAVES = (WorkKind.FINISHED, WorkKind.RETIRED)
 class Reason(Enum):
     """Why a worker leaves its slot."""
 
-    FINISHED = auto()
-    """Every batch is done or assigned, and every push of this worker is settled."""
-    RETIRED = auto()
-    """The slot was removed from the run, and every push of this worker is settled."""
-    FENCED = auto()
-    """A later member holds the slot: request another slot from the launcher."""
-    REFUSED = auto()
-    """A shard refused a non-finite gradient, and the run is configured to stop at one."""
+    FINISHED = auto()  # every batch is done or assigned, and every push of this worker is settled
+    RETIRED = auto()  # the slot was removed from the run, and every push of this worker is settled
+    FENCED = auto()  # a later member holds the slot: request another slot from the launcher
+    REFUSED = auto()  # a shard refused a non-finite gradient, and the run is configured to stop at one
 
 
 class Compute(NamedTuple):
     """The parameters have arrived: compute this work, then call `ClientCore.computed`."""
 
     work: Work
-    versions: tuple[int, ...]
-    """The version that was read, by shard."""
+    versions: tuple[int, ...]  # the version that was read, by shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +75,13 @@ class Flush:
     """Call `ClientCore.flushed` once all messages sent so far will arrive even if this process dies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(NamedTuple):
     """The designated primary of this shard has not taken over yet: call `ClientCore.again` after a short delay."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(NamedTuple):
     """This worker is done in its slot; every later call returns no actions."""
 
     reason: Reason

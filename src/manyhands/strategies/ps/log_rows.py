@@ -8,7 +8,6 @@ read, so that a run can be replayed in the recorded order. A primary and its bac
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
@@ -66,8 +65,7 @@ class StepRow(NamedTuple):
     updates: tuple[UpdateRow, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateRow:
+class LateRow(NamedTuple):
     """An update that its step did not wait for, sent or not."""
 
     shard: int
@@ -77,8 +75,7 @@ class LateRow:
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedRow:
+class SkippedRow(NamedTuple):
     """An update without a gradient, since its worker found it non-finite."""
 
     shard: int
@@ -90,8 +87,7 @@ class SkippedRow:
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostRow:
+class LostRow(NamedTuple):
     """Updates in clocks [first, until) that were lost with a server or a worker."""
 
     shard: int
@@ -102,8 +98,7 @@ class LostRow:
     until: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsRow:
+class SlotsRow(NamedTuple):
     """From clock `start` on these slots are active; `base` is the first batch that they distribute."""
 
     shard: int
@@ -114,8 +109,7 @@ class SlotsRow:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredRow:
+class RestoredRow(NamedTuple):
     """The shard went back to a snapshot: rows of lower terms beyond `sequence` are discarded."""
 
     shard: int
@@ -148,13 +142,12 @@ def row_to_json(row: Row) -> str:
 
     One is written for every optimizer step: those are formatted here, in a tenth of the time that `json` takes.
     """
+    table = {}
     if isinstance(row, StepRow):
         if all(isfinite(number) for one in row.updates for number in (row.rate, one.weight, one.factor)):
             return _STEP % (*row[:-1], ",".join([_UPDATE % one for one in row.updates]))
-        table = {**row._asdict(), "updates": [one._asdict() for one in row.updates]}
-    else:
-        table = {name: getattr(row, name) for name in row.__slots__}
-    return json.dumps({"row": _NAMES[type(row)], **table}, separators=(",", ":"))
+        table = {"updates": [one._asdict() for one in row.updates]}
+    return json.dumps({"row": _NAMES[type(row)], **row._asdict(), **table}, separators=(",", ":"))
 
 
 def row_from_json(line: str) -> Row:
@@ -213,15 +206,15 @@ _T = TypeVar("_T")
 
 def parse_record(text: str | bytes) -> Any:
     """Parse JSON; ValueError if the text is not JSON or an object in it has a duplicate key."""
-    return json.loads(text, object_pairs_hook=_once)
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+            raise ValueError(f"the key {twice[:_SHOWN]!r} comes twice")
+        return table
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
-        raise ValueError(f"the key {twice[:_SHOWN]!r} comes twice")
-    return table
+    return json.loads(text, object_pairs_hook=once)
 
 
 def checked(kind: type[_T], table: Any, where: str) -> _T:
@@ -233,7 +226,12 @@ def checked(kind: type[_T], table: Any, where: str) -> _T:
         if not _fits(name, hint, table[name]):
             shown = repr(table[name])
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-            raise DataError(f"{where}: {name}={shown} is no {hint}{_range(name, hint)}")
+            within = " with at least one" if "Row" in hint else ""
+            if "int" in hint:
+                within = " from {} to {}".format(*_LIMITS.get(name, (0, _MOST)))
+            elif hint == "float":
+                within = f" from {_LEAST_PART:g} to 1, nor 0" if name == "weight" else f" within {_VAST:g}"
+            raise DataError(f"{where}: {name}={shown} is no {hint}{within}")
     return kind(**table)
 
 
@@ -245,12 +243,10 @@ def _wanted(kind: type[Any]) -> dict[str, str]:
 def _fits(name: str, hint: str, value: Any) -> bool:
     match hint:
         case "int":
-            low, high = _limits(name)
+            low, high = _LIMITS.get(name, (0, _MOST))
             return type(value) is int and low <= value <= high
-        case "float":
-            good = (
-                type(value) in (int, float) and -_VAST <= value <= _VAST
-            )  # what is not finite is not between
+        case "float":  # what is not finite is not between
+            good = type(value) in (int, float) and -_VAST <= value <= _VAST
             return good and (name != "weight" or value == 0 or _LEAST_PART <= value <= 1)
         case "str" | "bool":
             return type(value).__name__ == hint
@@ -258,17 +254,3 @@ def _fits(name: str, hint: str, value: Any) -> bool:
             item = hint[len("tuple[") :].partition(",")[0]
             return type(value) is tuple and all(_fits(name, item, one) for one in value)
     return type(value) is tuple and len(value) > 0  # of records, which were checked one by one
-
-
-def _limits(name: str) -> tuple[int, int]:
-    return _LIMITS.get(name, (0, _MOST))
-
-
-def _range(name: str, hint: str) -> str:
-    """The allowed range of a field, for the error message."""
-    if "int" in hint:
-        low, high = _limits(name)
-        return f" from {low} to {high}"
-    if hint == "float":
-        return f" from {_LEAST_PART:g} to 1, nor 0" if name == "weight" else f" within {_VAST:g}"
-    return " with at least one" if "Row" in hint else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
@@ -34,31 +34,27 @@ __all__ = [
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
+class Progressed(NamedTuple):
     """A worker has reached this clock."""
 
     member: int
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejoin:
+class Rejoin(NamedTuple):
     """A worker learned that another member holds its slot, and requests a new one."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFinished:
+class SlotFinished(NamedTuple):
     """A worker has left its slot: everything is done (FINISHED), or the slot was removed (RETIRED)."""
 
     member: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(NamedTuple):
     """After the end: a server has handed over these shards."""
 
     member: int
@@ -83,22 +79,19 @@ PsEvent = (
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class Publish(NamedTuple):
     """Send this view to every server and worker that has joined."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartServer:
+class StartServer(NamedTuple):
     """Start a server process under this number."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assign:
+class Assign(NamedTuple):
     """Tell the worker known as `member` that it is now `as_member` and works in `slot`, as if newly started."""
 
     member: int
@@ -106,24 +99,21 @@ class Assign:
     slot: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLost:
+class ShardLost(NamedTuple):
     """No replica of this shard is left: `member` is its primary in the next view, and must restore a snapshot."""
 
     shard: int
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class Recovered(NamedTuple):
     """A loss is repaired: `what` is `slot 3` or `every shard`, `member` is the replacement."""
 
     what: str
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
+class Over(NamedTuple):
     """Every active slot has finished and every shard has a primary: have the servers hand over these shards.
 
     Issued again when a server died before its handover and its shards are served again: what the servers that had

@@ -7,20 +7,105 @@ here in order. Where steps go by clock, closing one settles every slot that had 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Group, Policy, blend
 from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, Outcome
-from manyhands.strategies.ps.decisions import Decision
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
-from manyhands.strategies.ps.ps_messages import LEAD, Push
+from manyhands.strategies.ps.ps_messages import LEAD, Push, Update
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
-__all__ = ["Change", "ShardConfig", "Steps"]
+__all__ = ["Change", "Decision", "Decisions", "ShardConfig", "Steps"]
+
+
+_NEVER = 2**62
+
+
+class Decision(NamedTuple):
+    """A group of updates, or updates released without a group (`freely`), or (None) a new slot table."""
+
+    number: int
+    step: int
+    updates: tuple[Update, ...] | None
+    freely: bool = False
+
+
+class Decisions:
+    """The lead's decisions for all shards, kept until every shard is known to have stored them.
+
+    They are numbered from 1 and sent in order. They follow from the lead's log alone, so the lead's backup holds
+    the same ones. When any shard, the lead included, gets a new primary, the unconfirmed decisions are sent again.
+    """
+
+    def __init__(self, followers: Iterable[int]) -> None:
+        self.taken = 0
+        self.kept = dict.fromkeys(followers, 0)
+        """By follower shard: the last decision it is known to have stored."""
+        self._tables: deque[tuple[int, int]] = deque()
+        """The decisions about a new slot table that are not stored everywhere yet: (number, first clock)."""
+        self.unkept: deque[Decision] = deque()  # the decisions that not every shard is known to have stored
+
+    @property
+    def unsure_from(self) -> int:
+        """The first clock for which some shard may not know the slots."""
+        return min(start for _, start in self._tables) if self._tables else _NEVER
+
+    def take(self, step: int, updates: tuple[Update, ...] | None, freely: bool = False) -> Decision:
+        self.taken += 1
+        decision = Decision(number=self.taken, step=step, updates=updates, freely=freely)
+        if self.kept:
+            self.unkept.append(decision)
+        return decision
+
+    def take_table(self, step: int, start: int) -> Decision:
+        """Make the next decision: a new slot table, which differs from the previous one from clock `start` on."""
+        decision = self.take(step, None)
+        if self.kept:
+            self._tables.append((decision.number, start))
+        return decision
+
+    def hear(self, shard: int, number: int) -> None:
+        """Record that `shard` has stored everything up to `number`, and drop what all shards have."""
+        self.kept[shard] = max(self.kept[shard], min(number, self.taken))
+        safe = min(self.kept.values())
+        while self.unkept and self.unkept[0].number <= safe:
+            self.unkept.popleft()
+        while self._tables and self._tables[0][0] <= safe:
+            self._tables.popleft()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "taken": self.taken,
+            "kept": list(self.kept.items()),
+            "tables": [list(table) for table in self._tables],
+            "unkept": [
+                [
+                    d.number,
+                    d.step,
+                    d.freely,
+                    None if d.updates is None else [[u.slot, u.clock] for u in d.updates],
+                ]
+                for d in self.unkept
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Decisions:
+        """Restore from the value of `state`."""
+        book = cls(())
+        book.taken = state["taken"]
+        book.kept = dict(state["kept"])
+        book._tables.extend((number, start) for number, start in state["tables"])
+        for number, step, freely, updates in state["unkept"]:
+            group = None if updates is None else tuple(Update(slot=s, clock=c) for s, c in updates)
+            book.unkept.append(Decision(number=number, step=step, updates=group, freely=freely))
+        return book
+
 
 _OF_PUSH = Push._fields[:-1]  # whether a Read came with it is not state
 
@@ -32,20 +117,15 @@ class ShardConfig:
     shard: int
     num_shards: int
     policy: Policy
-    steps: int
-    """How many global batches the run has."""
-    slots: tuple[int, ...]
-    """The slots that are active from clock 0 on."""
-    leads: bool = field(init=False, repr=False, compare=False)
-    """Whether this shard decides for all."""
+    steps: int  # how many global batches the run has
+    slots: tuple[int, ...]  # the slots that are active from clock 0 on
+    leads: bool = field(init=False, repr=False, compare=False)  # whether this shard decides for all
     confirms: bool = field(init=False, repr=False, compare=False)
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
     chosen: bool = field(init=False, repr=False, compare=False)
     """Whether the lead chooses the groups of all shards."""
-    chooses: bool = field(init=False, repr=False, compare=False)
-    """Whether this shard is that lead."""
-    follows: bool = field(init=False, repr=False, compare=False)
-    """Whether another shard chooses its groups."""
+    chooses: bool = field(init=False, repr=False, compare=False)  # whether this shard is that lead
+    follows: bool = field(init=False, repr=False, compare=False)  # whether another shard chooses its groups
     by_arrival: bool = field(init=False, repr=False, compare=False)
     """Whether the lead chooses them by the order of arrival alone."""
     stepwise: bool = field(init=False, repr=False, compare=False)
@@ -83,10 +163,8 @@ class Change:
     term: int
     sequence: int
     actions: list[Action] = field(default_factory=list)
-    outcome: Outcome = Outcome.ACCEPTED
-    """The outcome of a Push."""
-    moved: list[int] = field(default_factory=list)
-    """Slots whose reads may be answerable now."""
+    outcome: Outcome = Outcome.ACCEPTED  # the outcome of a Push
+    moved: list[int] = field(default_factory=list)  # slots whose reads may be answerable now
     decisions: list[Decision] = field(default_factory=list)
     """Decisions that the lead has to send to the other shards."""
 
@@ -125,8 +203,7 @@ class Steps:
     def __init__(self, config: ShardConfig, table: SlotTable) -> None:
         self.version = 0
         self.step = 0
-        self.drained = False
-        """Set by the owner: every batch is done, and no update follows those that wait."""
+        self.drained = False  # set by the owner: every batch is done, and no update follows those that wait
         self.resume = 0
         """At a following shard: steps below this clock are decided, even if updates are missing here."""
         self.lives: list[tuple[int, int]] = []

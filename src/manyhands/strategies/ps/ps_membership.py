@@ -63,9 +63,7 @@ __all__ = ["MembershipPlan", "PsMembership"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPlan:
-    """The composition of a run; `can_restore` says whether there is always a snapshot of every shard to go back
-    to.
-    """
+    """The composition of a run; `can_restore` says whether there is always a snapshot of every shard to go back to."""
 
     num_shards: int
     num_workers: int
@@ -277,9 +275,7 @@ class PsMembership(Membership):
         return [Recovered(what="every shard", member=member)]
 
     def _bury_servers(self, member: RunMember, error: str) -> list[PsAction]:
-        """Replace a dead server, and earlier ones that were not replaced; none, if the server is no longer
-        needed.
-        """
+        """Replace a dead server, and earlier ones that were not replaced; none, if the server is no longer needed."""
         if self._leaving and self._shards.served_by(member.number) <= self._left:
             self._unfollowed.append(member)
             return []

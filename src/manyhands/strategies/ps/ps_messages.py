@@ -70,14 +70,10 @@ class WorkKind(IntEnum):
     """What the lead shard tells a worker to do."""
 
     TRAIN = 1
-    FINISHED = 2
-    """Every batch is done or assigned. (From a shard other than the lead: as far as it knows.)"""
-    RETIRED = 3
-    """The slot was removed from the run. (From a shard other than the lead: as far as it knows.)"""
-    UNKNOWN = 4
-    """This shard is not the lead: the lead's answer says."""
-    AHEAD = 5
-    """The clock that was read for is no longer needed: read for this one."""
+    FINISHED = 2  # every batch is done or assigned. (From a shard other than the lead: as far as it knows.)
+    RETIRED = 3  # the slot was removed from the run. (From a shard other than the lead: as far as it knows.)
+    UNKNOWN = 4  # this shard is not the lead: the lead's answer says
+    AHEAD = 5  # the clock that was read for is no longer needed: read for this one
 
 
 class Work(NamedTuple):
@@ -94,8 +90,7 @@ class Work(NamedTuple):
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(NamedTuple):
     """The name of an update."""
 
     slot: int
@@ -105,28 +100,23 @@ class Update:
 # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardView:
+class ShardView(NamedTuple):
     """The replicas of a shard; `epoch` grows whenever they change."""
 
     shard: int
     epoch: int
-    primary: int
-    """The primary's member number; 0 while there is none."""
-    backup: int = 0
-    """The member that holds, or is about to receive, a copy; 0 for none."""
+    primary: int  # the primary's member number; 0 while there is none
+    backup: int = 0  # the member that holds, or is about to receive, a copy; 0 for none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotView:
+class SlotView(NamedTuple):
     """The member in a slot; 0 while its successor is being started."""
 
     slot: int
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """The launcher's view of the membership; a higher epoch replaces a lower one."""
 
     epoch: int
@@ -146,8 +136,7 @@ class View:
 # ── a worker and the primary of a shard ───────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(NamedTuple):
     """Worker to primary, before anything else and again after a change of primary: this member holds this slot.
 
     Everything of this slot below clock `settled` was settled at this shard as far as the worker knows (0: it is
@@ -160,8 +149,7 @@ class Hello:
     settled: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(NamedTuple):
     """The answer: the lowest clock of this slot that the shard lacks."""
 
     shard: int
@@ -192,13 +180,10 @@ class Parameters(NamedTuple):
     term: int = 0
     """The term of the shard that the version belongs to; a new one begins with each return to a snapshot."""
     waited_for: int = -1
-    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another
-    reason.
-    """
+    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRows:
+class ReadRows(NamedTuple):
     """Worker to primary, once it knows its batch: request the values of table rows for update `clock`.
 
     The payload names the rows; `whole`, without a payload, means all of them. Never held: what the consistency
@@ -212,8 +197,7 @@ class ReadRows:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowValues:
+class RowValues(NamedTuple):
     """The answer, with the rows' values of one version as its payload."""
 
     shard: int
@@ -222,8 +206,7 @@ class RowValues:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsUnknown:
+class RowsUnknown(NamedTuple):
     """The answer to a ReadRows or a Push that names row sets which are not known here: send it again with their rows.
 
     Nothing changed; `names` are SHA-256 in hexadecimal.
@@ -256,14 +239,11 @@ class Push(NamedTuple):
     weight: float
     skip: bool = False
     read_term: int = 0
-    rows_version: int = -1
-    """The version at which table rows were read here; -1 if none were."""
-    pulls: bool = False
-    """A push-pull: the Read of the next clock is in this message."""
+    rows_version: int = -1  # the version at which table rows were read here; -1 if none were
+    pulls: bool = False  # a push-pull: the Read of the next clock is in this message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(NamedTuple):
     """The push is refused (its gradient is not finite); nothing changed, the clock still waits for it."""
 
     shard: int
@@ -272,8 +252,7 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fenced:
+class Fenced(NamedTuple):
     """The slot is held by a later member: the receiver stops, and requests a new slot from the launcher."""
 
     shard: int
@@ -281,8 +260,7 @@ class Fenced:
     holder: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotPrimary:
+class NotPrimary(NamedTuple):
     """This server does not serve the shard (any more, or yet); wait for a view with another primary."""
 
     shard: int
@@ -292,8 +270,7 @@ class NotPrimary:
 # ── between servers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(NamedTuple):
     """From clock `start` on these slots are active; `base` is the first batch that they distribute."""
 
     start: int
@@ -301,8 +278,7 @@ class Generation:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Lead to the primary of another shard: decision `number`, either a group of updates or a new slot table.
 
     As far as the lead knows, the shard has stored everything up to `kept`: a shard that has not was restored from
@@ -317,8 +293,7 @@ class Chosen:
     kept: int
     generations: tuple[Generation, ...]
     """The complete slot table, so that a shard that missed one catches up; empty while the lead asks the others."""
-    step: int
-    """The clock whose group this is, where groups go by clock; all before it are decided."""
+    step: int  # the clock whose group this is, where groups go by clock; all before it are decided
     updates: tuple[Update, ...] | None = None
     """The group, in the order of its sum; None where there is no group in this decision."""
     freely: bool = False
@@ -326,12 +301,10 @@ class Chosen:
 
     They were chosen in a term that the lead or this shard has lost since.
     """
-    epoch: int = 0
-    """The lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored."""
+    epoch: int = 0  # the lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenKept:
+class ChosenKept(NamedTuple):
     """The answer, to the lead: decisions up to and including `number` are durable at `shard`.
 
     The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard
@@ -346,8 +319,7 @@ class ChosenKept:
     top_clock: int
     top_batch: int
     asks: bool = False
-    epoch: int = 0
-    """The shard's epoch, as the sender knows it: messages of a replaced primary are ignored."""
+    epoch: int = 0  # the shard's epoch, as the sender knows it: messages of a replaced primary are ignored
 
 
 class Assigned(NamedTuple):
@@ -357,15 +329,13 @@ class Assigned(NamedTuple):
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsChanged:
+class SlotsChanged(NamedTuple):
     """An entry of the lead's log: the active slots, from a clock on that no slot has begun yet."""
 
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatesLost:
+class UpdatesLost(NamedTuple):
     """An entry of a shard's log: updates of `slot` below clock `until` are lost."""
 
     slot: int
@@ -381,8 +351,7 @@ Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Clo
 """Everything that changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
+class Forward(NamedTuple):
     """Primary to backup: entry number `sequence` of the shard's log (a Push with its payload)."""
 
     shard: int
@@ -391,8 +360,7 @@ class Forward:
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forwarded:
+class Forwarded(NamedTuple):
     """The answer: all entries up to and including `sequence` are here."""
 
     shard: int
@@ -400,8 +368,7 @@ class Forwarded:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Install:
+class Install(NamedTuple):
     """Primary to a new backup, with the store's state and the pending gradients as payload.
 
     `state` is the core's, as JSON text; forwards from `sequence` + 1 on follow.
@@ -413,8 +380,7 @@ class Install:
     state: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
+class Installed(NamedTuple):
     """Backup to the launcher: the shard has a copy again."""
 
     shard: int
@@ -422,8 +388,7 @@ class Installed:
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Concluded:
+class Concluded(NamedTuple):
     """Primary to the launcher: by the view of this epoch all workers have left, and nothing is open here any
     more.
 
@@ -435,8 +400,7 @@ class Concluded:
     view: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yield:
+class Yield(NamedTuple):
     """To a primary of an older epoch: another server serves this shard now."""
 
     shard: int

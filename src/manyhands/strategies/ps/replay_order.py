@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow, UpdateRow
@@ -39,34 +39,29 @@ class ReplayImpossible(ManyhandsError):
     """The records contradict each other or lack something; the message names the first row that does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayKeep:
+class ReplayKeep(NamedTuple):
     """Copy the values of a shard, which is at this version and about to advance."""
 
     shard: int
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(NamedTuple):
     """Release that copy."""
 
     shard: int
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayCompute:
+class ReplayCompute(NamedTuple):
     """Compute a gradient from the versions that were read; these shards will apply it."""
 
     row: ComputedRow
     shards: tuple[int, ...]
-    undone: bool = False
-    """Whether its process restored its buffers afterwards, because it had lost its slot."""
+    undone: bool = False  # whether its process restored its buffers afterwards, because it had lost its slot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayApply:
+class ReplayApply(NamedTuple):
     """Take one optimizer step of a shard; its gradients are not needed there again."""
 
     row: StepRow

@@ -19,9 +19,8 @@ from typing import Any
 
 from manyhands.strategies.common.consistency import Group
 from manyhands.strategies.ps.actions import Action, Log, Outcome
-from manyhands.strategies.ps.decisions import Decision, Decisions
 from manyhands.strategies.ps.log_rows import RestoredRow, SlotsRow
-from manyhands.strategies.ps.pending_steps import Change, ShardConfig, Steps
+from manyhands.strategies.ps.pending_steps import Change, Decision, Decisions, ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import (
     LEAD,
     Assigned,

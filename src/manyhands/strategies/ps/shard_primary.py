@@ -44,31 +44,74 @@ from manyhands.strategies.ps.ps_messages import (
     Welcome,
 )
 from manyhands.strategies.ps.shard_core import ShardCore
-from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from manyhands.strategies.ps.work_plan import Hold
 
-__all__ = ["KnownMembers", "ShardPrimary"]
+__all__ = ["KnownMembers", "ShardPrimary", "Unconfirmed"]
+
 
 _NOBODY = (0, 0)
 _NO_READ = (-1, 0)
 _TAKEN = (Push, UpdatesLost)  # entries that settle updates of a slot
 
 
+class Unconfirmed:
+    """The pushes that have arrived at a shard and do not count there yet; without `needed` a push is never held.
+
+        worker ──Push c──► every shard          all are out of its hands
+               ──Read c+1──► every shard        only now: so the first of them proves that every shard has, or gets, c
+
+    Under a lockstep policy no shard may take a step that another will not: a worker that computes from the one before
+    and the one behind computes what the plain loop never does. So a push is unconfirmed, outside the log, until a Read
+    of its slot for a later clock has come. Where its worker dies first, the successor decides: each shard's Welcome
+    tells it up to where updates have arrived there, it begins where all of them have that, and its first Read confirms
+    what lies before its clock and drops what does not.
+    """
+
+    def __init__(self, *, needed: bool) -> None:
+        self._needed = needed
+        self._pushes: dict[int, Push] = {}
+        self._met: dict[int, int] = {}  # by slot: the newest member that has spoken to this shard
+
+    def meet(self, slot: int, member: int) -> None:
+        """Record a message of the slot's holder: it decides on what has arrived, and predecessors are ignored."""
+        self._met[slot] = max(member, self._met.get(slot, 0))
+
+    def hears(self, push: Push) -> bool:
+        """Whether this push may be held, even from a fenced member, while its successor has not sent a message yet."""
+        return self._needed and push.member >= self._met.get(push.slot, 0)
+
+    def awaits(self, push: Push, read: int) -> bool:
+        """Whether this push has to wait for a Read; `read` is the clock of the held Read of its slot, -1 for none."""
+        return self._needed and read <= push.clock
+
+    def hold(self, push: Push) -> Push | None:
+        """Hold a push; returns the previous one, unless this push replaces its gradient."""
+        before = self._pushes.get(push.slot)
+        self._pushes[push.slot] = push
+        replaced = before is None or (before.clock == push.clock and not push.skip)
+        return None if replaced else before
+
+    def resolve(self, slot: int) -> Push | None:
+        """Remove and return the held push of a slot."""
+        return self._pushes.pop(slot, None)
+
+    def arrived(self, slot: int) -> int:
+        """The clock after the held update of a slot; 0 for none."""
+        push = self._pushes.get(slot)
+        return 0 if push is None else push.clock + 1
+
+
 @dataclass(slots=True)
 class KnownMembers:
     """What a replica of a shard has learned of the membership; it outlives the replica's roles."""
 
-    epoch: int = -1
-    """Of the shard."""
-    primary: int = 0
-    """Of this epoch."""
-    lead: tuple[int, int] = _NOBODY
-    """Epoch and member of the newest lead that was heard of."""
+    epoch: int = -1  # of the shard
+    primary: int = 0  # of this epoch
+    lead: tuple[int, int] = _NOBODY  # epoch and member of the newest lead that was heard of
     view: View = field(default_factory=lambda: View(epoch=-1, shards=(), slots=()))
     primaries: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of that view: epoch and primary of every shard."""
-    holders: dict[int, int] = field(default_factory=dict)
-    """The newest member known of each slot."""
+    holders: dict[int, int] = field(default_factory=dict)  # the newest member known of each slot
 
 
 class ShardPrimary:
@@ -81,9 +124,7 @@ class ShardPrimary:
         self._config = core.config
         self._core, self._known, self._member = core, known, member
         self._owes_report = restored
-        self._listening = bool(
-            core.awaiting
-        )  # a lead that was restored: until every other shard has answered
+        self._listening = bool(core.awaiting)  # a restored lead: until every other shard has answered
         self._backup = 0
         self._in_flight: deque[Entry] = deque()  # entries after core.sequence that the backup may lack
         self._forwarded = 0  # the backup has everything up to this
@@ -139,9 +180,7 @@ class ShardPrimary:
         return self._done()
 
     def _greet_shards(self, before: dict[int, tuple[int, int]]) -> None:
-        """At the lead: send every new primary of another shard (or, if this lead is new, every one) what it may
-        lack.
-        """
+        """At the lead: send every new primary of another shard (all of them, if this lead is new) what it may lack."""
         known = self._known
         everyone = before.get(LEAD) != known.primaries[LEAD] or before == known.primaries
         for shard in self._core.decisions.kept:
@@ -291,9 +330,7 @@ class ShardPrimary:
         return None if settled is None else max(settled, self._taken.get(slot, 0))
 
     def _greet(self, hello: Hello) -> None:
-        """Log what was lost since the worker last heard of it; then welcome it, if the slot is known and nothing of
-        what it reported lost is in flight.
-        """
+        """Log what was lost since the worker last heard of it; then welcome it, once all of that is safe."""
         slot, config = hello.slot, self._config
         known = self._next_to_take(slot)
         if known is not None and hello.settled > known:

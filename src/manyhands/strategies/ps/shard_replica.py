@@ -47,12 +47,9 @@ _OF_A_SHARD = (*_OF_WORKERS, Forward, Forwarded, Chosen, Yield)
 class ReplicaRole(Enum):
     """A server's role for a shard."""
 
-    PRIMARY = auto()
-    """It serves the shard."""
-    BACKUP = auto()
-    """It holds a copy and commits what the primary forwards."""
-    EMPTY = auto()
-    """It has no state of the shard: not yet, or not any more."""
+    PRIMARY = auto()  # it serves the shard
+    BACKUP = auto()  # it holds a copy and commits what the primary forwards
+    EMPTY = auto()  # it has no state of the shard: not yet, or not any more
 
 
 class ShardReplica:
@@ -70,8 +67,7 @@ class ShardReplica:
         self.member = member
         self.core = self.make_core(config)
         self.role = ReplicaRole.EMPTY
-        self.serving: ShardPrimary | None = None
-        """What it does as a primary; None in any other role."""
+        self.serving: ShardPrimary | None = None  # what it does as a primary; None in any other role
         self._known = KnownMembers()
         self._restored = False
 

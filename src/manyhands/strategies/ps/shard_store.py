@@ -24,8 +24,7 @@ from manyhands.native.atomics import array_at
 from manyhands.native.decorators import njit
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
-from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, Table
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
 __all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "byte_view", "is_hooked"]
 
@@ -63,8 +62,7 @@ class Contribution:
     borrows: bool = False
     """Whether the rows lie in memory that is valid only while the message with them is handled."""
 
-    at: tuple[int, int] = field(init=False)
-    """The addresses of gradient and flags."""
+    at: tuple[int, int] = field(init=False)  # the addresses of gradient and flags
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", (self.gradient.memory.data_ptr(), self.present.data_ptr()))
@@ -121,8 +119,8 @@ class ShardStore:
         """The memory of values, optimizer state and, where there is one, sum."""
         state = sum(
             value.nbytes
-            for one in self._slices.state()
-            for value in one.state.values()
+            for _, kept in self._slices.state().values()
+            for value in kept.values()
             if isinstance(value, Tensor)
         )
         tables = sum(table.nbytes for table in self._tables.values())
@@ -152,7 +150,7 @@ class ShardStore:
                     for gradient in combined:
                         if gradient is not None:
                             gradient.sign_()
-                self._slices.step_with(combined, rate)
+                self._slices.step(combined, rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):
@@ -203,7 +201,7 @@ class ShardStore:
     def state(self) -> ShardState:
         """Everything that a store of the same shard needs to continue; the tensors are not copied."""
         settings = self._slices.settings()
-        slots: dict[int, dict[str, Any]] = {one.position: one.state for one in self._slices.state()}
+        slots = {position: kept for position, (_, kept) in self._slices.state().items()}
         model: dict[str, Tensor] = {}
         for piece, values in zip(self._layout.pieces[self._shard], self.values.pieces, strict=True):
             model[self._layout.entries[piece.parameter].name] = values

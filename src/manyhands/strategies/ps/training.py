@@ -1,8 +1,19 @@
-"""`ps`: servers and workers as processes that may join and leave, led by the launcher."""
+"""`ps`: servers and workers as processes that may join and leave, led by the launcher.
+
+A run may change its strategy, as a regular checkpoint becomes snapshots of shards and these a checkpoint again:
+
+    checkpoints/step-00000040  ──onto_shards──►  shards/*/step-00000040    a run that another strategy began
+                               ◄──hand_over────                            … or ps with other servers or workers
+
+A checkpoint says one thing of the data: the first `step` batches have been trained on. Shards say it too where all
+updates of a batch make one step. Otherwise they stop with some batches done and earlier ones not, and no other
+strategy can resume from that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,9 +21,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from manyhands.data.store.atomic import WriteFailed
-from manyhands.data.store.checkpoint import NoCheckpoint, Snapshot
+from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.rundir import RunDirectory, fingerprint
-from manyhands.engine.computing import TrainingPlan
+from manyhands.data.store.state_tree import restore_optimizer
+from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.exchange import SentFor, Traffic
 from manyhands.engine.request import Request
@@ -20,28 +32,29 @@ from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.specification import listening_at
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.run_commands import MORE_WORKERS
-from manyhands.strategies.ps.external_roles import ps_ranks
-from manyhands.strategies.ps.live.handover import off_shards, onto_shards
 from manyhands.strategies.ps.live.live_training import (
     RemoteMembers,
     ResumePoint,
     ServerTraining,
-    TrainingRequest,
-    forget_after,
     resume_point,
     server_summary,
 )
 from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.live.remote import take_part
-from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.live.worker_state import ResidualMemory
-from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_state import merge
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.shard_layout import FlatLayout, merge, split
+from manyhands.strategies.ps.shard_replica import ShardReplica
 from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import clear_records
 from manyhands.task import Task
 
-__all__ = ["PsTraining"]
+__all__ = ["PsTraining", "onto_shards"]
 
 
 class PsTraining(Training):
@@ -65,10 +78,8 @@ class PsTraining(Training):
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
         """Resume from the shards, or from the checkpoint of a run with another strategy or number of workers."""
-        try:
-            start = directory.checkpoints().load()
-        except NoCheckpoint:
-            start = None
+        strategy, workers = self._strategy, self._request.workers
+        start = _checkpoint(directory)
         if start is not None:
             names = {name for name, _ in self._model.named_buffers()}
             self._buffers = {name: value for name, value in start.model.items() if name in names}
@@ -76,37 +87,67 @@ class PsTraining(Training):
             if start is not None:
                 self._require_steps_left(directory, start.step)
             self._start = start
-            onto_shards(directory, start, self._request.plan, self._strategy, self._request.workers)
-        point = self._point = resume_point(directory.path, self._strategy)
+            onto_shards(directory, start, self._request.plan, strategy, workers)
+        point = self._point = resume_point(directory.path, strategy)
         if point is not None:
             self._require_steps_left(directory, point.batches)
-            self._steps_anew = self._strategy.averages and not self._optimizers_are_kept(directory, point)
-        forget_after(directory.path, self._strategy, point)
+            residuals = ResidualMemory(directory.path, strategy, workers)
+            kept = all(residuals.has(point.batches, part) for part in range(workers))
+            self._steps_anew = strategy.averages and not kept
+        # The run must not see the files of a later, discarded history: the summary of an earlier end, snapshots of
+        # later versions, which a shard must never go back to, and, if it begins again, the records.
+        directory.remove_summary()
+        ShardSnapshots(directory.path, strategy.servers).remove_after(
+            point.version if point is not None else -1
+        )
+        ResidualMemory.remove_after(directory.path, point.to_come.start if point is not None else -1)
+        if point is None:
+            clear_records(directory.path)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The notes of the base class, and one if workers' optimizers start without their saved state."""
-        said = super().notes
         if not self._steps_anew:
-            return said
+            return super().notes
         why = (
             "nobody has the state that belongs to the parameters"
             if self._strategy.consistency.lockstep
             else f"under consistency={self._strategy.consistency} no state of theirs belongs to the parameters"
         )
-        return (*said, f"the workers' optimizers begin anew: {why}")
-
-    def _optimizers_are_kept(self, directory: RunDirectory, point: ResumePoint) -> bool:
-        workers = self._request.workers
-        residuals = ResidualMemory(directory.path, self._strategy, workers)
-        return all(residuals.has(point.batches, part) for part in range(workers))
+        return (*super().notes, f"the workers' optimizers begin anew: {why}")
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:
-        """Leave a regular checkpoint: shards only fit the strategy and number of workers that wrote them."""
-        off_shards(directory, plan, strategy)
+        """Write a checkpoint of the shards, if they are ahead of the newest one: they only fit what wrote them.
+
+        UserError if the shards stopped with batches missing between those that are done.
+        """
+        point, kept = resume_point(directory.path, strategy), _checkpoint(directory)
+        if point is None or (kept is not None and point.to_come.start <= kept.step):
+            return
+        if not strategy.consistency.stepwise:
+            raise UserError(
+                f"{directory.path} cannot be resumed with another strategy or number of workers yet: it stopped in the "
+                f"middle of consistency={strategy.consistency}, where batches are done out of their order; resume it "
+                f"with {str(strategy)!r} and workers={directory.config['workers']}, and change them once that has ended"
+            )
+        found = ShardSnapshots(directory.path, strategy.servers).at([point.version] * strategy.servers)
+        assert found is not None, "the point is of these snapshots"
+        built, layout = _built(plan, strategy, point.to_come.start)
+        if kept is not None:
+            built.model.load_state_dict(kept.model)  # shards have no buffers
+        model, optimizer = merge(layout, [one.state for one in found], built.model.state_dict())
+        directory.checkpoints().save(
+            Snapshot(
+                step=point.to_come.start,
+                model=model,
+                optimizer=optimizer,
+                extra={"seed": plan.seed},
+                may_hold_infinity=frozenset(name for name, _ in built.model.named_buffers()),
+            )
+        )
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The number of batches in the newest snapshots that all shards have."""
@@ -128,19 +169,39 @@ class PsTraining(Training):
     def run(self, stage: Stage) -> Result:
         """Train to the end, evaluate, and leave a checkpoint."""
         later = MORE_WORKERS if self._request.options.commands is not None else 0
-        return self._run(stage, self._request.workers + later)
+        return self._run(stage, self._job(), self._request.workers + later)
 
     def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
         """`run` with members that were started externally; those that come later have a rank already."""
-        place = process_group.place
+        place, address = process_group.place, process_group.address
         remote = RemoteMembers(
-            process_group=process_group, ranks=ps_ranks(self._strategy, place), say=stage.say
+            control_server=process_group.control_server,
+            ranks=ps_ranks(self._strategy, place),
+            say=stage.say,
         )
-        return self._run(stage, self._request.workers + place.later, remote)
+        job = self._job(  # of the leader's child, if it has one, as of the others
+            strategy=replace(self._strategy, link="tcp"),
+            security=process_group.security,
+            listens_at=f"tcp:{address}:0" if address else "",
+        )
+        return self._run(stage, job, self._request.workers + place.later, remote)
 
-    def _run(self, stage: Stage, most_workers: int, remote: RemoteMembers | None = None) -> Result:
-        request, options = self._request, self._request.options
-        training = ServerTraining(self._asked(stage, most_workers, remote))
+    def _run(self, stage: Stage, job: Job, most_workers: int, remote: RemoteMembers | None = None) -> Result:
+        point, options, steps = self._point, self._request.options, job.plan.steps
+        job = replace(
+            job,
+            threads=threads_per_role(job.workers),
+            run_path=stage.run_path,
+            resume_version=point.version if point is not None else None,
+            buffers=self._buffers,
+        )
+        training = ServerTraining(
+            job,
+            most_workers=most_workers,
+            watchdog_s=options.watchdog_s,
+            begun=point.begun if point is not None else 0,
+            remote=remote,
+        )
         with training, ExitStack() as stack:
             rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
             rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
@@ -154,99 +215,114 @@ class PsTraining(Training):
                 )
             collector.flush()
             observed = collector.summary()
-            observed["per_worker"] = [
-                w for w in observed["per_worker"] if w["worker"] < request.workers or w["steps"]
+            workers = observed["per_worker"] = [
+                w for w in observed["per_worker"] if w["worker"] < job.workers or w["steps"]
             ]
             model = training.model()
             metrics = training.evaluate(model)
-            evaluated = any("metrics" in row and row["step"] == request.plan.steps for row in stage.history)
+            evaluated = any("metrics" in row and row["step"] == steps for row in stage.history)
             if metrics is not None and not evaluated:
-                stage.take_rows([{"step": request.plan.steps, "metrics": metrics, "at_s": outcome.seconds}])
+                stage.take_rows([{"step": steps, "metrics": metrics, "at_s": outcome.seconds}])
             if stage.directory is not None:
-                self._save(stage, training.checkpoint(outcome, (metrics or {}).get("evaluation_loss")))
+                _save(stage, training.checkpoint(outcome, (metrics or {}).get("evaluation_loss")))
+        counted = ("bytes_sent", "messages_sent")
+        in_steps = Traffic(**{name: sum(worker[name] for worker in workers) for name in counted})
+        whole = Traffic(**{name: outcome.totals[name] for name in counted})
         return Result(
             model=model,
-            steps_done=request.plan.steps,
+            steps_done=steps,
             seconds=outcome.seconds,
             samples=outcome.totals["samples"],
-            sent=_sent(outcome.totals, observed["per_worker"]),
+            sent=SentFor(gradients=in_steps, control=whole - in_steps),
             observed={**observed, **server_summary(outcome)},
             notes=tuple(outcome.notes),
         )
 
     def take_part(self, member: GroupMember) -> None:
         """Serve or work, as the leader assigns."""
-        line, options = member.connection, self._request.options
-        job = Job(
-            plan=self._request.plan,
-            strategy=replace(self._strategy, link="tcp"),
-            token="",
-            fingerprint=self._fingerprint(),
-            workers=self._request.workers,
-            timeout_s=options.timeout_s,
-            threads=1,
-            run_path=None,
-            keep_checkpoints=options.keep_checkpoints,
-            resume_version=None,
-            skip_nonfinite=options.skip_nonfinite,
-            security=member.security,
-            **_addresses(member),
-        )
+        line, place = member.connection, member.place
+        addresses = {"listens_at": f"tcp:{member.address}:0"} if member.address else {}
+        if place.cluster is not None:
+            address = place.cluster.address(place.cluster.ranked[place.rank])
+            addresses = {"listens_at": listening_at(address), "reached_at": f"tcp:{address}"}
+        strategy = replace(self._strategy, link="tcp")
         try:
-            line.end(take_part(line, job))
+            line.end(take_part(line, self._job(strategy=strategy, security=member.security, **addresses)))
         except BaseException as error:
             line.fail(error)
             raise
 
-    def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
-        """Write the last checkpoint; a full disk costs the checkpoint and not the trained model."""
-        checkpoints = stage.checkpoints()
-        if checkpoints is None:
-            return
-        if snapshot is None:
-            stage.say("the last checkpoint is missing: not every server could write its part of it")
-            return
-        try:
-            stage.take_checkpoint(snapshot.step, checkpoints.save(snapshot))
-        except WriteFailed as error:
-            stage.say(str(error))
-
-    def _asked(self, stage: Stage, most_workers: int, remote: RemoteMembers | None) -> TrainingRequest:
+    def _job(self, **given: Any) -> Job:
+        """What every process of this run is started with."""
         request, options = self._request, self._request.options
-        return TrainingRequest(
-            plan=request.plan,
-            strategy=self._strategy,
-            workers=request.workers,
-            most_workers=most_workers,
-            timeout_s=options.timeout_s,
-            watchdog_s=options.watchdog_s,
-            run_path=stage.run_path,
-            keep_checkpoints=options.keep_checkpoints,
-            skip_nonfinite=options.skip_nonfinite,
-            resume_version=self._point.version if self._point is not None else None,
-            begun=self._point.begun if self._point is not None else 0,
-            buffers=self._buffers,
-            fingerprint=self._fingerprint(),
-            remote=remote,
+        fields = {
+            "plan": request.plan,
+            "strategy": self._strategy,
+            "fingerprint": fingerprint(request.config(self._model)).digest,
+            "workers": request.workers,
+            "timeout_s": options.timeout_s,
+            "keep_checkpoints": options.keep_checkpoints,
+            "skip_nonfinite": options.skip_nonfinite,
+        }
+        return Job(**{**fields, **given})
+
+
+def _save(stage: Stage, snapshot: Snapshot | None) -> None:
+    """Write the last checkpoint; a full disk costs the checkpoint and not the trained model."""
+    checkpoints = stage.checkpoints()
+    if checkpoints is None:
+        return
+    if snapshot is None:
+        stage.say("the last checkpoint is missing: not every server could write its part of it")
+        return
+    try:
+        stage.take_checkpoint(snapshot.step, checkpoints.save(snapshot))
+    except WriteFailed as error:
+        stage.say(str(error))
+
+
+def _checkpoint(directory: RunDirectory) -> Loaded | None:
+    try:
+        return directory.checkpoints().load()
+    except NoCheckpoint:
+        return None
+
+
+def onto_shards(
+    directory: RunDirectory, start: Loaded | None, plan: TrainingPlan, strategy: Ps, workers: int
+) -> None:
+    """Make `start` the state from which the shards of `strategy` continue; other shards' files are removed.
+
+    Takes the tensors out of `start`; without one, the run begins again. UserError if it is of another optimizer,
+    WriteFailed if the disk does not take it.
+    """
+    states = []
+    if start is not None:
+        built, layout = _built(plan, strategy, start.step)
+        built.model.load_state_dict(start.model)
+        restore_optimizer(built.optimizer, start.optimizer)
+        model, optimizer = built.model.state_dict(), built.optimizer.state_dict()
+        states = [split(layout, shard, model, optimizer, start.step) for shard in range(layout.shards)]
+    snapshots = ShardSnapshots(directory.path, strategy.servers)
+    snapshots.remove_after(-1)
+    ResidualMemory.remove_after(directory.path, -1)
+    clear_records(directory.path)
+    for shard, state in enumerate(states):
+        config = ShardConfig(
+            shard=shard,
+            num_shards=strategy.servers,
+            policy=strategy.consistency,
+            steps=plan.steps,
+            slots=tuple(range(workers)),
         )
-
-    def _fingerprint(self) -> str:
-        return fingerprint(self._request.config(self._model)).digest
-
-
-def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> SentFor:
-    """The traffic that workers attributed to their steps, and the remaining control traffic."""
-    steps = Traffic(
-        **{name: sum(worker[name] for worker in per_worker) for name in ("bytes_sent", "messages_sent")}
-    )
-    whole = Traffic(bytes_sent=totals["bytes_sent"], messages_sent=totals["messages_sent"])
-    return SentFor(gradients=steps, control=whole - steps)
+        replica = ShardReplica(config, member=0)
+        replica.core = ShardCore(config, state.batches)
+        core = json.dumps(replica.state())
+        snapshots.save(shard, ShardSnapshot(version=state.batches, state=state, held={}, core=core))
 
 
-def _addresses(member: GroupMember) -> dict[str, Any]:
-    """Where this process listens if it serves, and where others reach it."""
-    place = member.place
-    if place.cluster is not None:
-        address = place.cluster.address(place.cluster.ranked[place.rank])
-        return {"listens_at": listening_at(address), "reached_at": f"tcp:{address}"}
-    return {"listens_at": f"tcp:{member.address}:0"} if member.address else {}
+def _built(plan: TrainingPlan, strategy: Ps, step: int) -> tuple[Built, FlatLayout]:
+    computer = Computer(replace(plan, device="cpu"), 0)
+    built = computer.build(step)
+    model, sparse = built.model, computer.task.sparse
+    return built, FlatLayout.of(model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping)

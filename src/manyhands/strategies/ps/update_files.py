@@ -15,10 +15,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.data.store.line_files import LineFile
@@ -52,8 +50,7 @@ _WORKER = re.compile(r"worker\.process-(\d+)\.jsonl")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(NamedTuple):
     """What determines the bits of a run, besides its task."""
 
     torch: str
@@ -69,8 +66,7 @@ class RunRecord:
     begun: int = 0  # batches that were trained, by another strategy or other shards, when these shards began
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedRow:
+class ComputedRow(NamedTuple):
     """One gradient that a worker process computed."""
 
     process: int
@@ -95,8 +91,7 @@ class ComputedRow:
         return self.slot, self.clock, self.member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLogs:
+class ShardLogs(NamedTuple):
     """All rows that servers wrote."""
 
     files: dict[int, list[list[Row]]]  # by shard: the rows of each of its files
@@ -104,8 +99,7 @@ class ShardLogs:
     notes: tuple[str, ...]  # what was skipped: truncated last lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordMark:
+class RecordMark(NamedTuple):
     """A mark by which two processes, perhaps on two hosts, detect that they see the same run directory."""
 
     run: str
@@ -166,7 +160,7 @@ class Recorder(_RecordFile):
         super().__init__(run_path, record_of(process))
 
     def write(self, row: ComputedRow) -> str | None:
-        return self.append(json.dumps(asdict(row), separators=(",", ":")))
+        return self.append(json.dumps(row._asdict(), separators=(",", ":")))
 
 
 class ShardRecorder:
@@ -260,7 +254,7 @@ def write_record(run_path: Path, record: RunRecord) -> None:
         make_directory(folder)
     except OSError as error:
         raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
-    write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **asdict(record)})
+    write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **record._asdict()})
 
 
 def read_record(run_path: Path) -> RunRecord:
@@ -290,7 +284,7 @@ def read_logs(run_path: Path) -> ShardLogs:
     lengths: dict[str, int] = {}
     notes: list[str] = []
     for shard, path in _found(run_path, _SHARD):
-        rows = _read(path, partial(_shard_row, shard), notes)
+        rows = _read(path, row_from_json, ("shard", shard), notes)
         files.setdefault(shard, []).append(rows)
         lengths[path.name] = len(rows)
     if not files:
@@ -300,10 +294,18 @@ def read_logs(run_path: Path) -> ShardLogs:
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
     """The rows that each process computed, in order; a truncated last line is skipped."""
-    return {
-        process: _read(path, partial(_computed_row, process), [])
-        for process, path in _found(run_path, _WORKER)
-    }
+
+    def parse(line: str) -> ComputedRow:
+        try:
+            table = parse_record(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
+        if isinstance(table, dict):
+            table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
+        return checked(ComputedRow, table, f"{line[:80]!r}")
+
+    found = _found(run_path, _WORKER)
+    return {process: _read(path, parse, ("process", process), []) for process, path in found}
 
 
 def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -317,7 +319,8 @@ def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     return [(numbers[0], path) for numbers, path in sorted(matches)]
 
 
-def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
+def _read(path: Path, parse: Callable[[str], _T], of: tuple[str, int], notes: list[str]) -> list[_T]:
+    """The rows of a file, in each of which a field has the number `of` its name."""
     try:
         *lines, rest = path.read_text(errors="replace").split("\n")
     except OSError as error:
@@ -329,27 +332,9 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(parse(line))
+            rows.append(row := parse(line))
+            if getattr(row, of[0]) != of[1]:
+                raise DataError(f"{of[0]}={getattr(row, of[0])} in a log of {of[0]} {of[1]}: {line[:80]!r}")
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
     return rows
-
-
-def _shard_row(shard: int, line: str) -> Row:
-    row = row_from_json(line)
-    if row.shard != shard:
-        raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
-    return row
-
-
-def _computed_row(process: int, line: str) -> ComputedRow:
-    try:
-        table = parse_record(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
-    if isinstance(table, dict):
-        table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
-    row = checked(ComputedRow, table, f"{line[:80]!r}")
-    if row.process != process:
-        raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
-    return row

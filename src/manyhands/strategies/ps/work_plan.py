@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from manyhands.strategies.ps.decisions import Decisions
-from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
+from manyhands.strategies.ps.pending_steps import Decisions, ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Assigned, Update, Work, WorkKind
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
@@ -25,12 +24,10 @@ class Hold(IntEnum):  # its members are keys: an int's hash is C's
 
     OWN = auto()
     """The slot's earlier updates are not settled here, or wait for their step if the policy includes them."""
-    OTHERS = auto()
-    """Updates of other slots are missing that the consistency requires."""
+    OTHERS = auto()  # updates of other slots are missing that the consistency requires
     SHARDS = auto()
     """Not every other shard has stored a decision: a slot change at or before this clock, or the last steps."""
-    BATCH = auto()
-    """No batch has been assigned to it."""
+    BATCH = auto()  # no batch has been assigned to it
 
 
 class WorkPlan:
@@ -38,8 +35,7 @@ class WorkPlan:
 
     def __init__(self, config: ShardConfig, table: SlotTable, steps: Steps, decisions: Decisions) -> None:
         self.next_batch = 0
-        self.open: set[int] = set()
-        """The slots that were given a batch and have not settled it."""
+        self.open: set[int] = set()  # the slots that were given a batch and have not settled it
         self._config, self._table, self._steps, self._decisions = config, table, steps, decisions
         self._placed: dict[int, Work] = {}  # by slot: the last answer of `place`
         self._generations = 0  # as many does the table have for which that counts

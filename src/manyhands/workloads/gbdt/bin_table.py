@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
@@ -88,6 +88,15 @@ class Holdout:
     def chosen(self, first: int, count: int) -> NDArray[np.bool_]:
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
+
+    def only(self, blocks: Iterator[RowBlock], *, held: bool) -> Iterator[RowBlock]:
+        """The rows that are held out, or the others."""
+        first = 0
+        for block in blocks:
+            out = self.chosen(first, len(block))
+            first += len(block)
+            if out.any() if held else not out.all():
+                yield block if not out.any() and not held else block.take(out if held else ~out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.row_sources import RowBlock

@@ -92,18 +92,24 @@ def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[seam.ComparedTask]:
 
 
 def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.gbdt.bin_table import Holdout
     from manyhands.workloads.gbdt.model import measure_model
     from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
     from manyhands.workloads.gbdt.training import train_gbdt
 
     test = asked.source(asked.test) if asked.test is not None else None
-    table = asked.table(asked.valid, asked.valid_fraction, asked.start)
+    table, options = asked.table(asked.valid, asked.valid_fraction, asked.start), narrowed(GbdtOptions, asked)
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
-    result = train_gbdt(table, narrowed(GbdtOptions, asked), bars=bars, keep=keep, **how)
+    result = train_gbdt(table, options, bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / MODEL_TEXT
     write_model(model, file)
     by_gain, by_split = model.importance("gain"), model.importance("split")
     order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
+    measured = measure_model(model, test) if test is not None else {}
+    if test is None and result.valid_rows:
+        held = Holdout(fraction=table.valid_fraction, seed=options.seed) if table.valid is None else None
+        quality = measure_model(model, table.valid or table.train, held)["quality"]
+        measured = {"quality": quality}
     summary = {
         **result.full_summary(),
         "trees": len(model.trees),
@@ -114,7 +120,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
             for at in order
             if by_split[at]
         ],
-        **(measure_model(model, test) if test is not None else {}),
+        **measured,
         **how,
         "model": str(file),
     }

@@ -7,7 +7,7 @@ most its threshold, or among its categories; missing values (NaN) go where the n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import bin_kernels
+from manyhands.workloads.gbdt.bin_table import Holdout
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
 from manyhands.workloads.gbdt.growing import GrownTree, tree_of
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
-from manyhands.workloads.logreg.examples import PAIRS, measure
+from manyhands.workloads.logreg.labels import PAIRS, measure
 
 __all__ = ["LINKS", "DecisionTree", "GbdtModel", "measure_model"]
 
@@ -214,10 +215,14 @@ class GbdtModel:
         return out
 
 
-def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
-    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number."""
+def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None = None) -> dict[str, Any]:
+    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number.
+
+    On all rows, or on those that are held out; `quality` is what the page of a run shows of it.
+    """
     source, scores, labels, weights = source.for_names(model.names), [], [], []
-    for block in source.blocks():
+    on = "test rows" if holdout is None else "rows held out"
+    for block in source.blocks() if holdout is None else holdout.only(source.blocks(), held=True):
         if block.labels is None:
             raise DataError(f"{source.name} has rows without labels; to predict them use `manyhands predict`")
         scores.append(model.scores(block))
@@ -229,7 +234,12 @@ def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
         if pair is None:
             raise DataError(f"{source.name} has labels other than -1 and 1, 0 and 1, or 1 and 2")
         found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32))
-        return {**asdict(found), "test_rows": len(label)}
+        return {**found.figures, "test_rows": len(label), "quality": found.quality(on, pair)}
     error = float(np.average((_predicted(model.objective, score) - label) ** 2, weights=weight))
     spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
-    return {"rmse": error**0.5, "r2": 1 - error / spread if spread else None, "test_rows": len(label)}
+    explained = 1 - error / spread if spread else None
+    quality = {
+        "measured_on": f"{len(label):,} {on}",
+        "scores": {"RMSE": error**0.5, **({"R²": explained} if explained is not None else {})},
+    }
+    return {"rmse": error**0.5, "r2": explained, "test_rows": len(label), "quality": quality}

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.file_reader import bundled_file
-from manyhands.data.matrix import Rows
 from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.errors import DataError, UserError, nearest
 
 __all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]

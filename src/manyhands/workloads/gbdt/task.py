@@ -93,7 +93,7 @@ class GbdtTask(KernelTask):
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
         """Trees are no memory that workers could share without order."""
-        raise self._refusal(segment, offset)
+        raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:

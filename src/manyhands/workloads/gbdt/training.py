@@ -29,7 +29,7 @@ from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, model_names
 from manyhands.workloads.gbdt.task import VALID_LOSS, GbdtTask, check_strategy
-from manyhands.workloads.logreg.examples import PAIRS
+from manyhands.workloads.logreg.labels import PAIRS
 
 __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
 
@@ -155,7 +155,7 @@ class _FirstPass:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
         def read() -> Iterator[RowBlock]:
-            return _only(self.source.blocks(next(advance, None)), self.holdout, held=False)
+            return self.holdout.only(self.source.blocks(next(advance, None)), held=False)
 
         layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
         return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
@@ -174,7 +174,7 @@ class _FirstPass:
             return None
 
         def read() -> Iterator[RowBlock]:
-            return source.blocks() if valid is not None else _only(source.blocks(), self.holdout, held=True)
+            return source.blocks() if valid is not None else self.holdout.only(source.blocks(), held=True)
 
         targets = _targets(labels, self.options.objective, source.name, _pair(sample.labels))
         layout = own_columns(self.bins)  # rows held out need not exclude what others do
@@ -244,15 +244,6 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
         **kept,
         "max_depth": options.max_depth or -1,
     }
-
-
-def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
-    first = 0
-    for block in blocks:
-        out = holdout.chosen(first, len(block))
-        first += len(block)
-        if out.any() if held else not out.all():
-            yield block if not out.any() and not held else block.take(out if held else ~out)
 
 
 def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,17 +85,19 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
-    measured: dict[str, Any] = {"accuracy": None, "auc": None, "log_loss": None, "examples": 0}
-    bad_lines, passes = 0, len(result.progressive_loss)
+    measured: dict[str, Any] = dict.fromkeys(("accuracy", "auc", "log_loss"))
+    tested_examples, bad_lines, passes = 0, 0, len(result.progressive_loss)
     if asked.test is not None:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
-            measured = asdict(model.evaluate(tested, phase.advance))
-        bad_lines = tested.bad_lines
+            found = model.evaluate(tested, phase.advance)
+        quality = found.quality("test examples", (model.labels.no, model.labels.yes))
+        measured = {**found.figures, "quality": quality}
+        tested_examples, bad_lines = found.examples, tested.bad_lines
     summary = {
         **measured,
         **result.full_summary(),
-        "test_examples": measured["examples"],
+        "test_examples": tested_examples,
         "learner": asked.learner,
         "l1": asked.l1,
         "l2": asked.l2,

@@ -1,4 +1,4 @@
-"""The examples of one file, parsed a block at a time; which two labels they have, and which of them means yes.
+"""The examples of one file, parsed a block at a time, with the labels that they have.
 
 Parsed examples are gone through pass after pass: in memory where they fit, else in files that several processes map, so
 that each page is in memory once, and only while it is needed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,97 +19,14 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import RowFile
+from manyhands.data.row_files import RowFile, Rows
 from manyhands.errors import DataError
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
+from manyhands.workloads.logreg.labels import Labels, labels_of
 
-__all__ = [
-    "PAIRS",
-    "Examples",
-    "Labelled",
-    "Labels",
-    "Metrics",
-    "Parsed",
-    "ParsedBlocks",
-    "Spool",
-    "SpooledRows",
-    "labels_of",
-    "measure",
-    "parse_examples",
-]
+__all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRows", "parse_examples"]
 
 _SCALE_ROWS = 1000
-
-
-PAIRS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))  # no and yes, in the ways that files write them
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """The label of no and the label of yes."""
-
-    no: float
-    yes: float
-
-    def __str__(self) -> str:
-        return f"{self.no:g} {self.yes:g}"
-
-    def targets(self, labels: NDArray[np.float32], where: str) -> NDArray[np.float32]:
-        """0 for no and 1 for yes; DataError says what else there is in `where`."""
-        is_yes = labels == self.yes
-        wrong = labels[~(is_yes | (labels == self.no))]
-        if len(wrong):
-            shown = "none" if np.isnan(wrong[0]) else f"{wrong[0]:g}"
-            raise DataError(
-                f"{where} has an example with label {shown} beside {self.no:g} and {self.yes:g}; a logistic regression "
-                "has two labels, which every example must have one of"
-            )
-        found: NDArray[np.float32] = is_yes.astype(np.float32)
-        return found
-
-
-def labels_of(seen: Iterable[float], where: str) -> Labels | None:
-    """The pair of the labels seen so far; None while 1 alone may be yes or no. DataError names labels of no pair."""
-    values = np.unique(np.array(list(seen), float)).tolist()  # one NaN at most, as the last
-    fitting = [pair for pair in PAIRS if set(values) <= set(pair)]
-    if not fitting:
-        shown = ", ".join("none" if np.isnan(value) else f"{value:g}" for value in values[:5])
-        raise DataError(
-            f"{where} has labels {shown}{', ...' if len(values) > 5 else ''}; a logistic regression has two: "
-            "-1 and 1, 0 and 1, or 1 and 2"
-        )
-    return Labels(*fitting[0]) if len(fitting) == 1 else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
-    """Means over `examples`, each counted with its weight; `auc` is None where all have one label."""
-
-    examples: int
-    accuracy: float
-    auc: float | None
-    log_loss: float
-
-
-def measure(
-    margins: NDArray[np.float64], targets: NDArray[np.float32], weights: NDArray[np.float32] | None = None
-) -> Metrics:
-    """Compare margins (probability 1 / (1 + exp(-margin))) with targets of 0 and 1, at least one."""
-    counted = np.ones(len(margins)) if weights is None else weights.astype(np.float64)
-    is_yes = targets > 0
-    away = np.where(is_yes, -margins, margins)
-    # The chance that a yes has a larger margin than a no, a tie being half of one (Mann and Whitney).
-    _, group = np.unique(margins, return_inverse=True)
-    yes, no = np.bincount(group, counted * is_yes), np.bincount(group, counted * ~is_yes)
-    pairs = yes.sum() * no.sum()
-    area = float((yes * (np.cumsum(no) - no / 2)).sum() / pairs) if pairs else None
-    return Metrics(
-        examples=len(margins),
-        accuracy=float(np.average((margins > 0) == is_yes, weights=counted)),
-        auc=area,
-        log_loss=float(np.average(np.logaddexp(0.0, away), weights=counted)),
-    )
 
 
 class Labelled(NamedTuple):

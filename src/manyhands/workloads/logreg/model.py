@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,14 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
+from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
-from manyhands.workloads.logreg.examples import PAIRS, Labels, Metrics, measure
+from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
 from manyhands.workloads.predictor import Predictor, ReadAs
 
 __all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
@@ -168,7 +167,7 @@ def export_logreg(asked: ExportAsked) -> Export:
     model = LogregModel.load(run)
     file = asked.target(f"model-{precision}.safetensors")
     models = (model, model.narrowed(precision)) if test is not None else ()
-    before, after = [asdict(one.evaluate(one.file(test))) for one in models if test] or ({}, {})
+    before, after = [one.evaluate(one.file(test)).figures for one in models if test] or ({}, {})
     model.save(file, precision)
     summary = run / "summary.json"
     steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0

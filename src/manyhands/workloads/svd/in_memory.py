@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.matrix_files import MatrixBlock
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.workloads.svd.model import SvdModel

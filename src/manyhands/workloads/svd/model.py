@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.matrix import MatrixBlock, MatrixFile
-from manyhands.data.matrix_files import open_matrix
+from manyhands.data.matrix_files import MatrixBlock, MatrixFile, open_matrix
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.matrix_files import MatrixBlock
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of
 from manyhands.workloads.svd.options import SvdSizes

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_library_text, windows
+from manyhands.data.file_reader import VOCABULARY, encode, read_text, standard_library_text, windows
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
@@ -36,27 +35,16 @@ from manyhands.strategies.allreduce.elastic.member_process import (
 )
 from manyhands.strategies.common.run_launcher import ChildMembers, ExternalMembers, MemberProcesses
 
-__all__ = [
-    "AssembleElastic",
-    "ElasticKeeper",
-    "ElasticMembers",
-    "ExternalElasticMembers",
-    "LocalElasticMembers",
-]
+__all__ = ["ElasticMembers", "ExternalElasticMembers", "LocalElasticMembers"]
 
 
 class ElasticMembers(MemberProcesses, Protocol):
     """The members of a run, wherever they run."""
 
-    def begin(self, view: EpochView) -> None:
-        """Give the members of an epoch its resources, before its view is announced to them."""
-
-    def abort(self) -> None:
-        """End every wait in the newest epoch; its members are notified separately."""
-
-
-AssembleElastic = Callable[[Watched], AbstractContextManager[ElasticMembers]]
-"""Creates the members of one run; on exit from the context none of them remains."""
+    def begin(
+        self, view: EpochView
+    ) -> None: ...  # give its members its resources, before the view is announced
+    def abort(self) -> None: ...  # end every wait in the newest epoch; its members are notified separately
 
 
 class LocalElasticMembers(ChildMembers):
@@ -69,7 +57,7 @@ class LocalElasticMembers(ChildMembers):
         self, job: ElasticJob, rings: Sequence[EventRing], weights: int, num_members: int, watched: Watched
     ) -> None:
         super().__init__(job, num_members, watched)
-        self._rings, self._weights = rings, weights
+        self._rings, self.weights = rings, weights
         self._connections: dict[int, socket.socket] = {}
         self._files: EpochFiles | None = None
 
@@ -84,7 +72,7 @@ class LocalElasticMembers(ChildMembers):
 
     def start_worker(self, member: int, slot: int) -> str:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        files = {"events": self._rings[slot].descriptor, "weights": self._weights, "files": theirs.fileno()}
+        files = {"events": self._rings[slot].descriptor, "weights": self.weights, "files": theirs.fileno()}
         env = worker_environment(self._job.plan, self._job.threads)
         with theirs:
             self._connections[member] = ours
@@ -101,11 +89,11 @@ class LocalElasticMembers(ChildMembers):
                     send_files(connection, view.epoch, self._files.of(rank))
             except OSError:  # it is dead or not reading: either way it does not enter this epoch
                 self.kill(seat.member)
-        self._files.let_go()
+        self._files.passed.close()
 
     def abort(self) -> None:
         assert self._files is not None, "an epoch that is ended was begun"
-        self._files.abort()
+        self._files.group.abort()
 
     def poll(self, timeout_s: float) -> list[Event | Hung]:
         events = super().poll(timeout_s)
@@ -115,29 +103,6 @@ class LocalElasticMembers(ChildMembers):
         return events
 
 
-class ElasticKeeper:
-    """Stores what remote members send to the leader, where its own child would leave it."""
-
-    def __init__(self, weights: int, checkpoints: CheckpointStore | None, say: Callable[[str], None]) -> None:
-        self.checkpoints = checkpoints
-        self._weights, self._say = weights, say
-
-    def take(self, name: str, data: bytearray) -> None:
-        """Store what was sent; a full disk loses it, but does not fail the run."""
-        if name == WEIGHTS:
-            write_file(self._weights, [bytes(data)])
-        elif name == CHECKPOINT and self.checkpoints is not None:
-            tree = unpack_tree(data)
-            try:
-                self.checkpoints.save(
-                    Snapshot(**{**tree, "may_hold_infinity": frozenset(tree["may_hold_infinity"])})
-                )
-            except WriteFailed as error:
-                self._say(str(error))
-        else:
-            raise ManyhandsError(f"{name[:80]!r} is nothing that a worker sends")
-
-
 class ExternalElasticMembers(ExternalMembers):
     """Externally started members over control connections, and the leader's child; see `ElasticMembers`."""
 
@@ -145,12 +110,12 @@ class ExternalElasticMembers(ExternalMembers):
         self,
         process_group: ProcessGroup,
         child: LocalElasticMembers,
-        keeper: ElasticKeeper,
+        checkpoints: CheckpointStore | None,
         start: Loaded | None,
         say: Callable[[str], None],
     ) -> None:
         super().__init__(process_group.control_server, child, say)
-        self._local, self._keeper = child, keeper
+        self._local, self._checkpoints = child, checkpoints
         names = ("step", "model", "optimizer", "extra")
         self._start = {name: getattr(start, name) for name in names} if start is not None else None
 
@@ -171,7 +136,7 @@ class ExternalElasticMembers(ExternalMembers):
         return f"worker {rank}"
 
     def _give_part(self, rank: int, member: int) -> None:
-        kept, control_server = self._keeper.checkpoints, self._control_server
+        kept, control_server = self._checkpoints, self._control_server
         host = control_server.host_of(rank)
         workers = sum(control_server.host_of(other) == host for other in control_server.members)
         part = TakeSlot(
@@ -186,7 +151,17 @@ class ExternalElasticMembers(ExternalMembers):
             control_server.give(rank, START, pack_tree(self._start))
 
     def _receive(self, rank: int, name: str, data: bytearray) -> None:
+        """Store what a member sent where a child would leave it; a full disk loses it, but does not fail the run."""
         try:
-            self._keeper.take(name, data)
+            if name == WEIGHTS:
+                write_file(self._local.weights, [bytes(data)])
+            elif name == CHECKPOINT and self._checkpoints is not None:
+                tree = unpack_tree(data)
+                infinite = frozenset(tree.pop("may_hold_infinity"))
+                self._checkpoints.save(Snapshot(**tree, may_hold_infinity=infinite))
+            else:
+                raise ManyhandsError(f"{name[:80]!r} is nothing that a worker sends")
+        except WriteFailed as error:
+            self._say(str(error))
         except (ManyhandsError, KeyError, TypeError) as error:
             self._refuse(rank, error)

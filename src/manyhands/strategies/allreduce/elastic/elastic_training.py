@@ -7,7 +7,8 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
-from manyhands.errors import PeerTimeout, WorkerFailed
+from manyhands.errors import PeerTimeout, WorkerFailed, num_of
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
@@ -29,28 +30,21 @@ from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import (
-    AssembleElastic,
-    ElasticKeeper,
     ElasticMembers,
     ExternalElasticMembers,
     LocalElasticMembers,
 )
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    Abort,
     ArrivedInEpoch,
-    Ask,
     BeginEpoch,
-    Depart,
-    Dismiss,
     Done,
     ElasticAction,
     ElasticMembership,
-    ElasticPlan,
     EndSoon,
     EpochView,
-    GatherEpoch,
     LeaveEpoch,
     MemberReady,
+    Notify,
     RunOver,
 )
 from manyhands.strategies.allreduce.elastic.epochs import Wiring
@@ -59,7 +53,9 @@ from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, ta
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 
-__all__ = ["ElasticLauncher", "ElasticOutcome", "ElasticTraining"]
+__all__ = ["ElasticTraining"]
+
+_Members = AbstractContextManager[ElasticMembers]  # on exit from it none of them remains
 
 
 class ElasticLog(MemberLog):
@@ -96,12 +92,10 @@ class ElasticLog(MemberLog):
         self._arrived.add(report.member)
         if view.epoch == 1:
             self.tell("joined", report.member)
-        elif view.seats[view.rank_of(report.member)].fresh:
+        elif view.seats[view.rank_of(report.member)].fresh and view.donor is not None:
             self._num_joined += 1
-            donor = self.names[view.donor] if view.donor is not None else "nobody"
-            sentence = (
-                f"{self.names[report.member]} joined after step {report.step}, with the state of {donor}"
-            )
+            name, donor = self.names[report.member], self.names[view.donor]
+            sentence = f"{name} joined after step {report.step}, with the state of {donor}"
             self.tell("joined", report.member, sentence=sentence)
         if len(self._arrived) < len(view.seats):
             return
@@ -111,12 +105,12 @@ class ElasticLog(MemberLog):
         what, count = " and ".join(self._lost), len(view.seats)
         were = "were" if len(self._lost) > 1 else "was"
         self._lost = {what: min(self._lost.values())}
-        there = f"{count} workers continue" if count > 1 else "1 worker continues"
+        there = f"{num_of(count, 'worker')} continue{'s' if count == 1 else ''}"
         twice = f"; step {report.step + 1} is computed again" if again else ""
         sentence = f"{there} after step {report.step}, {{seconds}} s after {what} {were} lost{twice}"
         self.recovered(view.seats[0].member, what, sentence)
 
-    def summary(self, membership: ElasticMembership) -> Mapping[str, Any]:
+    def summary(self, membership: ElasticMembership) -> dict[str, Any]:
         return {
             "epochs": membership.view.epoch,
             "changes": membership.changes,
@@ -124,16 +118,6 @@ class ElasticLog(MemberLog):
             "joined": self._num_joined,
             "steps_computed_twice": membership.redone,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticOutcome:
-    """What the members reported at the end of the run."""
-
-    done: Done  # of the member that left the weights
-    sent: SentFor
-    membership: Mapping[str, Any]
-    recoveries: Sequence[Mapping[str, Any]]
 
 
 class ElasticLauncher(RunLauncher[ElasticMembers]):
@@ -148,9 +132,9 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
 
     def __init__(
         self,
-        plan: ElasticPlan,
+        membership: ElasticMembership,
         rings: Sequence[EventRing],
-        assemble: AssembleElastic,
+        assemble: Callable[[Watched], _Members],
         *,
         timeout_s: float,
         on_note: Callable[[WorkerNote], None],
@@ -169,22 +153,19 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
             watchdog_s=watchdog_s,
         )
         self._timeout_s, self._on_note, self._stop_wanted = timeout_s, on_note, stop_wanted
-        self._membership = ElasticMembership(plan)
-        self._log = ElasticLog(on_event)
+        self._membership, self._log = membership, ElasticLog(on_event)
         self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
         self._done: Done | None = None
         self._ending = False
 
-    def run(self) -> ElasticOutcome:
+    def run(self) -> tuple[Done, SentFor, dict[str, Any]]:
+        """Return what the member that left the weights reported, what all sent, and what happened to members."""
         self._run()
         assert self._done is not None, "a run is over when somebody is done"
-        return ElasticOutcome(
-            done=self._done,
-            sent=sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor()),
-            membership=self._log.summary(self._membership),
-            recoveries=self._log.recoveries,
-        )
+        sent = sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor())
+        membership = self._log.summary(self._membership)
+        return self._done, sent, {"membership": membership, "recoveries": self._log.recoveries}
 
     def _poll(self) -> None:
         super()._poll()
@@ -230,20 +211,16 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
 
     def _act(self, action: ElasticAction) -> None:
         match action:
-            case Ask(epoch=epoch, members=members):
+            case Notify(members=members, order=order):
+                if isinstance(order, LeaveEpoch):
+                    self._members.abort()
                 for member in members:
-                    self._send(member, GatherEpoch(epoch=epoch))
-            case Abort(epoch=epoch, members=members):
-                self._members.abort()
-                for member in members:
-                    self._send(member, LeaveEpoch(epoch=epoch))
+                    self._send(member, order)
             case BeginEpoch(view=view):
                 self._members.begin(view)  # each member has the resources of the epoch before its view
                 for seat in view.seats:
                     self._send(seat.member, view)
                 self._log.published(view)
-            case Dismiss(member=member):
-                self._send(member, Depart())
             case RunOver():
                 self._over = True
 
@@ -295,8 +272,8 @@ class ElasticTraining(Training):
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
         job = self._job(stage.run_path)
 
-        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-            return lambda watched: LocalElasticMembers(job, rings, weights, request.workers, watched)
+        def assemble(rings: Sequence[EventRing], weights: int, watched: Watched) -> _Members:
+            return LocalElasticMembers(job, rings, weights, request.workers, watched)
 
         return self._run(stage, [None] * most, assemble, options.watchdog_s)
 
@@ -306,14 +283,9 @@ class ElasticTraining(Training):
         here = 1 + sum(server.host_of(rank) == host_identity() for rank in server.members)
         job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
 
-        def assemble(rings: Sequence[EventRing], weights: int) -> AssembleElastic:
-            keeper = ElasticKeeper(weights, stage.checkpoints(), stage.say)
-
-            def members(watched: Watched) -> AbstractContextManager[ElasticMembers]:
-                child = LocalElasticMembers(job, rings, weights, 1, watched)
-                return ExternalElasticMembers(process_group, child, keeper, self._start, stage.say)
-
-            return members
+        def assemble(rings: Sequence[EventRing], weights: int, watched: Watched) -> _Members:
+            child, kept = LocalElasticMembers(job, rings, weights, 1, watched), stage.checkpoints()
+            return ExternalElasticMembers(process_group, child, kept, self._start, stage.say)
 
         # A later worker already has a rank. A child that waits for externally started workers would look hung.
         rings = [server.rings[slot] if slot else None for slot in range(process_group.place.world)]
@@ -323,7 +295,7 @@ class ElasticTraining(Training):
         self,
         stage: Stage,
         given: Sequence[EventRing | None],
-        assemble: Callable[[Sequence[EventRing], int], AssembleElastic],
+        assemble: Callable[[Sequence[EventRing], int, Watched], _Members],
         watchdog_s: float,
     ) -> Result:
         """`given` has the event ring of each slot, None where it is made here."""
@@ -345,9 +317,9 @@ class ElasticTraining(Training):
             named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
-                ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
+                ElasticMembership(request.workers, options.min_workers or 1),
                 rings,
-                assemble(rings, weights),
+                partial(assemble, rings, weights),
                 timeout_s=options.timeout_s,
                 on_note=hear,
                 on_event=stage.take_event,
@@ -357,7 +329,7 @@ class ElasticTraining(Training):
             )
             try:
                 with stage.view(collector):
-                    outcome = launcher.run()
+                    done, sent, changes = launcher.run()
             finally:
                 stage.take_rows(order.rest())
             collector.flush()
@@ -366,7 +338,15 @@ class ElasticTraining(Training):
                 one for one in observed["per_worker"] if one["worker"] < request.workers or one["steps"]
             ]
             self._model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{weights}")))
-        return self._result(outcome, observed)
+        return Result(
+            model=self._model,
+            steps_done=done.steps_done,
+            samples=done.samples,
+            seconds=done.seconds,
+            stopped_early=done.stopped_early,
+            sent=sent,
+            observed={**observed, **changes},
+        )
 
     def take_part(self, member: GroupMember) -> None:
         line = member.connection
@@ -376,22 +356,6 @@ class ElasticTraining(Training):
             if line.over is None:
                 line.fail(error)
             raise
-
-    def _result(self, outcome: ElasticOutcome, observed: dict[str, Any]) -> Result:
-        done = outcome.done
-        return Result(
-            model=self._model,
-            steps_done=done.steps_done,
-            samples=done.samples,
-            seconds=done.seconds,
-            stopped_early=done.stopped_early,
-            sent=outcome.sent,
-            observed={
-                **observed,
-                "membership": dict(outcome.membership),
-                "recoveries": list(outcome.recoveries),
-            },
-        )
 
     def _job(self, run_path: Path | None, wiring: Wiring | None = None) -> ElasticJob:
         request = self._request

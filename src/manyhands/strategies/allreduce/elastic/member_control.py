@@ -60,7 +60,7 @@ class MemberLine:
     ) -> None:
         self.member, self._context, self._timeout_s = member, context, timeout_s
         self._views: list[EpochView] = []
-        self._gather = self._leave = 0
+        self.gather = self._leave = 0  # the last epoch whose members are to gather, or to leave
         self._departs = self._ends_soon = self._closed = False
         self._on_leave: tuple[int, Callable[[], None]] | None = None
         self._broken: Exception | None = None
@@ -83,9 +83,6 @@ class MemberLine:
         """Whether the run ends after the next step."""
         self._require_whole()
         return self._ends_soon or self._context.stopping
-
-    def is_asked(self, epoch: int) -> bool:
-        return self._gather == epoch
 
     def must_leave(self, epoch: int) -> bool:
         self._require_whole()
@@ -158,7 +155,7 @@ class MemberLine:
                 case EpochView() as view:
                     self._views.append(view)
                 case GatherEpoch(epoch=epoch):
-                    self._gather = epoch
+                    self.gather = epoch
                 case LeaveEpoch(epoch=epoch):
                     self._leave = epoch
                 case Depart():

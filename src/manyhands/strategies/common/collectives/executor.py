@@ -187,7 +187,8 @@ class ScheduleExecutor:
                 enter(number)
                 self._run_round(work, arithmetic, encoded)
         if encoded is not None:
-            encoded.round_own(plan.own_results)
+            for begin, end in plan.own_results:  # as if it were sent, so that all ranks hold the same values
+                encoded.encode("out", begin, end)
 
     def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: _Encoded | None) -> None:
         if encoded is None:
@@ -305,14 +306,14 @@ class _Encoded:
     def messages(self, departures: Sequence[Departure]) -> list[LinkMessage]:
         """Return the messages to post, each span encoded once for all receivers; constant until all are sent."""
         spans = list(dict.fromkeys((one.begin, one.end) for one in departures))
-        parcels = [self._parcel.part(*span) for span in spans]
-        sizes = [round_up(self._codec.size(parcel), CACHE_LINE) for parcel in parcels]
-        room, at, encoded = self._room("out", sum(sizes)), 0, {}
-        for span, parcel, size in zip(spans, parcels, sizes, strict=True):
-            values = self._vector[span[0] : span[1]]
-            encoded[span] = round_trip(self._codec, parcel, values, room[at : at + size])
-            at += size
+        encoded = {span: self.encode(f"out {at}", *span) for at, span in enumerate(spans)}
         return [(one.to, encoded[one.begin, one.end]) for one in departures]
+
+    def encode(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Round these items, and return them as they are sent, in the memory of this name."""
+        parcel = self._parcel.part(begin, end)
+        room = self._room(name, round_up(self._codec.size(parcel), CACHE_LINE))
+        return round_trip(self._codec, parcel, self._vector[begin:end], room)
 
     def receive(
         self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[LinkMessage]
@@ -324,10 +325,3 @@ class _Encoded:
         refused, num_bytes = mailbox.receive(landing.source, room, refused, or_less=True)
         self._codec.decode(parcel, room[:num_bytes], space)
         return refused
-
-    def round_own(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Round these items, computed here, as if they were sent, so that all ranks hold the same values."""
-        for begin, end in spans:
-            parcel = self._parcel.part(begin, end)
-            room = self._room("out", self._codec.size(parcel))
-            round_trip(self._codec, parcel, self._vector[begin:end], room)

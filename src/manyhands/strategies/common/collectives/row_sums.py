@@ -54,14 +54,10 @@ class GradientRows:
         return self if weight == 1 else GradientRows(self.numbers, self.items * weight)
 
     def as_gradient(self, parameter: Tensor) -> Tensor:
-        shape = (len(self.numbers), *parameter.shape[1:])
+        numbers, items = self.numbers.unsqueeze(0), self.items.view(len(self.numbers), *parameter.shape[1:])
         return torch.sparse_coo_tensor(
-            self.numbers.unsqueeze(0).to(parameter.device),
-            self.items.view(shape).to(parameter.device),
-            parameter.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+            numbers, items, parameter.shape, is_coalesced=True, check_invariants=False
+        ).to(parameter.device)
 
 
 def row_sparse(model: nn.Module) -> set[nn.Parameter]:

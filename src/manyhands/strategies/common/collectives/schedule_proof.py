@@ -1,10 +1,9 @@
 """Proof of a schedule by running it on symbols instead of numbers.
 
-Every rank starts with one symbol, its contribution; adding two values makes the expression of both.
-Expressions are interned: equal ones have equal numbers, so comparing two ranks is comparing two integers,
-however long the sums. After the last step every chunk of every rank must be one and the same expression, in
-which each contribution stands exactly once. The same expression means the same bits whatever the values,
-the type and the operation: no law of arithmetic makes two expressions equal, neither a + b = b + a, which
+Every rank starts with one symbol, its contribution; adding two values makes the expression of both. Expressions are
+interned: equal ones have equal numbers. After the last step every chunk of every rank must be one and the same
+expression, in which each contribution stands exactly once. The same expression means the same bits whatever the
+values, the type and the operation: no law of arithmetic makes two expressions equal, neither a + b = b + a, which
 `max` breaks for the two zeros, nor that a fold of three is two additions, which rounding may break.
 
 Deadlock: a rank posts a step's sends before it waits, so it can wait for ever only for a message that nobody sends in
@@ -44,25 +43,30 @@ def prove(algorithm: Algorithm, world: int) -> None:
     expressions = _Expressions()
     chunks = algorithm.chunks(world)
     where = f"{algorithm.name} on {world} ranks"
-    leaves = [expressions.leaf(rank) for rank in range(world)]
+    # The contribution of a rank is a sequence of one number below zero, which no sum is.
+    leaves = [expressions.intern((~rank,), 1 << rank) for rank in range(world)]
     held = [[leaf] * chunks for leaf in leaves]
     for held in replay(algorithm, world, lambda rank, _: leaves[rank], expressions.add):  # noqa: B007 - the last
         pass
     givers = world - algorithm.helpers
     for chunk in range(chunks):
         for rank in range(givers):
-            if rank and held[rank][chunk] == held[0][chunk]:
+            number = held[rank][chunk]
+            if rank and number == held[0][chunk]:
                 continue
-            if not expressions.is_whole(held[rank][chunk], givers):
-                missing, twice = expressions.faults(held[rank][chunk], world)
-                raise ScheduleError(
-                    f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {missing} "
-                    f"and with those of {twice} more than once"
+            missing, twice = ((1 << givers) - 1) & ~expressions.once[number], expressions.twice[number]
+            if missing or twice:
+                lacks, doubles = (
+                    [one for one in range(world) if bits >> one & 1] for bits in (missing, twice)
                 )
-            if held[rank][chunk] != held[0][chunk]:
+                raise ScheduleError(
+                    f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {lacks} "
+                    f"and with those of {doubles} more than once"
+                )
+            if number != held[0][chunk]:
                 raise ScheduleError(
                     f"{where}: ranks 0 and {rank} add chunk {chunk} in different orders, "
-                    f"{expressions.text(held[0][chunk])} and {expressions.text(held[rank][chunk])}"
+                    f"{expressions.text(held[0][chunk])} and {expressions.text(number)}"
                 )
 
 
@@ -135,7 +139,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
     for rank, step in zip(ranks, steps, strict=True):
         for send in step.sends:
             if send.to == rank.rank or not 0 <= send.to < len(ranks):
-                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is no peer")
+                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is not a peer")
             if send.chunks.stop > len(rank.held):
                 raise ScheduleError(
                     f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
@@ -176,12 +180,8 @@ class _Expressions:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._addends: list[tuple[int, ...]] = []
-        self._once: list[int] = []  # bit r: contribution r stands in the expression
-        self._twice: list[int] = []  # bit r: more than once
-
-    def leaf(self, rank: int) -> int:
-        """The contribution of a rank; written as a sequence of one number below zero, which no sum is."""
-        return self._intern((~rank,), 1 << rank, 0)
+        self.once: list[int] = []  # bit r: contribution r stands in the expression
+        self.twice: list[int] = []  # bit r: more than once
 
     def add(self, addends: Sequence[int]) -> int:
         if len(addends) == 1:
@@ -191,27 +191,20 @@ class _Expressions:
             return known
         once = twice = 0
         for number in addends:
-            twice |= self._twice[number] | (once & self._once[number])
-            once |= self._once[number]
-        return self._intern(tuple(addends), once, twice)
-
-    def is_whole(self, number: int, world: int) -> bool:
-        return self._once[number] == (1 << world) - 1 and not self._twice[number]
-
-    def faults(self, number: int, world: int) -> tuple[list[int], list[int]]:
-        missing = [rank for rank in range(world) if not self._once[number] >> rank & 1]
-        return missing, [rank for rank in range(world) if self._twice[number] >> rank & 1]
+            twice |= self.twice[number] | (once & self.once[number])
+            once |= self.once[number]
+        return self.intern(tuple(addends), once, twice)
 
     def text(self, number: int) -> str:
         first, *rest = self._addends[number]
         whole = f"r{~first}" if not rest else f"({'+'.join(map(self.text, (first, *rest)))})"
         return whole if len(whole) <= 120 else whole[:117] + "..."
 
-    def _intern(self, addends: tuple[int, ...], once: int, twice: int) -> int:
+    def intern(self, addends: tuple[int, ...], once: int, twice: int = 0) -> int:
         self._numbers[addends] = len(self._addends)
         self._addends.append(addends)
-        self._once.append(once)
-        self._twice.append(twice)
+        self.once.append(once)
+        self.twice.append(twice)
         return len(self._addends) - 1
 
 

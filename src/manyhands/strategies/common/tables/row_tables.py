@@ -72,7 +72,7 @@ class Placement:
         self._owners: Tensor | None = None  # one shard needs no table
         self._local: Tensor | None = None
         if shards == 1:
-            self._rows = [torch.arange(num_rows)]
+            self._rows = [torch.arange(num_rows)]  # by shard
             return
         numbers = np.arange(num_rows, dtype=np.uint64)
         owners = np.zeros(num_rows, dtype=np.int16)
@@ -95,9 +95,7 @@ class Placement:
 
     def local(self, rows: Tensor) -> Tensor:
         """For each row, which of its shard's it is; IndexError for one that the table does not have."""
-        if self._local is None:
-            return rows
-        return torch.index_select(self._local, 0, rows)
+        return rows if self._local is None else torch.index_select(self._local, 0, rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         if self._owners is None:
@@ -276,7 +274,7 @@ _RULES: dict[type[Optimizer], Rule] = {SGD: _sgd, Adagrad: _adagrad, Adam: _adam
 
 def _zero() -> Tensor:
     is_double = torch.get_default_dtype() == torch.float64
-    return torch.tensor(0.0, dtype=torch.float64 if is_double else torch.float32)
+    return torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
 
 
 def _numbers(values: Tensor, *numbers: float) -> Any:

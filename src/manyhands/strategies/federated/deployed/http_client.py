@@ -19,16 +19,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.strategies.federated.deployed.protocol import (
-    BODY,
-    CLIENT,
-    MODEL,
-    SIGNATURE,
-    SMALL_BYTES,
-    MessageRejected,
-    body_hash,
-    request_text,
-)
+from manyhands.strategies.federated.deployed import protocol
+from manyhands.strategies.federated.deployed.protocol import SMALL_BYTES, MessageRejected
 from manyhands.strategies.federated.secure.primitives import sign
 
 __all__ = ["BackOff", "HttpsClient", "Reply", "SendRequest", "Unreached"]
@@ -80,7 +72,15 @@ class HttpsClient:
 
         Without `authority`, the certificates count that this host trusts.
         """
-        self._host, self._port = _host_and_port(address)
+        try:
+            parts = urlsplit(address if "://" in address else f"https://{address}")
+            host, port = parts.hostname, parts.port
+            besides = parts.username, parts.path.strip("/"), parts.query, parts.fragment
+        except ValueError:
+            host = None
+        if host is None or port == 0 or parts.scheme != "https" or any(besides):
+            raise UserError(f"address {address!r}: must be https://HOST:PORT")
+        self._host, self._port = host, port or 443
         try:
             self._context = ssl.create_default_context(cafile=str(authority) if authority else None)
         except OSError as error:
@@ -97,11 +97,12 @@ class HttpsClient:
     def __call__(
         self, method: str, target: str, body: bytes = b"", model: str = "", most_bytes: int = SMALL_BYTES
     ) -> Reply:
-        headers = {"content-length": str(len(body)), MODEL: model, BODY: body_hash(body)}
+        digest = protocol.body_hash(body)
+        headers = {"content-length": str(len(body)), protocol.MODEL: model, protocol.BODY: digest}
         if self.signer is not None:
             run, client, secret = self.signer
-            text = request_text(run, client, method, target, model, headers[BODY])
-            headers |= {CLIENT: str(client), SIGNATURE: sign(secret, text).hex()}
+            text = protocol.request_text(run, client, method, target, model, digest)
+            headers |= {protocol.CLIENT: str(client), protocol.SIGNATURE: sign(secret, text).hex()}
         try:
             if self._connection is None:
                 self._connection = http.client.HTTPSConnection(
@@ -115,31 +116,26 @@ class HttpsClient:
             if response.will_close:
                 self.close()
             return Reply(response.status, content)
-        except ssl.SSLCertVerificationError as error:
+        except BaseException as error:
             self.close()
-            raise ManyhandsError(
-                f"https://{self._host}:{self._port} is not the server that --ca knows: {error.verify_message}"
-            ) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.close()
-            if isinstance(error, UserError):
-                raise
-            why = f"https://{self._host}:{self._port} did not answer: {error or type(error).__name__}"
-            raise Unreached(why) from error
-        except BaseException:
-            self.close()
+            server = f"https://{self._host}:{self._port}"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                why = f"{server} is not the server that --ca knows: {error.verify_message}"
+                raise ManyhandsError(why) from error
+            lost = isinstance(error, OSError | http.client.HTTPException | ValueError)
+            if lost and not isinstance(error, UserError):
+                raise Unreached(f"{server} did not answer: {error or type(error).__name__}") from error
             raise
 
     def _content(self, response: http.client.HTTPResponse, most_bytes: int) -> bytes:
         """An answer's body; MessageRejected where it is too long, TimeoutError where it trickles."""
-        said = response.headers.get("content-length") or ("0" if response.status == 204 else "")
-        if response.chunked or not (said.isascii() and said.isdigit() and len(said) < 20):
+        declared = response.headers.get("content-length") or ("0" if response.status == 204 else "")
+        if response.chunked or not (declared.isascii() and declared.isdigit() and len(declared) < 20):
             raise http.client.HTTPException("it does not say how long its answer is")
-        length = int(said)
+        length = int(declared)
         if length > most_bytes:
-            raise MessageRejected(
-                413, f"the server's answer has {length} bytes; at most {most_bytes} make sense"
-            )
+            why = f"the server's answer has {length} bytes; at most {most_bytes} make sense"
+            raise MessageRejected(413, why)
         until, content = time.monotonic() + self._timeout_s + length / _SLOWEST, bytearray()
         while len(content) < length:
             piece = response.read1(min(_PIECE, length - len(content)))
@@ -174,18 +170,3 @@ def _cut_after(connection: http.client.HTTPSConnection, seconds: float) -> Itera
         yield
     finally:
         timer.cancel()
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(address if "://" in address else f"https://{address}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    else:
-        besides = parts.username, parts.path.strip("/"), parts.query, parts.fragment
-        if parts.scheme != "https" or any(besides):
-            host = None
-    if host is None or port == 0:
-        raise UserError(f"address {address!r}: must be https://HOST:PORT")
-    return host, port or 443

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.tensorfile import encode_tensors
-from manyhands.errors import DataError, ManyhandsError, printable
+from manyhands.errors import ManyhandsError, printable
 from manyhands.native.dtypes import NAMED, STORED
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.secure.primitives import digest_of
@@ -93,7 +93,7 @@ def read_object(body: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise MessageRejected(400, f"{what} is no JSON object")
+        raise MessageRejected(400, f"{what} is not a JSON object")
     if json_depth(body) > MOST_NESTED:  # which an error that shows a part of it could not
         raise MessageRejected(400, f"{what} is nested more than {MOST_NESTED} deep")
     return found
@@ -106,7 +106,7 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
         value = int(value)
     if type(value) is not int or not least <= value < 1 << 53:
         shown = printable(repr(values.get(name))[:40])
-        raise MessageRejected(400, f"{name} is {shown}; it must be a integer of at least {least}")
+        raise MessageRejected(400, f"{name} is {shown}; it must be an integer of at least {least}")
     return value
 
 
@@ -121,18 +121,16 @@ class TensorForm:
 
     @classmethod
     def of(cls, model: nn.Module) -> TensorForm:
-        found = zip(held_names(model), held(model), strict=True)
-        return cls(
-            tuple((name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in found)
-        )
+        kinds = [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in held(model)]
+        return cls(tuple((name, *kind) for name, kind in zip(held_names(model), kinds, strict=True)))
 
     @property
     def as_json(self) -> list[Any]:
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
 
     @property
-    def items(self) -> tuple[int, ...]:
-        return tuple(math.prod(shape) for _, _, shape in self.rows)
+    def items(self) -> list[int]:
+        return [math.prod(shape) for _, _, shape in self.rows]
 
     @property
     def num_bytes(self) -> int:
@@ -148,30 +146,27 @@ class TensorForm:
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
         if len(body) > self.most_bytes:
-            raise MessageRejected(
-                413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
-            )
+            why = f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
+            raise MessageRejected(413, why)
         if len(body) < _LENGTH.size:
-            raise MessageRejected(400, "the body is no safetensors file: it ends before its header")
+            raise MessageRejected(400, "the body is not a safetensors file: it ends before its header")
         [length] = _LENGTH.unpack_from(body)
         begin = _LENGTH.size + length
         if begin > len(body):
-            raise MessageRejected(400, "the body is no safetensors file: it ends within its header")
+            raise MessageRejected(400, "the body is not a safetensors file: it ends within its header")
         header = read_object(body[_LENGTH.size : begin], "the header of the body")
         about = header.pop("__metadata__", {})
         expected = self._header()
         _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
-            raise MessageRejected(
-                422, f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
-            )
+            why = f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
+            raise MessageRejected(422, why)
         content = bytearray(body)
         tensors = []
         for name, dtype, shape in self.rows:
-            start = begin + expected[name]["data_offsets"][0]
-            kind, count = NAMED[dtype], math.prod(shape)
+            start, kind = begin + expected[name]["data_offsets"][0], NAMED[dtype]
             flat = torch.empty(0, dtype=kind)
-            if count:
+            if count := math.prod(shape):
                 flat = torch.frombuffer(content, dtype=kind, count=count, offset=start).clone()
             tensors.append(flat.view(shape))
         return tensors, about if isinstance(about, dict) else {}
@@ -195,11 +190,11 @@ def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         for field in ("dtype", "shape", "data_offsets"):
             found = header[name].get(field) if isinstance(header[name], dict) else None
             if found != expected[name][field]:
-                raise MessageRejected(
-                    422,
-                    f"tensor {printable(repr(name))} has the {field} {printable(str(found)[:60])}, and the model "
-                    f"has {expected[name][field]}",
+                shown, wanted = printable(str(found)[:60]), expected[name][field]
+                sentence = (
+                    f"tensor {printable(repr(name))} has the {field} {shown}, and the model has {wanted}"
                 )
+                raise MessageRejected(422, sentence)
 
 
 _NAME: Final = "update"
@@ -211,12 +206,12 @@ class UpdateForm:
     def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
         self._form, self._text, self._seed = form, strategy.codec, seed
         wide = any(NAMED[dtype] == torch.float64 for _, dtype, _ in form.rows)
-        self._parcel = Parcel.whole(0, sum(form.items), torch.float64 if wide else torch.float32)
+        self.parcel = Parcel.whole(0, sum(form.items), torch.float64 if wide else torch.float32)
         codec = self._codec(0)
-        self.is_coded: Final = encodes(codec, self._parcel)  # for a few numbers some codecs are not worth it
+        self.is_coded: Final = encodes(codec, self.parcel)  # for a few numbers some codecs are not worth it
         # whether a device keeps what was left out of its updates
         self.keeps: Final = self.is_coded and strategy.feedback and has_feedback(strategy.codec)
-        self._most = codec.size(self._parcel) if codec is not None and self.is_coded else 0
+        self._most = codec.size(self.parcel) if codec is not None and self.is_coded else 0
 
     def _codec(self, client: int) -> ParcelCodec | None:
         return codec_named(self._text, feedback=False, seed=self._seed, worker=client)
@@ -239,16 +234,16 @@ class UpdateForm:
         codec = self._codec(client)
         assert codec is not None, "raw has none"
         codec.at(number)
-        row = torch.cat([one.detach().flatten().to("cpu", self._parcel.dtype) for one in change])
+        row = torch.cat([one.detach().flatten().to("cpu", self.parcel.dtype) for one in change])
         if left is not None:
             row += left
         room = torch.empty(self._most, dtype=torch.uint8)
-        encoded = room[: codec.encode(self._parcel, row, room)]
+        encoded = room[: codec.encode(self.parcel, row, room)]
         body = _coded_form(len(encoded)).encode([encoded], about)
         if not self.keeps:
             return body, None
         read = torch.empty_like(row)
-        codec.decode(self._parcel, encoded, read)
+        codec.decode(self.parcel, encoded, read)
         return body, row - read
 
     def decode(self, body: bytes, *, client: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -259,21 +254,14 @@ class UpdateForm:
         [encoded], about = _coded_form(num_bytes).decode(body)
         codec = self._codec(client)
         assert codec is not None, "raw has none"
-        row = torch.empty(self._parcel.count, dtype=self._parcel.dtype)
+        row = torch.empty(self.parcel.count, dtype=self.parcel.dtype)
         try:
-            codec.decode(self._parcel, encoded, row)
+            codec.decode(self.parcel, encoded, row)
         except BadBytes as error:
-            raise MessageRejected(422, f"the update is no {self._text}: {error}") from error
-        pieces = torch.split(row, list(self._form.items))
+            raise MessageRejected(422, f"the update is not {self._text}: {error}") from error
+        pieces = torch.split(row, self._form.items)
         rows = zip(pieces, self._form.rows, strict=True)
         return [piece.view(shape).to(NAMED[dtype]) for piece, (_, dtype, shape) in rows], about
-
-    def require_left(self, left: Tensor, where: str) -> Tensor:
-        if left.shape != (self._parcel.count,) or left.dtype != self._parcel.dtype:
-            raise DataError(f"{where}: is not of this model's updates; remove it")
-        if not bool(left.isfinite().all()):
-            raise DataError(f"{where}: has a number that is not finite; remove it")
-        return left
 
 
 def _coded_form(num_bytes: int) -> TensorForm:

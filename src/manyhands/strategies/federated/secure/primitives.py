@@ -120,9 +120,8 @@ def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context)
     except (InvalidTag, ValueError) as error:
-        raise ProtocolRefused(
-            "a sealed share does not open: it was changed, or sealed for another"
-        ) from error
+        why = "a sealed share does not open: it was changed, or sealed for another"
+        raise ProtocolRefused(why) from error
 
 
 def public_identity(secret: bytes) -> bytes:

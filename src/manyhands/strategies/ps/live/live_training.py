@@ -8,51 +8,43 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import Snapshot
-from manyhands.data.store.rundir import RunDirectory
 from manyhands.data.store.tensorfile import read_tensors
-from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.host import threads_per_role
+from manyhands.places.external.control_server import ControlServer
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
-from manyhands.strategies.ps.external_roles import PsRanks
-from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome, new_token
-from manyhands.strategies.ps.live.ps_members import Assemble, LocalMembers, RunFiles
-from manyhands.strategies.ps.live.role_members import RoleMembers, RunKeeper
+from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome
+from manyhands.strategies.ps.live.ps_members import (
+    Assemble,
+    LocalMembers,
+    PsRanks,
+    RoleMembers,
+    RunFiles,
+    RunKeeper,
+)
+from manyhands.strategies.ps.live.reports import LossBook
 from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots, ToCome, batches_to_come
-from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_state import merge
+from manyhands.strategies.ps.shard_layout import merge
 from manyhands.strategies.ps.slots import SlotTable
 from manyhands.strategies.ps.strategy import Ps
-from manyhands.strategies.ps.update_files import RunRecord, clear_records, write_record
+from manyhands.strategies.ps.update_files import RunRecord, write_record
 
-__all__ = [
-    "RemoteMembers",
-    "ResumePoint",
-    "ServerTraining",
-    "TrainingRequest",
-    "forget_after",
-    "resume_point",
-    "server_summary",
-]
+__all__ = ["RemoteMembers", "ResumePoint", "ServerTraining", "resume_point", "server_summary"]
 
 _RING_EVENTS = 1 << 13
 
@@ -62,12 +54,9 @@ class ResumePoint:
     """The newest version of which every shard has a snapshot, and what was done by then."""
 
     version: int
-    batches: int
-    """How many batches the lead shard has applied."""
-
+    batches: int  # how many batches the lead shard has applied
     to_come: ToCome
-    begun: int
-    """How many of the batches were trained before these shards existed."""
+    begun: int  # how many of the batches were trained before these shards existed
 
 
 def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
@@ -84,100 +73,61 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
     )
 
 
-def forget_after(run_path: Path, strategy: Ps, point: ResumePoint | None) -> None:
-    """Remove what a run that resumes from `point` must not see: the files of a later, discarded history.
-
-    That is the summary of an earlier end, snapshots of later versions, which a shard must never go back to, and,
-    without a point, the records, since the run begins again. WriteFailed if something could not be removed.
-    """
-    RunDirectory.open(run_path, lock=False).remove_summary()
-    ShardSnapshots(run_path, strategy.servers).remove_after(point.version if point is not None else -1)
-    ResidualMemory.remove_after(run_path, point.to_come.start if point is not None else -1)
-    if point is None:
-        clear_records(run_path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRequest:
-    """What to train, and how."""
-
-    plan: TrainingPlan
-    strategy: Ps
-    workers: int
-    most_workers: int
-    """The maximum number of slots, added ones included."""
-
-    timeout_s: float
-    watchdog_s: float
-    run_path: Path | None
-    keep_checkpoints: int
-    resume_version: int | None
-    begun: int
-    """How many batches had been trained when the shards began."""
-
-    buffers: Mapping[str, Tensor]
-    """The model's buffers at the point of resumption, by name; empty for a new run or a model without buffers."""
-
-    skip_nonfinite: bool
-    fingerprint: str
-    remote: RemoteMembers | None = None
-    """The externally started servers and workers; None if they are children of this process."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteMembers:
+class RemoteMembers(NamedTuple):
     """The externally started members of a run, as the leader sees them."""
 
-    process_group: ProcessGroup
+    control_server: ControlServer
     ranks: PsRanks
-    say: Callable[[str], None]
-    """Reports a sentence to the user."""
+    say: Callable[[str], None]  # reports a sentence to the user
 
 
 class ServerTraining:
-    """The memory that launcher, servers and workers share, and the run itself; a context manager."""
+    """The memory that launcher, servers and workers share, and the run itself; a context manager.
 
-    def __init__(self, request: TrainingRequest) -> None:
-        self._request = request
+    The members are children of this process, unless `remote` says that they were started externally. `begun` is the
+    number of batches that had been trained when the shards began.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        most_workers: int,
+        watchdog_s: float = 0.0,
+        begun: int = 0,
+        remote: RemoteMembers | None = None,
+    ) -> None:
+        self._job, self._most_workers, self._remote = job, most_workers, remote
+        self._watchdog_s, self._begun = watchdog_s, begun
         self._stack = ExitStack()
-        self.rings: dict[int, EventRing] = {}
-        """By slot."""
-
+        self.rings: dict[int, EventRing] = {}  # by slot
         self.server_rings: list[EventRing] = []
         self._keeper: RunKeeper | None = None
 
     def __enter__(self) -> Self:
-        request = self._request
+        remote = self._remote
         with ExitStack() as stack:
-            self._computer = Computer(request.plan, 0)
-            built = self._computer.build()
-            strategy, sparse = request.strategy, request.plan.task.sparse
-            self._layout = FlatLayout.of(
-                built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
-            )
+            self._computer, built, self._layout = self._job.build()
             self._model = built.model
             self._final = stack.enter_context(
                 Segment.create(final_bytes(self._layout), "the trained parameters")
             )
             self._buffers = os.memfd_create("manyhands:buffers", os.MFD_CLOEXEC)
             stack.callback(os.close, self._buffers)
-            for slot in range(request.most_workers):
+            for slot in range(self._most_workers):
                 self.rings[slot] = stack.enter_context(EventRing.create(role=slot, capacity=_RING_EVENTS))
-            for place in range(request.strategy.num_server_processes):
-                ring = EventRing.create(role=request.most_workers + place, capacity=_RING_EVENTS)
+            for place in range(self._job.strategy.num_server_processes):
+                ring = EventRing.create(role=self._most_workers + place, capacity=_RING_EVENTS)
                 self.server_rings.append(stack.enter_context(ring))
-            if request.remote is not None:
-                control_server = request.remote.process_group.control_server
-                stack.enter_context(control_server.recording_into(self._rings_by_rank(request.remote)))
+            if remote is not None:
+                by_rank = dict(zip(remote.ranks.workers, self.rings.values(), strict=True))
+                by_rank |= dict(zip(remote.ranks.servers, self.server_rings, strict=True))
+                stack.enter_context(remote.control_server.recording_into(by_rank))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _rings_by_rank(self, remote: RemoteMembers) -> dict[int, EventRing]:
-        rings = dict(zip(remote.ranks.workers, self.rings.values(), strict=True))
-        return rings | dict(zip(remote.ranks.servers, self.server_rings, strict=True))
 
     def run(
         self,
@@ -188,22 +138,7 @@ class ServerTraining:
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> LaunchOutcome:
         """Train to the end; `known` is the history so far, whose rows are not reported again."""
-        request, remote = self._request, self._request.remote
-        job = Job(
-            plan=request.plan,
-            strategy=request.strategy if remote is None else replace(request.strategy, link="tcp"),
-            token=new_token(),
-            fingerprint=request.fingerprint,
-            workers=request.workers,
-            timeout_s=request.timeout_s,
-            threads=threads_per_role(request.workers),
-            run_path=request.run_path,
-            keep_checkpoints=request.keep_checkpoints,
-            resume_version=request.resume_version,
-            buffers=request.buffers,
-            skip_nonfinite=request.skip_nonfinite,
-            **({} if remote is None else _where(remote.process_group)),
-        )
+        job, remote = self._job, self._remote
         files = RunFiles(
             final=self._final.descriptor,
             buffers=self._buffers,
@@ -214,17 +149,25 @@ class ServerTraining:
             {"shard": shard, "bytes": self._layout.range_bytes(shard)} for shard in range(self._layout.shards)
         ]
         on_event({"event": "layout", "shards": layout})
+        assemble: Assemble = partial(LocalMembers, job, files)
+        if remote is not None:
+            keeper = self._keeper = RunKeeper(job, self._layout, files, remote.say)
+            # The leader has a child if it also has a role. No watchdog: it can only observe processes of its host.
+            child = LocalMembers(job, files, Watched(deadline_s=0.0))
+            assemble = partial(
+                RoleMembers, remote.control_server, remote.ranks, job, keeper, child, remote.say
+            )
         launcher = Launcher(
             job,
             files,
-            partial(LocalMembers, job, files) if remote is None else self._assembled(remote, job, files),
+            assemble,
             losses=LossBook(known),
             on_rows=on_rows,
             on_event=on_event,
             commands=commands,
-            watchdog_s=request.watchdog_s,
+            watchdog_s=self._watchdog_s,
         )
-        failure = self._record(job, request.run_path) if request.run_path is not None else None
+        failure = self._record(job, job.run_path) if job.run_path is not None else None
         outcome = launcher.run()
         if self._keeper is not None:
             lost = self._keeper.lost_records()
@@ -234,16 +177,6 @@ class ServerTraining:
             outcome.notes.insert(0, failure)
             outcome.unrecorded.insert(0, failure)
         return outcome
-
-    def _assembled(self, remote: RemoteMembers, job: Job, files: RunFiles) -> Assemble:
-        """The members on control connections, and a child of this process if the leader also has a role.
-
-        They have no watchdog: it can only observe processes of its host.
-        """
-        keeper = self._keeper = RunKeeper(job, self._layout, files, remote.say)
-        child = LocalMembers(job, files, Watched(deadline_s=0.0))
-        control_server = remote.process_group.control_server
-        return lambda _: RoleMembers(control_server, remote.ranks, job, keeper, child, remote.say)
 
     def _record(self, job: Job, run_path: Path) -> str | None:
         """Write what a replay needs to know, and compile the gradient hash once for all workers.
@@ -263,12 +196,12 @@ class ServerTraining:
             device=job.plan.device,
             autocast=job.plan.autocast,
             layout=layout_digest(self._layout),
-            begun=self._request.begun,
+            begun=self._begun,
         )
         try:
             write_record(run_path, record)
         except WriteFailed as error:
-            return f"{error}: the run goes on, and can be neither replayed nor audited"
+            return f"{error}: the run continues, and can be neither replayed nor audited"
         return None
 
     def model(self) -> nn.Module:
@@ -279,7 +212,7 @@ class ServerTraining:
         with torch.no_grad():
             for name, value in values.items():
                 named[name].copy_(value)
-        model.load_state_dict(dict(self._request.buffers), strict=False)
+        model.load_state_dict(dict(self._job.buffers), strict=False)
         if os.fstat(self._buffers).st_size:
             model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
         return model.cpu()
@@ -290,9 +223,9 @@ class ServerTraining:
         None if a disk did not take the shards. A shard that lost updates ended at another version than the
         others.
         """
-        request = self._request
+        job = self._job
         versions = {int(shard["shard"]): int(shard["version"]) for shard in outcome.shards}
-        found = ShardSnapshots(request.run_path, request.strategy.servers).at(
+        found = ShardSnapshots(job.run_path, job.strategy.servers).at(
             [versions[shard] for shard in sorted(versions)]
         )
         if found is None:
@@ -300,10 +233,10 @@ class ServerTraining:
         states = [snapshot.state for snapshot in found]
         model, optimizer = merge(self._layout, states, self._model.state_dict())
         return Snapshot(
-            step=request.plan.steps,
+            step=job.plan.steps,
             model=model,
             optimizer=optimizer,
-            extra={"seed": request.plan.seed},
+            extra={"seed": job.plan.seed},
             score=score,
             may_hold_infinity=frozenset(name for name, _ in self._model.named_buffers()),
         )
@@ -313,12 +246,6 @@ class ServerTraining:
         evaluated = self._computer.evaluate(model.to(self._computer.device))
         model.cpu()
         return evaluated[0] if evaluated is not None else None
-
-
-def _where(process_group: ProcessGroup) -> dict[str, Any]:
-    """The job fields for a child that serves beside the leader."""
-    listens_at = f"tcp:{process_group.address}:0" if process_group.address else ""
-    return {"security": process_group.security, "listens_at": listens_at}
 
 
 def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:
@@ -331,10 +258,8 @@ def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:
     return {
         "servers": [
             {
-                "shard": shard["shard"],
-                "bytes": shard["nbytes"],
-                "sha256": shard["sha256"],
-                "version": shard["version"],
+                name: shard["nbytes" if name == "bytes" else name]
+                for name in ("shard", "bytes", "sha256", "version")
             }
             for shard in shards
         ],

@@ -11,7 +11,7 @@ import time
 
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
-from manyhands.strategies.ps.live.worker_mail import Numbered, message_number, wire_of_link
+from manyhands.strategies.ps.live.worker_mail import message_number, wire_of_link
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ReadRows, RowValues
 from manyhands.strategies.ps.strategy import Ps
@@ -48,9 +48,16 @@ class ServerRecords:
 
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
         if isinstance(message, _WITH_PAYLOAD):
-            step = message.batch if isinstance(message, Push) else NO_STEP
-            duration_ns = (self._received_ns or time.monotonic_ns()) - begin_ns
-            self._record(EventKind.RECEIVE, begin_ns, duration_ns, message, step, num_bytes)
+            self._ring.record(
+                EventKind.RECEIVE,
+                begin_ns,
+                (self._received_ns or time.monotonic_ns()) - begin_ns,
+                step=message.batch if isinstance(message, Push) else NO_STEP,
+                peer=message.slot,
+                num_bytes=num_bytes,
+                message=message_number(message, self._num_shards),
+                wire=self._wire,
+            )
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
         self._received_ns = self._received_ns or begin_ns
@@ -66,21 +73,6 @@ class ServerRecords:
                 count=row.shard,
                 value=update.staleness,
             )
-
-    def _record(
-        self, kind: EventKind, begin_ns: int, duration_ns: int, message: Numbered, step: int, num_bytes: int
-    ) -> None:
-        self._ring.record(
-            kind,
-            begin_ns,
-            duration_ns,
-            step=step,
-            peer=message.slot,
-            num_bytes=num_bytes,
-            count=1 if kind is EventKind.SEND else 0,
-            message=message_number(message, self._num_shards),
-            wire=self._wire,
-        )
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
         """Record an answer to a worker, prepared since the last recorded activity ended."""
@@ -101,4 +93,14 @@ class ServerRecords:
                     count=answer.shard,
                     value=answer.waited_for,
                 )
-        self._record(EventKind.SEND, begin_ns, now_ns - begin_ns, answer, step, num_bytes)
+        self._ring.record(
+            EventKind.SEND,
+            begin_ns,
+            now_ns - begin_ns,
+            step=step,
+            peer=answer.slot,
+            num_bytes=num_bytes,
+            count=1,
+            message=message_number(answer, self._num_shards),
+            wire=self._wire,
+        )

@@ -53,8 +53,7 @@ class Gradients:
             layout.flag_bytes(shard) + layout.range_bytes(shard) for shard in range(layout.shards)
         ]
         self._inline = inline
-        self.areas: dict[int, WorkerArea] = {}
-        """The memory of workers of this host, by member."""
+        self.areas: dict[int, WorkerArea] = {}  # the memory of workers of this host, by member
         self._parts: dict[tuple[int, int], AreaPart] = {}
         self._dense: dict[tuple[int, int], Contribution] = {}  # of those parts
         self._received: dict[tuple[int, int], Tensor] = {}

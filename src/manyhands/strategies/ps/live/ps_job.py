@@ -1,21 +1,31 @@
-"""The job description of a parameter-server run, common to all its processes, and their message codec."""
+"""The job of a parameter-server run, common to all its processes, and what each of them gets from its host."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.native.segment import Segment
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.local.control import RoleContext
+from manyhands.places.local.packed_job import load
+from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.ps import ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
+from manyhands.strategies.ps.live.server_tables import final_bytes, leave_tables
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_store import Averaging
+from manyhands.strategies.ps.shard_store import Averaging, ShardStore
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
@@ -24,7 +34,8 @@ from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security
 
-__all__ = ["CODEC", "Job"]
+__all__ = ["CODEC", "Job", "MemberContext", "MemberResources", "Snapshots"]
+
 
 CODEC = MessageCoder(
     {
@@ -55,54 +66,30 @@ class Job:
 
     plan: TrainingPlan
     strategy: Ps
-    token: str
-    fingerprint: str
-    """The task's fingerprint; processes of another task are rejected."""
-
-    workers: int
-    """The number of slots at the start."""
-
+    fingerprint: str  # the task's fingerprint; processes of another task are rejected
+    workers: int  # the number of slots at the start
     timeout_s: float
-    threads: int
-    run_path: Path | None
-    keep_checkpoints: int
-    resume_version: int | None
-    """Resume from the shards' snapshots of this version."""
+    threads: int = 1
+    token: str = field(default_factory=lambda: os.urandom(32).hex())
+    """A secret that the processes of one run share."""
 
+    run_path: Path | None = None
+    keep_checkpoints: int = 1
+    resume_version: int | None = None  # resume from the shards' snapshots of this version
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """The initial buffers of workers' models, by name, when the run resumes."""
 
-    skip_nonfinite: bool = False
-    """Skip an update whose gradient is not finite, instead of ending the run."""
-
-    security: Security = field(default_factory=Security.loopback)
-    """What protects connections to other hosts."""
-
+    skip_nonfinite: bool = False  # skip an update whose gradient is not finite, instead of ending the run
+    security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
     listens_at: str = ""
     """A server's listening address, in the hub's form; empty: any address on this host that its link allows."""
 
-    reached_at: str = ""
-    """The address at which others reach it, if different."""
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether no shard steps before every worker has pushed, so that no worker reads values that are
-        changing.
-        """
-        return self.strategy.consistency.lockstep
+    reached_at: str = ""  # the address at which others reach it, if different
 
     @property
     def confirms(self) -> bool:
         """Whether a push counts only once its worker has confirmed that every shard has it."""
         return self.shard_config().confirms
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether workers read parameters in the shards' memory, which all processes share.
-
-        Not if workers step their parameters locally.
-        """
-        return self.is_lockstep and self.strategy.link == "shared" and not self.strategy.averages
 
     @property
     def averaging(self) -> Averaging | None:
@@ -112,8 +99,14 @@ class Job:
         return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
 
     def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
-        """The shared copy of the parameters, if workers read in place; `final` gives the memory that holds them."""
-        return SharedParameters(final(), layout) if self.reads_in_place else None
+        """The copy of the parameters that all processes share, in the memory that `final` gives, if workers read there.
+
+        They do where no shard steps before every worker has pushed, so that nobody reads values that are changing;
+        not if workers step their parameters locally.
+        """
+        strategy = self.strategy
+        in_place = strategy.consistency.lockstep and strategy.link == "shared" and not strategy.averages
+        return SharedParameters(final(), layout) if in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """Create this process's hub, as `member`."""
@@ -148,3 +141,92 @@ class Job:
             built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
         )
         return computer, built, layout
+
+
+class MemberContext(Protocol):
+    """A member's connection to the launcher: a child's inherited channel, or a control connection from another host."""
+
+    name: str
+    rank: int  # the member number
+    step: int
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        """Send a report to the launcher, as JSON, in order."""
+
+    def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
+        """Update this member's row in the status table."""
+
+    def received(self) -> list[Mapping[str, Any]]:
+        """The launcher's messages since the last call; does not block."""
+
+    def stop_requested(self) -> bool:
+        """Whether the launcher asked this member to stop, or is gone; reads the channel."""
+
+    @property
+    def stopping(self) -> bool:
+        """Like `stop_requested`, from what was read so far."""
+
+    def control_fileno(self) -> int:
+        """A descriptor that is readable when the launcher has sent something."""
+
+
+class Snapshots(Protocol):
+    """Where a server's shards are saved during the run."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether snapshots are saved at all."""
+
+    def save(self, shard: int, snapshot: ShardSnapshot) -> None:
+        """Save one; a WriteFailed leaves the older ones as they are."""
+
+    def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
+        """The newest good one, or that of `version`; None if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberResources:
+    """The resources of one member; the caller closes the ring and the memory that it obtains."""
+
+    job: Callable[[], Job]  # the job description, common to all members
+    events: Callable[[], EventRing]  # the member's event ring
+    shared: Callable[[], Segment]
+    """The memory in which all members of a host read parameters; used under lockstep on one host only."""
+
+    snapshots: Callable[[Job], Snapshots]  # where its shards are saved; servers only
+    leave_shard: Callable[[FlatLayout, int, ShardStore], None]
+    """Hand over the parameters of a shard as the run ends; servers only."""
+
+    leave_buffers: Callable[[Mapping[str, Tensor]], None]
+    """Hand over the model's buffers as the run ends; workers only, and the last one wins."""
+
+    @classmethod
+    def inherited(cls, context: RoleContext) -> MemberResources:
+        """The resources of a child of the launcher: the descriptors that it inherited."""
+
+        def final() -> Segment:
+            return Segment.attach(os.dup(context.descriptor("final")))
+
+        def leave_shard(layout: FlatLayout, shard: int, store: ShardStore) -> None:
+            with final() as segment:
+                memory = segment.tensor(0, final_bytes(layout), torch.uint8)
+                begin, end = layout.bounds[shard]
+                store.read_into(memory[begin:end])
+                leave_tables(layout, shard, store, memory)
+                del memory
+
+        def leave_buffers(state: Mapping[str, Tensor]) -> None:
+            with open(f"/proc/self/fd/{context.descriptor('buffers')}", "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # else two workers' writes could mix
+                file.truncate()
+                for chunk in encode_tensors(state):
+                    file.write(chunk)
+
+        return cls(
+            job=lambda: load(context.descriptor("job")),
+            events=lambda: EventRing.attach(context.descriptor("events")),
+            shared=final,
+            snapshots=lambda job: ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints),
+            leave_shard=leave_shard,
+            leave_buffers=leave_buffers,
+        )

@@ -6,11 +6,10 @@ shards' snapshots.
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
@@ -20,7 +19,6 @@ from manyhands.places.run_commands import Command
 from manyhands.strategies.common.membership import KillMember, MemberJoined
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 from manyhands.strategies.ps import member_events
-from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_members import Assemble, RunFiles, RunMembers
 from manyhands.strategies.ps.live.reports import (
@@ -30,6 +28,7 @@ from manyhands.strategies.ps.live.reports import (
     Finish,
     LeaveShards,
     LeftShard,
+    LossBook,
     Notice,
     PlaceGiven,
     PlaceLost,
@@ -56,7 +55,7 @@ from manyhands.strategies.ps.member_events import (
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
-__all__ = ["LaunchOutcome", "Launcher", "Recoveries", "new_token"]
+__all__ = ["LaunchOutcome", "Launcher", "Recoveries"]
 
 _SHARDS = "every shard"
 
@@ -186,10 +185,9 @@ class Launcher(RunLauncher[RunMembers]):
 
     def _bury(self, ended: Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)
-        self._addresses.pop(member, None)
-        self._places.pop(member, None)
+        for table in (self._addresses, self._places, self._workers):
+            table.pop(member, None)
         self._servers.discard(member)
-        self._workers.pop(member, None)
         super()._bury(ended)
 
     def _lost(self, event: str, member: int, sentence: str) -> None:
@@ -249,8 +247,8 @@ class Launcher(RunLauncher[RunMembers]):
     def _publish(self, view: View) -> None:
         members = {shard.primary for shard in view.shards} | {shard.backup for shard in view.shards}
         members |= {slot.member for slot in view.slots}
-        shards, slots = map(asdict, view.shards), map(asdict, view.slots)
-        self._log.view(view.epoch, list(shards), list(slots), sorted(members))
+        shards, slots = [one._asdict() for one in view.shards], [one._asdict() for one in view.slots]
+        self._log.view(view.epoch, shards, slots, sorted(members))
         roles = {member: self._roles[member] for member in self._places}
         published = ViewPublished(view=view, addresses=self._addresses, roles=roles)
         # Workers first: one that lost its slot must hear of it before a server serves its successor.
@@ -293,7 +291,7 @@ class Launcher(RunLauncher[RunMembers]):
                 raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
             self._poll()
         self._closing = True
-        self._outcome.shards = [asdict(self._left[shard]) for shard in sorted(self._left)]
+        self._outcome.shards = [self._left[shard]._asdict() for shard in sorted(self._left)]
         for server in self._servers:
             self._send(server, Finish())
         while self._servers and time.monotonic() < deadline:
@@ -319,9 +317,7 @@ class Recoveries:
         self._restored_epoch = 0
 
     def restored(self, epoch: int) -> None:
-        """Note that in this view a shard is served by a server that restored a snapshot and has no connections
-        yet.
-        """
+        """Note that in this view a shard is served by a server that restored a snapshot and has no connections yet."""
         self._restored_epoch = epoch
 
     def found(self, what: str, member: int) -> list[tuple[str, int]]:
@@ -341,8 +337,3 @@ class Recoveries:
 
     def _shards_if_met(self) -> list[tuple[str, int]]:
         return self.over() if self._welcomed_epoch >= self._restored_epoch else []
-
-
-def new_token() -> str:
-    """A new secret, shared by the processes of one run."""
-    return os.urandom(32).hex()

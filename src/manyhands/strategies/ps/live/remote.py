@@ -1,7 +1,7 @@
 """A server or worker in an externally started process: on another host, or beside the leader.
 
 The control connection tells it which member it is. It does what a child of the launcher would do, and sends what
-a child would leave in the launcher's memory or directory:
+a child would leave in the launcher's memory or directory, each under a name (`Shipment`):
 
     its shards' snapshots    as they are due, for the leader to keep; its successor requests them from there
     parameters and buffers   at the end
@@ -14,16 +14,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import select
 import shutil
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
@@ -33,54 +37,55 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.status import NOBODY, State
-from manyhands.strategies.ps.live.member_resources import MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.sending import (
-    BUFFERS,
-    Shipment,
-    final_chunks,
-    pack_snapshot,
-    unpack_snapshot,
-)
+from manyhands.strategies.ps.live.ps_job import Job, MemberResources
 from manyhands.strategies.ps.live.server_process import serve_with
-from manyhands.strategies.ps.live.snapshots import ShardSnapshot
+from manyhands.strategies.ps.live.server_tables import final_tables
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
 from manyhands.strategies.ps.live.worker_process import work_with
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
-from manyhands.strategies.ps.update_files import RecordMark, record_files, record_mark
+from manyhands.strategies.ps.update_files import RecordMark, is_record, record_files, record_mark
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["PARTS", "WANTS", "SnapshotWanted", "TakePart", "take_part"]
+__all__ = [
+    "BUFFERS",
+    "PARTS",
+    "WANTS",
+    "Shipment",
+    "SnapshotWanted",
+    "TakePart",
+    "final_chunks",
+    "pack_snapshot",
+    "take_final",
+    "take_part",
+    "unpack_snapshot",
+]
 
 _LOOK_S: Final = 0.5
 _STANDS_BY_S: Final = 60.0
 _CHUNK_BYTES: Final = 1 << 20
+_HEAD: Final = struct.Struct("<QQ")
+_NAME: Final = re.compile(r"(final|snapshot) (\d{1,9})|(buffers)|record (.+)")
 _log = logging.getLogger("manyhands")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakePart:
+class TakePart(NamedTuple):
     """The leader tells a process which member it is, and the run's data that only the leader knows."""
 
     member: int
     serves: bool
-    number: int
-    """The index of a server, the slot of a worker."""
-
+    number: int  # the index of a server, the slot of a worker
     token: str
     threads: int
     resume_version: int | None
-    keeps: bool
-    """Whether the leader keeps snapshots and records."""
-
+    keeps: bool  # whether the leader keeps snapshots and records
     records: RecordMark | None
     """The mark by which this host checks whether it sees the leader's run directory."""
 
-    buffers: bool
-    """Whether the initial buffers of a resumed run follow."""
+    buffers: bool  # whether the initial buffers of a resumed run follow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotWanted:
+class SnapshotWanted(NamedTuple):
     """A server that is about to serve this shard requests its newest snapshot (None), or that of a version."""
 
     shard: int
@@ -97,8 +102,8 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
     `job` is what this process was started with, without what only the leader knows. Aborted if the run ended
     before.
     """
-    heard = _Heard(line)
-    part = heard.part()
+    context = _ControlMember(line)
+    part = context.await_part()
     records = _Records(part, line.name) if part.keeps else None
     job = replace(
         job,
@@ -108,7 +113,6 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
         resume_version=part.resume_version,
         buffers=_buffers(line, job.timeout_s) if part.buffers else {},
     )
-    context = _ControlMember(line, heard, part.member)
     resources = _resources(line, job, keeps=part.keeps)
     try:
         counted = (
@@ -126,14 +130,17 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
     return counted
 
 
-class _Heard:
-    """The leader's messages in order: first the TakePart, then orders."""
+class _ControlMember:
+    """The member context at the remote end of a control connection, which brings a TakePart and then orders."""
 
     def __init__(self, line: ControlConnection) -> None:
+        self.name, self.rank, self.step = line.name, NOBODY, 0
         self._line = line
         self._orders: list[Mapping[str, Any]] = []
+        self.send, self.stop_requested = line.send, line.stop_requested
+        self.control_fileno = line.control_fileno
 
-    def part(self) -> TakePart:
+    def await_part(self) -> TakePart:
         """Wait for the TakePart as long as the leader lives; the leader itself waits for members only so long.
 
         A process whose role is already taken stands by until that one dies, and logs so every minute.
@@ -142,52 +149,36 @@ class _Heard:
         while not self._line.stop_requested():
             if time.monotonic() - reported_s >= _STANDS_BY_S:
                 reported_s = time.monotonic()
-                _log.warning("%s stands by: %s has no part for it yet", self._line.name, self._line.leader)
+                _log.warning("%s stands by: %s has no part for it yet", self.name, self._line.leader)
             received = self._line.received()
             if received:
                 first, *self._orders = received
                 part: TakePart = PARTS.read(first)
+                self.rank = part.member
                 return part
             select.select([self._line.control_fileno()], [], [], _LOOK_S)
         over = self._line.over
         raise Aborted(
-            over.sentence if over is not None else f"the run ended before {self._line.name} had a part in it"
+            over.sentence if over is not None else f"the run ended before {self.name} had a part in it"
         )
-
-    def orders(self) -> list[Mapping[str, Any]]:
-        orders, self._orders = self._orders, []
-        return [*orders, *self._line.received()]
-
-
-class _ControlMember:
-    """The member context at the remote end of a control connection."""
-
-    def __init__(self, line: ControlConnection, heard: _Heard, member: int) -> None:
-        self.name, self.rank, self.step = line.name, member, 0
-        self._line, self._heard = line, heard
-
-    def send(self, payload: Mapping[str, Any]) -> None:
-        self._line.send(payload)
 
     def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
         self.step = step
         self._line.mark(step, state, waiting_for)
 
     def received(self) -> list[Mapping[str, Any]]:
-        return self._heard.orders()
-
-    def stop_requested(self) -> bool:
-        return self._line.stop_requested()
+        orders, self._orders = self._orders, []
+        return [*orders, *self._line.received()]
 
     @property
     def stopping(self) -> bool:
         return self._line.stopping
 
-    def control_fileno(self) -> int:
-        return self._line.control_fileno()
-
 
 def _resources(line: ControlConnection, job: Job, *, keeps: bool) -> MemberResources:
+    def shared() -> Segment:
+        raise AssertionError("members of several hosts read no parameters in place")
+
     def leave_shard(layout: FlatLayout, shard: int, store: ShardStore) -> None:
         line.give(str(Shipment("final", shard=shard)), final_chunks(layout, shard, store))
 
@@ -197,15 +188,11 @@ def _resources(line: ControlConnection, job: Job, *, keeps: bool) -> MemberResou
     return MemberResources(
         job=lambda: job,
         events=lambda: EventRing.attach(os.dup(line.ring.descriptor)),
-        shared=_nothing_shared,
+        shared=shared,
         snapshots=lambda job: _SentSnapshots(line, job.timeout_s, kept=keeps),
         leave_shard=leave_shard,
         leave_buffers=leave_buffers,
     )
-
-
-def _nothing_shared() -> Segment:
-    raise AssertionError("members of several hosts read no parameters in place")
 
 
 def _buffers(line: ControlConnection, timeout_s: float) -> dict[str, Tensor]:
@@ -288,3 +275,83 @@ def _chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk
+
+
+# ── what members and the launcher send each other as a whole ──────────────────────────────────────────────────────────
+# Raw tensors or safetensors, no code. Names are validated here, so that nothing is written outside its place.
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """An item to send: `final` parameters or a `snapshot` of a shard, a model's `buffers`, a `record` of updates."""
+
+    kind: str
+    shard: int = -1
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.shard if self.shard >= 0 else self.file}".strip()
+
+    @classmethod
+    def parse(cls, name: str, shards: int) -> Shipment:
+        """The shipment of that name; ProtocolError for an invalid name."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ProtocolError("name", f"{name[:80]!r} is nothing that members send")
+        kind, shard, buffers, file = match.groups()
+        if buffers:
+            return BUFFERS
+        if file is not None:
+            if not is_record(file):
+                raise ProtocolError("name", f"{file[:80]!r} is not a record of updates")
+            return cls("record", file=file)
+        if int(shard) >= shards:
+            raise ProtocolError("name", f"{name!r} where there are {shards} shards")
+        return cls(kind, shard=int(shard))
+
+
+BUFFERS: Final = Shipment("buffers")
+
+
+def final_chunks(layout: FlatLayout, shard: int, store: ShardStore) -> list[Any]:
+    """A shard's parameters: its range of the flat layout, and its rows of every table in their order."""
+    dense = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
+    store.read_into(dense)
+    rows = [store.gather(table.name, table.placed(layout.shards).rows(shard)) for table in layout.tables]
+    return [dense.numpy(), *(one.contiguous().view(torch.uint8).numpy() for one in rows if one.numel())]
+
+
+def take_final(layout: FlatLayout, shard: int, data: bytearray, memory: Tensor) -> None:
+    """Store what `final_chunks` gave where local children store theirs; ProtocolError for another size."""
+    begin, end = layout.bounds[shard]
+    tables = final_tables(layout, memory)
+    own = {table.name: table.placed(layout.shards).rows(shard) for table in layout.tables}
+    sizes = [len(own[name]) * values[:1].nbytes for name, values in tables.items()]
+    expected = end - begin + sum(sizes)
+    if len(data) != expected:
+        raise ProtocolError("bytes", f"shard {shard} has {expected} bytes at the end, and {len(data)} came")
+    came = torch.from_numpy(np.frombuffer(data, np.uint8))
+    memory[begin:end] = came[: end - begin]
+    at = end - begin
+    for (name, values), size in zip(tables.items(), sizes, strict=True):
+        if size:
+            rows = came[at : at + size].clone().view(values.dtype)
+            values[own[name]] = rows.view(len(own[name]), *values.shape[1:])
+        at += size
+
+
+def pack_snapshot(snapshot: ShardSnapshot) -> list[Any]:
+    """A shard at one version, as buffers to be sent in order."""
+    core = snapshot.core.encode()
+    return [_HEAD.pack(snapshot.version, len(core)), core, *pack_install(snapshot.state, snapshot.held)]
+
+
+def unpack_snapshot(data: bytearray) -> ShardSnapshot:
+    """What `pack_snapshot` packed; ProtocolError for anything else."""
+    try:
+        version, length = _HEAD.unpack_from(data)
+        core = bytes(data[_HEAD.size : _HEAD.size + length]).decode()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError("payload", f"is not a snapshot of a shard: {error}") from error
+    state, held = unpack_install(memoryview(data)[_HEAD.size + length :])
+    return ShardSnapshot(version=version, state=state, held=held, core=core)

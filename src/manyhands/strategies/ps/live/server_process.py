@@ -24,10 +24,9 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import (
     ORDERS,
     REPORTS,

@@ -1,14 +1,13 @@
 """How a shard's range travels over TCP: as it lies, or each run of one type encoded as a parcel.
 
-    bytes of each run (u64 each, filled up to a line) · run · run …        every run filled up to a line
+    bytes of each run (u64 each, padded to a line) · run · run …        every run padded to a line
 
-Gradients are rounded where they were made before anybody has them, so that worker, server and replay speak of the same
-numbers. Parameters are rounded on their way to a worker only: the server keeps them whole.
+Gradients are rounded where they were made before anybody has them, so that worker, server and replay use the same
+numbers. Parameters are rounded on their way to a worker only: the server keeps them unrounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,29 +30,32 @@ class RangeCoding:
     """Encodes and decodes all ranges of a layout with one codec; the residuals belong to this process."""
 
     def __init__(self, layout: FlatLayout, word: str, *, feedback: bool = True, seed: int = 0) -> None:
-        self._codec = codec_named(word, feedback=feedback)
-        self.codes_gradients = self._codec is not None
-        self.codes_values = self._codec is not None and self._codec.carries_values
+        self.codec = codec_named(word, feedback=feedback)
+        self.codes_gradients = self.codec is not None
+        self.codes_values = self.codec is not None and self.codec.carries_values
         self._seed = seed
         self._parcels: list[list[Parcel]] = []
-        for shard in range(layout.shards if self._codec is not None else 0):
+        for shard in range(layout.shards if self.codec is not None else 0):
             memory = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
             given = layout.range_in(memory, shard)
-            self._parcels.append([_parcel(shard, given, run) for run in given.runs])
+            self._parcels.append([])
+            for run in given.runs:
+                first, offset = run.data_ptr(), run.data_ptr() - memory.data_ptr()
+                spans = [
+                    (begin, begin + piece.numel())
+                    for piece in given.pieces
+                    if 0 <= (begin := (piece.data_ptr() - first) // run.itemsize) < run.numel()
+                ]
+                gaps = gaps_between(spans, run.numel())
+                self._parcels[-1].append(
+                    Parcel(number=shard, begin=offset, end=offset + run.nbytes, dtype=run.dtype, gaps=gaps)
+                )
 
     def begin(self, batch: int, part: int) -> None:
         """Seed the codec for this part of this batch, so that its randomness does not depend on the process."""
-        if self._codec is not None:
-            self._codec.from_worker(self._seed, part)
-            self._codec.at(batch)
-
-    def memory(self) -> dict[str, Tensor]:
-        return {} if self._codec is None else self._codec.memory()
-
-    def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Continue with the residuals of another instance of the same setting and layout."""
-        if self._codec is not None:
-            self._codec.remember(memory)
+        if self.codec is not None:
+            self.codec.from_worker(self._seed, part)
+            self.codec.at(batch)
 
     def least_bytes(self, shard: int) -> int:
         return round_up(_LENGTH_BYTES * len(self._parcels[shard]), LINE_BYTES)
@@ -62,13 +64,13 @@ class RangeCoding:
         return self.least_bytes(shard) + sum(map(self._room_bytes, self._parcels[shard]))
 
     def encode(self, shard: int, given: ShardRange) -> Tensor:
-        assert self._codec is not None, "there is something to encode by"
+        assert self.codec is not None, "there is something to encode by"
         encoded = torch.empty(self.most_bytes(shard), dtype=torch.uint8)
         at, lengths = self.least_bytes(shard), []
         for parcel, run in zip(self._parcels[shard], given.runs, strict=True):
             room = encoded[at : at + self._room_bytes(parcel)]
-            if encodes(self._codec, parcel):
-                lengths.append(self._codec.encode(parcel, run, room))
+            if encodes(self.codec, parcel):
+                lengths.append(self.codec.encode(parcel, run, room))
             else:
                 room[: run.nbytes].copy_(run.view(torch.uint8))
                 lengths.append(run.nbytes)
@@ -95,14 +97,14 @@ class RangeCoding:
 
     def decode(self, shard: int, payload: Tensor, into: ShardRange) -> None:
         """Fill a range from the start of a payload; ProtocolError if it is invalid."""
-        assert self._codec is not None, "there is something to decode by"
+        assert self.codec is not None, "there is something to decode by"
         self.length(shard, payload)
         at, lengths = self._lengths(shard, payload)
         for parcel, run, length in zip(self._parcels[shard], into.runs, lengths, strict=True):
             encoded = payload[at : at + length]
             try:
-                if encodes(self._codec, parcel):
-                    self._codec.decode(parcel, encoded, run)
+                if encodes(self.codec, parcel):
+                    self.codec.decode(parcel, encoded, run)
                 else:
                     run.view(torch.uint8).copy_(encoded)
             except (RuntimeError, BadBytes) as error:  # torch's word, and ours, for what is no such values
@@ -125,23 +127,9 @@ class RangeCoding:
         return head, payload[:head].view(torch.int64)[: len(self._parcels[shard])].tolist()
 
     def _room_bytes(self, parcel: Parcel) -> int:
-        assert self._codec is not None, "there is something to encode by"
-        size = self._codec.size(parcel) if encodes(self._codec, parcel) else parcel.num_bytes
+        assert self.codec is not None, "there is something to encode by"
+        size = self.codec.size(parcel) if encodes(self.codec, parcel) else parcel.num_bytes
         return round_up(size, LINE_BYTES)
-
-
-def _parcel(shard: int, given: ShardRange, run: Tensor) -> Parcel:
-    first, end = run.data_ptr(), run.data_ptr() + run.nbytes
-    begins = [(piece.data_ptr(), piece) for piece in given.pieces if first <= piece.data_ptr() < end]
-    spans = [((begin - first) // run.itemsize, piece.numel()) for begin, piece in begins]
-    offset = first - given.memory.data_ptr()
-    return Parcel(
-        number=shard,
-        begin=offset,
-        end=offset + run.nbytes,
-        dtype=run.dtype,
-        gaps=gaps_between(((begin, begin + count) for begin, count in spans), run.numel()),
-    )
 
 
 def as_tensor(payload: memoryview) -> Tensor:

@@ -25,7 +25,7 @@ from manyhands.data.store.state_tree import flatten, unflatten
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.shard_layout import ShardState
 from manyhands.strategies.ps.slots import SlotTable
 from manyhands.transport.messages import ProtocolError
 
@@ -56,7 +56,7 @@ def unpack_install(payload: memoryview) -> tuple[ShardState, dict[tuple[int, int
         state = ShardState(model=tree["model"], optimizer=tree["optimizer"], batches=tree["batches"])
         held = {(slot, clock): buffer for slot, clock, buffer in tree["held"]}
     except (ValueError, KeyError, TypeError, struct.error, safetensors.SafetensorError) as error:
-        raise ProtocolError("payload", f"is no state of a shard: {error}") from error
+        raise ProtocolError("payload", f"is not a state of a shard: {error}") from error
     return state, held
 
 
@@ -115,9 +115,7 @@ class ShardSnapshots:
         return {int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()}
 
     def remove_after(self, version: int) -> None:
-        """Remove all snapshots of later versions, which belong to a discarded history. WriteFailed if one
-        remains.
-        """
+        """Remove all snapshots of later versions, which belong to a discarded history. WriteFailed if one remains."""
         assert self._folder is not None, "without a directory there are no snapshots"
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             if folder.name.isdigit():

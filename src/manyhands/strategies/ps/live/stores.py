@@ -17,16 +17,14 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.digests import shard_digest
 from manyhands.strategies.ps.live.area import SharedParameters
-from manyhands.strategies.ps.live.member_resources import MemberContext, Snapshots
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, Snapshots
 from manyhands.strategies.ps.live.reports import LeftShard
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
-from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState
 from manyhands.strategies.ps.shard_replica import ServerCore
-from manyhands.strategies.ps.shard_state import ShardState
 from manyhands.strategies.ps.shard_store import ShardStore, byte_view
 from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub import Hub
@@ -56,7 +54,7 @@ class Stores:
         self.by_shard: dict[int, ShardStore] = {}
         self._elsewhere: set[int] = set()  # shards that workers do not read where their store lies
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
-        self._is_lockstep = job.is_lockstep
+        self._is_lockstep = job.strategy.consistency.lockstep
         # By worker and shard: parameters on their way.
         self._under_way: dict[tuple[int, int], tuple[Tensor, memoryview]] = {}
         self._published: dict[int, int] = {}  # by shard, the version last copied to the shared copy

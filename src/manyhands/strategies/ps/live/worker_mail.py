@@ -63,9 +63,7 @@ class WorkerMail:
     """The message traffic of one worker in one slot, over the connections of `hub`."""
 
     def __init__(self, hub: Hub, body: WorkerState, job: Job, ring: EventRing) -> None:
-        self.roles: dict[int, int] = {}
-        """Of servers in events, by member."""
-
+        self.roles: dict[int, int] = {}  # of servers in events, by member
         self._hub = hub
         self._body = body
         self._ring = ring
@@ -75,28 +73,22 @@ class WorkerMail:
 
     def send(self, to: int, message: Message) -> None:
         """Send now, or queue until that server is connected."""
-        if to in self._hub.members():
-            self._post(to, message)
-        else:
+        if to not in self._hub.members():
             self._unsent[to].append(message)
+            return
+        payload, num_bytes = self._payload(to, message)
+        now_ns = time.monotonic_ns()
+        self._hub.send(to, message, payload)
+        self._body.bytes_sent += num_bytes
+        self._body.messages_sent += 1
+        self.record(EventKind.SEND, now_ns, to, message, num_bytes)
 
     def joined(self, member: int) -> None:
         """Send a newly connected server its queued messages."""
         for message in self._unsent.pop(member, []):
             self.send(member, message)
 
-    def came(self, member: int, message: Any, num_bytes: int) -> None:
-        self._record(EventKind.RECEIVE, time.monotonic_ns(), member, message, num_bytes)
-
-    def _post(self, to: int, message: Any) -> None:
-        payload, num_bytes = self._payload(to, message)
-        now_ns = time.monotonic_ns()
-        self._hub.send(to, message, payload)
-        self._body.bytes_sent += num_bytes
-        self._body.messages_sent += 1
-        self._record(EventKind.SEND, now_ns, to, message, num_bytes)
-
-    def _record(self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int) -> None:
+    def record(self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int) -> None:
         if isinstance(message, _NUMBERED):
             self._ring.record(
                 kind,
@@ -111,25 +103,23 @@ class WorkerMail:
 
     def _payload(self, to: int, message: Any) -> tuple[list[Any], int]:
         """The payload of a message to server `to`, and the number of bytes that move because of it."""
-        body = self._body
+        body, rows, payload, num_bytes = self._body, [], [], 0
         if isinstance(message, Push) and not message.skip:
             part = body.parts[message.shard]
-            travels = body.encoded[message.shard] if body.encoded else part.gradient.memory
-            payload, num_bytes = [], travels.nbytes
+            gradient = body.encoded[message.shard] if body.encoded else part.gradient.memory
+            num_bytes = gradient.nbytes
             if self._is_inline:
-                payload = [part.flags.numpy(), travels.numpy()]
+                payload = [part.flags.numpy(), gradient.numpy()]
                 num_bytes += part.flags.nbytes
             if not body.tables.exist:
                 return payload, num_bytes
             rows = body.tables.push(to, message.shard)
-            return payload + rows, num_bytes + _num_bytes(rows)
-        if isinstance(message, ReadRows):
+        elif isinstance(message, ReadRows):
             rows = body.tables.request(to, message.shard)
-            return rows, _num_bytes(rows)
-        return [], 0
+        return payload + rows, num_bytes + sum(memoryview(one).nbytes for one in rows)
 
-    def room(self, message: Any, num_bytes: int, *, is_awaited: bool) -> memoryview | None:
-        """The receive buffer of an answer's payload: awaited parameters go straight into the model."""
+    def receive_buffer(self, message: Any, num_bytes: int, *, is_awaited: bool) -> memoryview | None:
+        """Where an answer's payload is received: awaited parameters go straight into the model."""
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
         if not isinstance(message, Parameters) or not is_awaited:
@@ -148,7 +138,7 @@ class WorkerMail:
     def require_known(self, message: Any) -> None:
         """ProtocolError for a message that no worker is sent, or of an unknown shard."""
         if not isinstance(message, _FOR_WORKERS):
-            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
+            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker")
         require_shard(message.shard, self._shards)
 
     def take(self, message: Parameters, payload: memoryview) -> None:
@@ -167,7 +157,3 @@ class WorkerMail:
         came = np.frombuffer(payload, np.uint8)
         if came.ctypes.data != values.data_ptr():
             values.numpy()[:] = came
-
-
-def _num_bytes(parts: list[Any]) -> int:
-    return sum(memoryview(one).nbytes for one in parts)

@@ -25,8 +25,7 @@ from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.strategies.ps.digests import gradient_hash
-from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import (
     ORDERS,
     REPORTS,
@@ -92,7 +91,12 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         context.send(REPORTS.write(WorkerLeft(reason=left.reason)))
         ring.record(EventKind.LEAVE, time.monotonic_ns())
         context.mark(context.step, State.FINISHED)
-        return body.totals()
+        return {
+            "messages_sent": body.messages_sent,
+            "bytes_sent": body.bytes_sent,
+            "samples": body.samples,
+            "recorded": body.recorder.kept,
+        }
 
 
 class _SlotLeft(Exception):
@@ -204,15 +208,16 @@ class _SlotSession:
                     self._dialled.discard(member)
                     self._unreached[member] = reason
                     self._body.tables.forget(member)
-        again, self._again = self._again, []
-        for shard in again:
-            self._do(self._core.again(shard))
+        if self._again:
+            again, self._again = self._again, []
+            for shard in again:
+                self._do(self._core.again(shard))
         waited_ns = time.monotonic_ns() - self._heard_ns
         if waited_ns >= LONG_WAIT_NS:
             self._wait_long(waited_ns / 1e9)
 
     def _begin_wait(self, now_ns: int) -> None:
-        """What was waited for is here; the next answers are waited for from now on."""
+        """The awaited answer is here; the next ones are awaited from now on."""
         self._heard_ns = now_ns
         if self._shows_wait:
             self._shows_wait = False
@@ -236,7 +241,7 @@ class _SlotSession:
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
         self._mail.require_known(message)
-        self._mail.came(member, message, payload.nbytes)
+        self._mail.record(EventKind.RECEIVE, time.monotonic_ns(), member, message, payload.nbytes)
         match message:
             case Parameters():
                 self._waited_for = message.waited_for  # of the last shard to answer
@@ -271,7 +276,7 @@ class _SlotSession:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         self._mail.require_known(message)
         is_awaited = isinstance(message, Parameters) and self._core.awaits(message, member)
-        return self._mail.room(message, num_bytes, is_awaited=is_awaited)
+        return self._mail.receive_buffer(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,7 +289,6 @@ class _SlotSession:
         self._context.mark(work.batch + 1, State.COMPUTING)
         body.model.pulled()
         try:
-            self._try_loss(work)
             self._evaluate(work)
             ready = self._begun_ns = time.monotonic_ns()
             body.model.begin()
@@ -393,22 +397,23 @@ class _SlotSession:
         messages = self._per_shard * len(self._body.parts) if num_bytes else 0
         return Traffic(bytes_sent=num_bytes, messages_sent=messages)
 
-    def _try_loss(self, work: Work) -> None:
-        """Check the loss reduction on the worker with the first part of the first batch; UserError if it is
-        wrong.
-
-        Not with tables, of which this worker has no row yet.
-        """
-        computer, model = self._body.computer, self._body.model.model
-        splits = work.parts > 1 or computer.task.microbatches > 1
-        if splits and not (work.batch or work.part or self._body.tables.exist):
-            require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
-
     def _evaluate(self, work: Work) -> None:
-        """Evaluate, if due before this batch, with the weights just pulled; only the worker with part 0 does so."""
-        plan = self._job.plan
+        """Evaluate, if due before this batch, with the weights just pulled; only the worker with part 0 does so.
+
+        Before the first batch it checks the loss reduction instead, as far as parts are summed; UserError if it is
+        wrong. Not with tables, of which it has no row yet.
+        """
+        plan, computer, model = self._job.plan, self._body.computer, self._body.model.model
+        if work.part:
+            return
+        if (
+            not work.batch
+            and (work.parts > 1 or computer.task.microbatches > 1)
+            and not self._body.tables.exist
+        ):
+            require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
         due = plan.evaluate_every and work.batch and work.batch % plan.evaluate_every == 0
-        if not due or work.part or self._evaluated == work.batch:
+        if not due or self._evaluated == work.batch:
             return
         self._evaluated = work.batch
         if self._body.tables.exist:
@@ -417,7 +422,7 @@ class _SlotSession:
         begin = time.monotonic_ns()
         if plan.task.evaluation is not None:
             self._ring.record(EventKind.EVALUATE, begin, step=work.batch - 1)
-        evaluated = self._body.computer.evaluate(self._body.model.model)
+        evaluated = computer.evaluate(model)
         if evaluated is not None:
             metrics, samples = evaluated
             self._ring.record(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from manyhands.engine.computing import Built, Computed, TrainingPlan
 from manyhands.engine.worker import Course, diagnose
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.ps.live.area import WorkerArea
-from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import ORDERS, PlaceGiven
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
@@ -35,7 +35,7 @@ _LOOK_S = 0.2
 
 
 class WorkerState:
-    """One worker process's state, from start to end; `close` releases the shared memory."""
+    """One worker process's state, from start to end."""
 
     def __init__(self, context: MemberContext, resources: MemberResources, job: Job, slot: int) -> None:
         self.context = context
@@ -44,10 +44,8 @@ class WorkerState:
         self.computer, built, self.layout = job.build(slot)
         built.model.load_state_dict(dict(job.buffers), strict=False)
         self.shared_parameters = job.shared_parameters(resources.shared, self.layout)
-        self.area = self._new_area()
-        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
-        self.unheard: list[Any] = []
-        """The launcher's orders that followed a new slot assignment."""
+        self._use_new_area()
+        self.unheard: list[Any] = []  # the launcher's orders that followed a new slot assignment
         check_optimizer(job.strategy.codec, built.optimizer)
         self.coding = RangeCoding(
             self.layout, job.strategy.codec, feedback=job.strategy.feedback, seed=job.plan.seed
@@ -76,22 +74,25 @@ class WorkerState:
 
         Returns a sentence if the residuals could not be loaded or saved.
         """
-        said = None
-        if self._load_states:  # the first gradient of a run that goes on
+        codec, notice = self.coding.codec, None
+        assert codec is not None, "only codecs encode"
+        if self._load_states:  # the first gradient of a run that continues
             self._load_states = False
             try:
-                self.coding.remember(self._residuals.load(batch, part))
+                kept = self._residuals.load(batch, part)
+                if kept is not None:
+                    codec.remember(kept.model)
             except CorruptCheckpoint as error:
-                said = f"worker {part} continues without the residuals of its codec: {error}"
+                notice = f"worker {part} continues without the residuals of its codec: {error}"
         self.coding.begin(batch, part)
         self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
         done = batch + 1
         if is_kept(self.job.plan, done):
             try:
-                self._residuals.save(done, part, self.coding.memory())
+                self._residuals.save(done, part, codec.memory())
             except WriteFailed as error:
-                said = f"the residuals of worker {part} after {done} batches were not kept: {error}"
-        return said
+                notice = f"the residuals of worker {part} after {done} batches were not kept: {error}"
+        return notice
 
     def await_place(self, member: int) -> tuple[int, int] | None:
         """Wait, as a standby, for a slot under a number after `member`; None if the run ended without one."""
@@ -113,14 +114,13 @@ class WorkerState:
         """
         self.model.undo()
         self.area.close()
-        self.area = self._new_area()
-        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
-        self.model.tie(self.area)
+        self._use_new_area()
+        self.model.use(self.area)
 
-    def _new_area(self) -> WorkerArea:
-        return WorkerArea.create(
-            self.layout, self.shared_parameters.values if self.shared_parameters is not None else None
-        )
+    def _use_new_area(self) -> None:
+        values = self.shared_parameters.values if self.shared_parameters is not None else None
+        self.area = WorkerArea.create(self.layout, values)
+        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
 
     def leave_buffers(self) -> None:
         """Hand over the model's buffers to the launcher; the last worker to finish wins.
@@ -133,9 +133,7 @@ class WorkerState:
             self._leave_buffers(state)
 
     def complaint(self, done: Computed, where: str) -> str | None:
-        """What of a loss or its gradient is not finite, prefixed by `where`; None if all is, and the loss is
-        recorded.
-        """
+        """What of a loss or its gradient is not finite, after `where`; None if all is, and the loss is recorded."""
         finite = _is_finite(done)
         rows_finite = not self.tables.exist or self.tables.is_finite()
         if finite and self.model.is_finite() and rows_finite:
@@ -150,15 +148,6 @@ class WorkerState:
         since = "an update before this" if self.course.last is not None else ""
         return diagnose(self.model.model, self.course, what=what, since=since)
 
-    def totals(self) -> dict[str, Any]:
-        """The counters that the launcher sums up."""
-        return {
-            "messages_sent": self.messages_sent,
-            "bytes_sent": self.bytes_sent,
-            "samples": self.samples,
-            "recorded": self.recorder.kept,
-        }
-
     def close(self) -> None:
         """Release the shared memory and close the record."""
         self.recorder.close()
@@ -172,38 +161,35 @@ def _is_finite(done: Computed) -> bool:
     return done.samples == 0 or done.loss - done.loss == 0
 
 
-# ── the model ────────────────────
-# A worker's replica of the model: parameters are views of memory that the shards write, with the gradients
-# beside it.
-#
-# On a GPU the model has separate parameters, which are filled from that memory after every pull.
-
-
 class ReplicaModel:
-    """Connects `model` to `area`; hooks move each gradient there as soon as backward has it."""
+    """A worker's replica of the model: parameters are views of memory that the shards write, the gradients lie beside.
+
+    Hooks move each gradient there as soon as backward has it. On a GPU the model has separate parameters, which are
+    filled from that memory after every pull.
+    """
 
     def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea) -> None:
         self.model = model
         self._layout = layout
         named = dict(model.named_parameters())
-        self._tied = {name: named[name] for name in layout.views(area.values)}
-        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._tied.values())
+        self._parameters = {name: named[name] for name in layout.views(area.values)}
+        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._parameters.values())
         self._share = 1.0
         self._reached: set[str] = set()
         self._buffers = list(model.buffers())
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
-        self.tie(area)
-        self._names = list(self._tied)
-        self._tap = GradientTap(list(self._tied.values()), self._taken)
+        self.use(area)
+        self._names = list(self._parameters)
+        self._tap = GradientTap(list(self._parameters.values()), self._taken)
 
     def close(self) -> None:
         """Remove the hooks; autograd holds them, and with them the memory of the parameters."""
         self._tap.close()
 
-    def tie(self, area: WorkerArea) -> None:
+    def use(self, area: WorkerArea) -> None:
         """Use this area from now on; the contents of the previous one stay as they are."""
         values = self._layout.views(area.values)
-        self._values = {self._tied[name]: view for name, view in values.items()}
+        self._values = {self._parameters[name]: view for name, view in values.items()}
         self._gradients = self._layout.views(area.gradients)
         self._flags = [area.flags(shard) for shard in range(self._layout.shards)]
         self._flagged: set[str] | None = None  # whom the flags in the area name
@@ -214,9 +200,7 @@ class ReplicaModel:
                 parameter.data = view
 
     def pulled(self) -> None:
-        """Call after every shard has written its range: copies it to the GPU, or bumps the autograd versions on
-        the CPU.
-        """
+        """Call after every shard has written its range: copies to the GPU, or bumps autograd's versions on the CPU."""
         if not self._on_gpu:
             torch.autograd.graph.increment_version(list(self._values))
             return
@@ -233,43 +217,46 @@ class ReplicaModel:
         """Clear the set of reached parameters, and save the buffers for `undo`."""
         self._reached.clear()
         if self._buffers:
-            _copy(self._buffers_before, self._buffers)
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers_before, self._buffers)
 
+    @torch.no_grad()
     def undo(self) -> None:
         """Restore the buffers from before the last forward."""
         if self._buffers:
-            _copy(self._buffers, self._buffers_before)
+            torch._foreach_copy_(self._buffers, self._buffers_before)
 
     def end(self) -> None:
         """Write to the area's flags what this backward reached."""
         if self._on_gpu:
             torch.cuda.synchronize()
         if self._reached != self._flagged:
-            self._flagged = set(self._reached)
-            for shard, flags in enumerate(self._flags):
-                flags.copy_(self._layout.flags(shard, self._reached))
+            self._flag(set(self._reached))
+
+    def _flag(self, names: set[str]) -> None:
+        self._flagged = names
+        for shard, flags in enumerate(self._flags):
+            flags.copy_(self._layout.flags(shard, names))
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, share: float) -> None:
-        """After `end`: take the worker's local step, and store `share` times the parameters in place of the
-        gradient.
+        """After `end`: take the worker's local step, and store `share` times the parameters in place of the gradient.
 
         The gradient there is scaled by its share of the batch; the step uses the unscaled one. With a share of 0
         there is no step.
         """
         moved = {one for group in optimizer.param_groups for one in group["params"]}
-        names = {name for name, parameter in self._tied.items() if parameter in moved}
+        names = {name for name, parameter in self._parameters.items() if parameter in moved}
         if share:
             for name in self._reached & names:
-                self._tied[name].grad = self._gradients[name].to(self._tied[name].device) / share
+                parameter = self._parameters[name]
+                parameter.grad = self._gradients[name].to(parameter.device) / share
             with torch.enable_grad():
                 optimizer.step()
             optimizer.zero_grad()
         for name in names:
-            torch.mul(self._tied[name].detach().cpu(), share, out=self._gradients[name])
-        self._flagged = names
-        for shard, flags in enumerate(self._flags):
-            flags.copy_(self._layout.flags(shard, names))
+            torch.mul(self._parameters[name].detach().cpu(), share, out=self._gradients[name])
+        self._flag(names)
 
     def is_finite(self) -> bool:
         reached = (self._gradients[name] for name in self._reached)
@@ -286,20 +273,10 @@ class ReplicaModel:
         self._reached.add(name)
 
 
-@torch.no_grad()
-def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    torch._foreach_copy_(into, values)
-
-
-# ── local steps ────────────────────
-# `push=parameters`: a worker's local optimizer, and its saved state, with which a run resumes.
-#
-# As with codec residuals (`residuals`), a worker writes its optimizer's state before it pushes, so a run that
-# resumes from the shards' snapshots finds the matching state. Learning rates follow from the batch's number.
-
-
 class OwnSteps:
-    """One worker's local steps: `begin`, then `step`; with `load_states` the first uses the saved state."""
+    """One worker's local steps (`push=parameters`): `begin`, then `step`; with `load_states` the first uses the saved
+    state. Learning rates follow from the batch's number.
+    """
 
     def __init__(
         self, built: Built, residuals: ResidualMemory, plan: TrainingPlan, *, load_states: bool
@@ -323,14 +300,14 @@ class OwnSteps:
         if not self._load_states:
             return f"{anew}: who takes a place over has no state of it" if work.clock else None
         try:
-            kept = self._residuals.optimizer(work.batch, work.part)
+            kept = self._residuals.load(work.batch, work.part)
         except CorruptCheckpoint as error:
             return f"{anew}: {error}"
         if kept is None:
             return f"{anew}: its state was not kept"
         optimizer = self._built.optimizer  # its groups as they are: the scheduler brings them to this batch
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": kept["state"], "param_groups": groups})
+        optimizer.load_state_dict({"state": kept.optimizer["state"], "param_groups": groups})
         return None
 
     def step(self, model: ReplicaModel, batch: int, part: int, share: float) -> str | None:
@@ -346,7 +323,7 @@ class OwnSteps:
         done = batch + 1
         if is_kept(self._plan, done):
             try:
-                self._residuals.save_optimizer(done, part, optimizer.state_dict())
+                self._residuals.save(done, part, {}, optimizer.state_dict())
             except (WriteFailed, NonFiniteSnapshot) as error:
                 return f"the optimizer of worker {part} was not kept after {done} batches: {error}"
         return None
@@ -372,9 +349,7 @@ def is_kept(plan: TrainingPlan, batches: int) -> bool:
 
 
 class ResidualMemory:
-    """The saved state of all workers of one run; disabled without a run directory, or unless steps are in
-    lockstep.
-    """
+    """The saved state of all workers of one run; disabled without a run directory, or unless steps are in lockstep."""
 
     def __init__(self, run_path: Path | None, strategy: Ps, workers: int, keep: int = 1) -> None:
         in_step = strategy.consistency.lockstep
@@ -382,38 +357,31 @@ class ResidualMemory:
         self._of = {"strategy": str(strategy), "workers": workers}
         self._keep = keep + 1  # a worker may be one step ahead of what shards have
 
-    def save(self, batches: int, part: int, memory: Mapping[str, Tensor]) -> None:
-        """Save the codec residuals after this many batches; WriteFailed leaves earlier ones as they are."""
-        if self._folder is not None and memory:
+    def save(
+        self,
+        batches: int,
+        part: int,
+        memory: Mapping[str, Tensor],
+        optimizer: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Save codec residuals or an optimizer's state, if any, after this many batches.
+
+        WriteFailed leaves earlier ones as they are.
+        """
+        if self._folder is not None and (memory or optimizer):
             self._store(part).save(
-                Snapshot(step=batches, model=dict(memory), optimizer={}, extra=dict(self._of))
+                Snapshot(step=batches, model=dict(memory), optimizer=dict(optimizer), extra=dict(self._of))
             )
-
-    def load(self, batches: int, part: int) -> Mapping[str, Tensor]:
-        """The residuals at that point; empty if none were saved, or for another codec or number of workers.
-
-        CorruptCheckpoint if they are damaged.
-        """
-        loaded = self._load(batches, part)
-        return loaded.model if loaded is not None else {}
-
-    def save_optimizer(self, batches: int, part: int, state: Mapping[str, Any]) -> None:
-        """Save a worker's local optimizer after this many batches; WriteFailed leaves earlier ones as they are."""
-        if self._folder is not None:
-            self._store(part).save(Snapshot(step=batches, model={}, optimizer=state, extra=dict(self._of)))
-
-    def optimizer(self, batches: int, part: int) -> Mapping[str, Any] | None:
-        """The optimizer's `state_dict()` at that point; None if none was saved. CorruptCheckpoint if it is
-        damaged.
-        """
-        loaded = self._load(batches, part)
-        return loaded.optimizer if loaded is not None else None
 
     def has(self, batches: int, part: int) -> bool:
         """Whether anything was saved at that point."""
         return self._folder is not None and self._store(part).path_of(batches).is_dir()
 
-    def _load(self, batches: int, part: int) -> Loaded | None:
+    def load(self, batches: int, part: int) -> Loaded | None:
+        """What was saved at that point; None if nothing was, or by another codec or number of workers.
+
+        CorruptCheckpoint if it is damaged.
+        """
         if self._folder is None or not (self._folder / str(part)).is_dir():
             return None
         try:
@@ -424,9 +392,7 @@ class ResidualMemory:
 
     @staticmethod
     def remove_after(run_path: Path, batches: int) -> None:
-        """Remove the state of later batches, which belongs to a discarded history. WriteFailed if something
-        remains.
-        """
+        """Remove the state of later batches, of a discarded history. WriteFailed if something remains."""
         folder = run_path / _FOLDER
         for one in folder.iterdir() if folder.is_dir() else ():
             if one.name.isdigit():

@@ -1,5 +1,4 @@
-"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients
-out.
+"""A worker's side of row-sparse tables: which rows a batch reads, their values and their gradients.
 
 The model has every table in full, as the task built it. Only the rows that the batch names are updated before it
 is computed, and only their gradients are sent. A gradient of any other row is an error: it would be lost, and it
@@ -58,18 +57,19 @@ class WorkerTables:
     def begin(self) -> None:
         """Begin a new update: no batch is known yet, and one without samples reads nothing."""
         self._forgotten.clear()
-        self._whole = False
-        self._digests.clear()
-        self._sizes.clear()
+        self._choose_none()
         self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
         self._sorted = [_NO_ROWS] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
 
-    def choose(self, batch: Any) -> list[int]:
-        """Select the rows that this batch reads; returns the shards that have any."""
+    def _choose_none(self) -> None:
         self._whole = False
         self._digests.clear()
         self._sizes.clear()
+
+    def choose(self, batch: Any) -> list[int]:
+        """Select the rows that this batch reads; returns the shards that have any."""
+        self._choose_none()
         for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
             rows = self._sorted[number] = _checked(table, rows_of(batch))
             self._rows[number] = table.placed(self._layout.shards).split(rows)
@@ -181,7 +181,7 @@ def _checked(table: Table, rows: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
     if not found.numel():
-        return torch.empty(0, dtype=torch.int64)
+        return _NO_ROWS
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
     given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)

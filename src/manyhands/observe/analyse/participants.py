@@ -1,29 +1,21 @@
-"""Membership of a run from the rows of members.jsonl: what happened to each member, and what each server holds."""
+"""Who takes part in a run: its members, from the rows of members.jsonl, and the parties of a federated run."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from manyhands.observe.analyse.view import Happening
+from manyhands.observe.analyse.curves import ThinnedCurve
+from manyhands.observe.analyse.view import Happening, PartiesView, PartyView
 from manyhands.observe.record.checked_values import number, text, whole
 
-__all__ = ["Members", "ServerPlace"]
+__all__ = ["Members", "PartiesHistory"]
 
 _MAX_HAPPENINGS = 200
 _MEMBER = re.compile("[0-9]{1,15}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlace:
-    """What one server holds, as of the newest membership view."""
-
-    primary_of: tuple[int, ...] = ()
-    backup_of: tuple[int, ...] = ()
-    num_bytes: int = 0
 
 
 class Members:
@@ -68,14 +60,15 @@ class Members:
                 return True
         return False
 
-    def servers(self) -> dict[str, ServerPlace]:
+    def servers(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Return by name what a server is the primary of and a backup of, and the bytes of the former."""
         found = {}
         for name in sorted(one for one in set(self._names.values()) if one.startswith("server")):
             members = {member for member, called in self._names.items() if called == name}
             primary_of = tuple(shard for shard, primary, _ in self._shards if primary in members)
             backup_of = tuple(shard for shard, _, backup in self._shards if backup in members)
             num_bytes = sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of)
-            found[name] = ServerPlace(primary_of=primary_of, backup_of=backup_of, num_bytes=num_bytes)
+            found[name] = (primary_of, backup_of, num_bytes)
         return found
 
     def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
@@ -122,3 +115,93 @@ class Members:
 
 def _at(one: Any, key: str) -> int | None:
     return whole(one.get(key)) if isinstance(one, Mapping) else None
+
+
+_COURSES = ("highest_tenth", "mean", "lowest_tenth")  # parts of a spread that are shown over the run
+_MOST = 100_000  # upper bound on the parties that are counted
+_MOST_COURSES = 20  # upper bound on the measures
+
+
+class PartiesHistory:
+    """Participation and evaluation of the parties over the rounds, from the rows of the history."""
+
+    def __init__(self) -> None:
+        self.rounds: Counter[int] = Counter()
+        self._courses: dict[str, dict[str, ThinnedCurve]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for one in _list(row.get("clients")):
+            client = whole(one)
+            if client is not None and 0 <= client < _MOST:
+                self.rounds[client] += 1
+        step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
+        if step is not None and at_s is not None:
+            for name, parts in _spread(row.get("fairness")).items():
+                if name in self._courses or len(self._courses) < _MOST_COURSES:
+                    curves = self._courses.setdefault(name, {part: ThinnedCurve(part) for part in _COURSES})
+                    for part in curves.keys() & parts.keys():
+                        curves[part].add(step, at_s, parts[part])
+
+    def view(self, summary: Mapping[str, Any]) -> PartiesView:
+        """Return what is known: courses from the first evaluation, most of the rest at the end."""
+        found = summary.get("parties")
+        found = found if isinstance(found, Mapping) else {}
+        numbers = [whole(one) for one in _list(found.get("numbers"))]
+        names, samples, counts = (_list(found.get(name)) for name in ("names", "samples", "counts"))
+        own, common = (
+            {text(name): _list(values) for name, values in columns.items()}
+            if isinstance(columns := found.get(kind), Mapping)
+            else {}
+            for kind in ("measures", "measures_common")
+        )
+        labels = tuple(text(str(one)) for one in _list(found.get("labels")))
+        parties = []
+        for place, client in enumerate(numbers):
+            if client is None:
+                continue
+            mine = _list(_item(counts, place))
+            parties.append(
+                PartyView(
+                    number=client,
+                    name=text(_item(names, place)) or f"client {client}",
+                    samples=whole(_item(samples, place)) or 0,
+                    rounds=self.rounds[client],
+                    labels=tuple(whole(one) or 0 for one in mine) if len(mine) == len(labels) else (),
+                    measures=_row(own, place),
+                    common=_row(common, place),
+                )
+            )
+        return PartiesView(
+            count=whole(found.get("clients")) or 0,
+            rounds=dict(sorted(self.rounds.items())),
+            labels=labels,
+            parties=tuple(parties),
+            spread=_spread(summary.get("fairness")),
+            spread_common=_spread(summary.get("fairness_common")),
+            held_out=number(found.get("held_out")) or 0.0,
+            courses={
+                name: tuple(one.curve() for one in curves.values()) for name, curves in self._courses.items()
+            },
+        )
+
+
+def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
+    found = {name: number(_item(values, place)) for name, values in columns.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _spread(found: Any) -> dict[str, dict[str, float]]:
+    rows = found.items() if isinstance(found, Mapping) else ()
+    return {
+        text(name): {text(part): value for part, one in row.items() if (value := number(one)) is not None}
+        for name, row in rows
+        if isinstance(row, Mapping)
+    }
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _item(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else None
