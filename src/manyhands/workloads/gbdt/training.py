@@ -168,7 +168,8 @@ class _FirstPass:
             source = valid.for_names(source.names)
             held = sample_rows(source, Holdout(), self.options.seed)
             if held.columns != sample.columns and held.blocks[0].dense is not None:
-                raise DataError(f"{valid.name} has {held.columns} columns, {source.name} {sample.columns}")
+                own = f"{self.source.name} {sample.columns}"
+                raise DataError(f"{valid.name} has {held.columns} columns, {own}")
             labels, weights = held.labels, held.weights
         if not len(labels):
             return None
