@@ -395,8 +395,7 @@ class Inbox:
                 moved |= self._read > before
                 if self._read < HEADER_BYTES:
                     break
-                self._read = 0
-                self._target = self._receiver(requests, ended)
+                self._read, self._target = 0, self._receiver(requests, ended)
             target = self._target
             payload = target.tensor if isinstance(target, PendingReceive) else target.bytes
             before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
