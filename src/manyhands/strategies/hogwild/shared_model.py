@@ -228,9 +228,8 @@ class _Table:
         self.parameter = parameter
         values = parameter.detach().view(len(parameter), -1)
         self.rows = RowTable(table.name, values, type(optimizer), table.placed(1))
-        self.settings = next(
-            group for group in optimizer.param_groups if any(one is parameter for one in group["params"])
-        )
+        groups = optimizer.param_groups
+        self.settings = next(one for one in groups if any(it is parameter for it in one["params"]))
         self._is_shared = False
 
     def share(self, slot: SharedStateSlot) -> None:
