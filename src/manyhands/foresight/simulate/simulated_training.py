@@ -233,7 +233,7 @@ class _Files:
         if self._run_path is not None:
             if row.process not in self._workers:
                 self._workers[row.process] = Recorder(self._run_path, row.process)
-            if self._workers[row.process].records:
+            if self._workers[row.process].log is not None:
                 self._workers[row.process].write(row)
 
     def write(self, run: SimulatedRun) -> None:
