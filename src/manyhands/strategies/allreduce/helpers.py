@@ -10,10 +10,6 @@ helpers and n w + k h = 1, both are the same, and the busiest link has the least
 With n helpers or more, these sum everything, and each link of a worker carries the vector once in each direction,
 against 2 (n - 1) / n times without helpers. That needs links that are busy in both directions at once: so the vector is
 cut into segments, and the sums of one come back while the next one leaves.
-
-    round      1          2            3
-    worker     push 1     push 2       push 3
-                          pull 1       pull 2
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ A bucket, on a host of P workers:
     between    the leaders sum it over hosts, by `direct` over links, with the same bits on each
     hand out   each worker copies its range of the leader's part into its part, and steps by it
 
-Over a network a thread of the leader does the middle two while backward continues, bucket after bucket in launch
-order. A host sends 2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; hosts may have
-different numbers of workers.
+Over a network a thread of the leader does the middle two while backward continues, in launch order. A host sends
+2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; their numbers may differ.
 """
 
 from __future__ import annotations
@@ -121,7 +120,13 @@ class HostsCollective(Collective):
             while self._given < len(self._launched):
                 self._give()
             self._between.background.wait(self._last_given)
-        self._hand_out()
+        if self._group.world > 1:  # each worker copies its items from the leader's part
+            self._group.barrier()
+            for index in self._launched if not self._between.leads else ():
+                parts, items = self.inside.parts(index), self._of(index, self._group.rank) or slice(None)
+                parts[self._group.rank][items].copy_(parts[0][items])
+            self._group.barrier()  # from here on the leader may write its part
+            self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
         self._launched, self._given = [], 0
 
     def broadcast(self, index: int, root: int = 0) -> None:
@@ -172,18 +177,6 @@ class HostsCollective(Collective):
             self._last_given = self._between.background.give(sum_between)
         else:
             sum_between()
-
-    def _hand_out(self) -> None:
-        """Collective on this host: each worker copies its items from the leader's part."""
-        if self._group.world == 1:
-            return
-        self._group.barrier()
-        for index in self._launched if not self._between.leads else ():
-            parts, items = self.inside.parts(index), self._of(index, self._group.rank)
-            mine, whole = parts[self._group.rank], parts[0]
-            mine[items or slice(None)].copy_(whole[items or slice(None)])
-        self._group.barrier()  # from here on the leader may write its part
-        self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
 
     def _of(self, index: int, place: int) -> slice | None:
         """The items of a bucket that a worker of this host owns; None: it gets all of them."""

@@ -37,13 +37,7 @@ from manyhands.engine.exchange import (
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, SlicedGradients, SliceSender, cut
-from manyhands.strategies.common.collectives.collective import (
-    broadcast,
-    gradient_layouts,
-    kept_by_codecs,
-    remember_kept,
-    total,
-)
+from manyhands.strategies.common.collectives import collective as sums
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
@@ -72,13 +66,13 @@ class PriorityExchange(Exchange):
 
         def residuals() -> Mapping[str, Any]:
             self.finish()
-            return kept_by_codecs(collective, self._carrier_index, self._carrier)
+            return sums.kept_by_codecs(collective, self._carrier_index, self._carrier)
 
         self.part = WorkerPart(
             index=self.rank, count=self.world, copies=(range(self.world),), parameters=stepped
         )
         self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = ExchangeState(gather=residuals, load=partial(remember_kept, collective))
+        self.kept = ExchangeState(gather=residuals, load=partial(sums.remember_kept, collective))
         self._collective, self._bucket_bytes, self._credit_bytes = collective, bucket_bytes, credit_bytes
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
@@ -90,14 +84,14 @@ class PriorityExchange(Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer, self._late = model, optimizer, LateOptimizer(optimizer)
-        layouts = gradient_layouts(model, self._bucket_bytes)
+        layouts = sums.gradient_layouts(model, self._bucket_bytes)
         slices = cut(layouts, self._credit_bytes)
         parcels = [layout.parcel(number) for number, layout in enumerate(layouts)]
         carrier = Parcel.whole(len(parcels), _CARRIER_ITEMS, torch.float64, exact=True)
         *buckets, self._carrier = self._collective.allocate([*parcels, carrier])
         self._carrier_index = len(parcels)
         weights = [*model.parameters(), *model.buffers()]
-        broadcast(self._collective, self._carrier_index, self._carrier, weights)
+        sums.broadcast(self._collective, self._carrier_index, self._carrier, weights)
         parameters = list(trainable(model))
         self._slices = slices
         self._sender = SliceSender(self._collective, slices, len(parameters), self._credit_bytes)
@@ -115,12 +109,10 @@ class PriorityExchange(Exchange):
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of this worker's weighted loss, once the last step has arrived; full slices are sent meanwhile."""
-        self.finish()
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        self.finish()
         self._begin()
         self._gradients.fill_rest()
         with self._waiting():
@@ -163,7 +155,7 @@ class PriorityExchange(Exchange):
 
     def total(self, values: Tensor) -> Tensor:
         self.finish()
-        return total(self._collective, self._carrier_index, self._carrier, values)
+        return sums.total(self._collective, self._carrier_index, self._carrier, values)
 
     def _take_times(self) -> Times:
         blocked, self._blocked = self._blocked, []
@@ -181,7 +173,8 @@ class PriorityExchange(Exchange):
         self._gradients.close()
 
     def _begin(self) -> None:
-        """Open the next step unless it is open: at its first backward, or in `agree` if it has none."""
+        """Finish the last step, and open the next unless it is open: by its first backward, or `agree`."""
+        self.finish()
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()

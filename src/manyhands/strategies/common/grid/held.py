@@ -182,7 +182,20 @@ class HeldModel:
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
-        gathered = _gather(group, list(self._state_entries()))
+        entries = []
+        for one in self.held:
+            position = self._position.get(id(one.whole)) if one.reports else None
+            for name, value in (
+                self._optimizer.state.get(one.local, {}).items() if position is not None else ()
+            ):
+                facts = {"position": position, "name": name}
+                if not isinstance(value, Tensor):
+                    entries.append(_Entry({**facts, "value": value}, None))
+                    continue
+                is_cut = one.cut is not None and value.shape == one.local.shape
+                shape, words = (one.shape, _words(one.cut)) if is_cut else (value.shape, None)
+                entries.append(_Entry({**facts, "cut": words, "shape": list(shape)}, value))
+        gathered = _gather(group, entries)
         if gathered is None:
             return None
         state: dict[int, dict[str, Any]] = {}
@@ -199,21 +212,6 @@ class HeldModel:
             for settings, listed in zip(own["param_groups"], self._listed, strict=True)
         ]
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
-
-    def _state_entries(self) -> Iterator[_Entry]:
-        for one in self.held:
-            position = self._position.get(id(one.whole))
-            if not one.reports or position is None:
-                continue
-            for name, value in self._optimizer.state.get(one.local, {}).items():
-                facts = {"position": position, "name": name}
-                if not isinstance(value, Tensor):
-                    yield _Entry({**facts, "value": value}, None)
-                    continue
-                is_cut = one.cut is not None and value.shape == one.local.shape
-                shape = one.shape if is_cut else value.shape
-                words = _words(one.cut) if is_cut else None
-                yield _Entry({**facts, "cut": words, "shape": list(shape)}, value)
 
 
 class _Entry(NamedTuple):

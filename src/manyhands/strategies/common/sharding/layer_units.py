@@ -23,22 +23,7 @@ from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = [
-    "Action",
-    "Await",
-    "Fetch",
-    "Hand",
-    "Release",
-    "Unit",
-    "UnitFlow",
-    "UnitMemory",
-    "UnitVisits",
-    "move_buffers",
-    "piece_ranges",
-    "pieces_in",
-    "require_apart",
-    "units_of",
-]
+__all__ = ["Unit", "UnitFlow", "UnitMemory", "UnitVisits", "move_buffers", "require_apart", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
