@@ -239,11 +239,7 @@ class Strategy(ABC):
         return self
 
     def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
-        """What it is on `world` processes that somebody else started, and how many of them are workers.
-
-        `roles` counts those that a cluster specification lists, by type; without one it is empty. UserError says why
-        they do not fit.
-        """
+        """What it is on `world` external processes, with the `roles` of a specification, and how many are workers."""
         if roles.get("ps"):
             raise UserError(
                 f"strategy={self} has no parameter servers, and the cluster lists {roles['ps']} of type ps; take them "
@@ -287,10 +283,7 @@ class Strategy(ABC):
         ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device.
-
-        `compiled` says whether the task's step is compiled, as that of a `KernelTask`.
-        """
+        """Raise the UserError that says why `fit` cannot train so, with a step that is `compiled` or is not."""
         if compiled and device != "cpu":
             raise UserError(f"device={device}: compiled steps train in the host's memory; use device=cpu")
         if self.most_workers is not None and workers > self.most_workers:

@@ -61,11 +61,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DataFile(Closeable):
-    """Reads a file from its start to its end; a context manager.
-
-    Memory grows with what the file really holds, never with what a header promises. Offsets of a gzip file
-    count its uncompressed bytes.
-    """
+    """Reads a file from start to end; memory grows with what it really holds, offsets count uncompressed bytes."""
 
     def __init__(self, path: Path | str) -> None:
         self.path, self.offset, self.is_gzip = Path(path), 0, False
@@ -175,10 +171,7 @@ def _read_header(file: DataFile, limit_bytes: int) -> tuple[np.dtype[Any], tuple
 
 
 def bundled_file(name: str, what: str) -> Path | None:
-    """The file of a table inside scikit-learn; None where the version that is installed keeps it elsewhere.
-
-    UserError if it is not installed, which says that `what` comes with it.
-    """
+    """The file of a table inside scikit-learn, which `what` comes with; None where its version keeps it elsewhere."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise UserError(f"{what} come with scikit-learn, which is not installed: pip install scikit-learn")

@@ -65,11 +65,7 @@ def batch_shares(
 
 
 class _DrawnApart(BatchShares):
-    """Shares whose pieces are made with separate random numbers.
-
-    Who fetches the first piece sets the generators afterwards; a later one leaves them as they were, which takes longer
-    than to set them.
-    """
+    """Shares whose pieces are made with separate random numbers; the first sets the generators, which is faster."""
 
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed
@@ -145,11 +141,7 @@ class StreamShares(BatchShares):
 
 
 class OwnShares(BatchShares):
-    """Shares drawn from a stream per part: batch k is the next share of every worker.
-
-    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
-    within it. Before a share is drawn `seeded(step, part)` is called.
-    """
+    """Shares drawn from a stream per part, each always full; before one is drawn `seeded(step, part)` is called."""
 
     def __init__(
         self,

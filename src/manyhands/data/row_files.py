@@ -128,10 +128,7 @@ class _Block:
 
 
 class RowFile:
-    """A file of examples; `-` is stdin, which can be read once. Reading it again starts at its beginning.
-
-    `bad_lines` and `lines` tell of the last reading, as far as it went.
-    """
+    """A file of examples, `-` is stdin, to be read once; `bad_lines` and `lines` tell of the last reading."""
 
     def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
         self.path, self.reading = str(path), reading or Reading()

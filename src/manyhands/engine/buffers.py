@@ -34,11 +34,7 @@ Total = Callable[[Tensor], Tensor]  # Collective: the sum over workers of a floa
 
 
 def room_for(model: nn.Module, world: int) -> int:
-    """How many float64 items `total` should sum at once, so that the buffers of `model` take few exchanges.
-
-    This is also enough for the batch norm statistics that `world` workers exchange in one forward. A model without
-    buffers gives 0.
-    """
+    """How many float64 items `total` should sum at once, for the buffers of `model` or the statistics of a forward."""
     items = sum(one.numel() if one.is_floating_point() else one.nbytes for one in model.buffers())
     return min(items * world, _MOST_ITEMS)
 

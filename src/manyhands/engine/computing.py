@@ -98,10 +98,7 @@ class Computer:
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
-        """Build model, optimizer and schedule as they are before `first_step`, without trained weights.
-
-        They are on the worker's device, or in host memory with `on_host`.
-        """
+        """Model, optimizer and schedule as before `first_step`, untrained; on the worker's device unless `on_host`."""
         seed_all(self.plan.seed)
         model = self.task.model()
         if not on_host:
@@ -208,10 +205,7 @@ class Computer:
         parts: int = 1,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[dict[str, float], int] | None:
-        """Means over the evaluation data and the number of samples; None where the task has none.
-
-        With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
-        """
+        """Means over (this part of) the evaluation data and the samples; None without data. `total` sums over parts."""
         if self.task.evaluation is None:
             return None
         functions = self.measures()

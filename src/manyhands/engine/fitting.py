@@ -98,10 +98,7 @@ def fit_or_kept(
     keep: Keeping | None,
     is_result: Callable[[Kept], bool] = lambda _: True,
 ) -> Run | Kept:
-    """`fit`, or after a signal that ends it the last checkpoint of a run that is kept.
-
-    Where there is none, or `is_result` says that it is none yet, the signal's exception is raised.
-    """
+    """`fit`, or after a signal the last checkpoint of a kept run, if it `is_result`; else the signal's exception."""
     from manyhands.engine.training import last_kept
     from manyhands.places.local.signals import signal_of
 

@@ -116,10 +116,7 @@ class RequestedRun:
         return run_session(self.request, self.out, self.resume)
 
     def take_part(self, process: ProcessPlace, name: str | None = None) -> Run:
-        """Be one process of the run; `name` is by default made of how often this process has called `fit`.
-
-        Returns the same on each process but for the directory.
-        """
+        """Be one process of the run `name` (by default, of how often `fit` was called); all return the same."""
         request = self.request
         if process.world == 1:
             return self.here()

@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.atomic import Backlog, WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
-from manyhands.data.store.line_files import Backlog
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence

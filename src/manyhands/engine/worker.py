@@ -52,10 +52,7 @@ class Trained:
 
 
 class Trainer:
-    """Trains one worker's replica; `run` is called once.
-
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
-    """
+    """Trains one worker's replica; `run` is called once. All are given `checkpoints`, or none: saving is collective."""
 
     def __init__(
         self,
@@ -84,10 +81,7 @@ class Trainer:
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
-        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
-
-        Takes the tensors out of `start`.
-        """
+        """Train from `start`, whose tensors are taken out, to the end; NonFinite on the worker whose loss broke."""
         with self._computer.loading_ahead():
             return self._run(start)
 

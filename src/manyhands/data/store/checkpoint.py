@@ -138,10 +138,7 @@ class Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run; keeps the last `keep` of them and the best.
-
-    Nothing is read or made before the first call. One process saves; any may load at the same time.
-    """
+    """The checkpoints of one run: the last `keep` and the best. One process saves; any may load meanwhile."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
@@ -212,11 +209,7 @@ class CheckpointStore:
         _discard(removing)
 
     def load(self, step: int | None = None) -> Loaded:
-        """Read the newest checkpoint whose every byte is as it was saved, passing over damaged ones.
-
-        With a `step`, that one and no other. NoCheckpoint if there is none, CorruptCheckpoint with the
-        names of the damaged files if none can be trusted.
-        """
+        """The newest checkpoint whose every byte is as saved, or that of `step`; NoCheckpoint, CorruptCheckpoint."""
         try:
             candidates = [found for found in self._candidates() if step is None or found[0] == step]
         except OSError as error:

@@ -34,6 +34,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from manyhands.data.store.atomic import (
+    LineFile,
+    MetricsLog,
     WriteFailed,
     make_directory,
     read_object,
@@ -44,7 +46,6 @@ from manyhands.data.store.atomic import (
     write_json,
 )
 from manyhands.data.store.checkpoint import CheckpointStore
-from manyhands.data.store.line_files import LineFile, MetricsLog
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed, printable
 from manyhands.native.closeable import Closeable
 
@@ -75,11 +76,7 @@ _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
 class RunDirectory(Closeable):
-    """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
-
-    A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
-    Processes of that run, and viewers, open it with `lock=False`.
-    """
+    """One run's directory: `create` starts it, `open` resumes it, or reads it with `lock=False`; its holder writes."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], lock: RunLock | None) -> None:
         self.path, self.config, self.lock = path, config, lock
@@ -154,10 +151,7 @@ class RunDirectory(Closeable):
 
     @staticmethod
     def is_live(path: Path) -> bool | None:
-        """Whether a live run has the directory at `path`, or is about to make it a run; None where no run ever had.
-
-        Asks for the lock, and gives it back at once.
-        """
+        """Whether a live run holds the lock of `path`, for viewers; None where no run ever had the directory."""
         try:
             descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -174,11 +168,7 @@ class RunDirectory(Closeable):
         return CheckpointStore(self.checkpoints_path, keep)
 
     def record_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Record what ended the run: in members.jsonl, and a hang in hang.txt.
-
-        `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
-        does not take it must not hide the error itself.
-        """
+        """Record what ended the run, in members.jsonl and a hang in hang.txt; raise nothing that would hide it."""
         name = error.blamed
         if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
             name = f"worker {error.worker_rank}"
@@ -191,10 +181,7 @@ class RunDirectory(Closeable):
             _log.warning("what ended the run is not in its directory: %s", failure)
 
     def append_member(self, *events: Mapping[str, Any]) -> None:
-        """Add what happened to processes of the run to members.jsonl; WriteFailed leaves that as it was.
-
-        A row that does not say its time of day (`unix_s`, in seconds since 1970) happened now.
-        """
+        """Add what happened to processes to members.jsonl, now unless `unix_s` says when; WriteFailed leaves it."""
         rows = ({**event, "unix_s": event.get("unix_s", time.time())} for event in events)
         self._members.append(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 

@@ -57,10 +57,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[bytes]:
-    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold.
-
-    `about` goes into its header.
-    """
+    """The bytes of a safetensors file with `about` in its header; UserError names a tensor it cannot hold."""
     require_storable(tensors)
     # The widest items first, as the library does: every tensor is then aligned to its item.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

@@ -265,10 +265,7 @@ def cut_of(graph: Graph, places: Sequence[str]) -> tuple[Crossing, ...]:
 def places_by_name(
     graph: Graph, names: Sequence[str], where: Mapping[str, str], otherwise: str
 ) -> tuple[str, ...]:
-    """Where patterns of names put each node, as `mh.place` would; `names` are those of all modules of the model.
-
-    A node of several modules is where the first of them is that a pattern reaches.
-    """
+    """Where patterns put each node, as `mh.place` would with all modules' `names`: its first reached module."""
     found = assigned(names, where)
     return tuple(
         next((found[name] for name in node.modules if name in found), otherwise) for node in graph.nodes

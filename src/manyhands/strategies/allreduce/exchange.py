@@ -19,10 +19,10 @@ from manyhands.engine.exchange import (
     ExchangeState,
     LocalStep,
     Meter,
+    Resources,
     SharedStep,
     WorkerPart,
 )
-from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.background import Background

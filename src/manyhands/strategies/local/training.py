@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.schedule_collective import barrier_in, over_links

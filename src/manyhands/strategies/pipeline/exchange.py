@@ -22,12 +22,12 @@ from manyhands.engine.exchange import (
     LocalStep,
     Meter,
     PeerTraffic,
+    Resources,
     SharedStep,
     Times,
     WorkerPart,
 )
 from manyhands.engine.footprint import sizes_of
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
