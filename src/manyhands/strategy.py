@@ -57,7 +57,7 @@ _SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """How one field of a strategy is read from text and printed."""
 
@@ -68,16 +68,13 @@ class Setting:
 
 def setting(default: Any, read: Callable[[str], Any], show: Callable[[Any], str] = str) -> Any:
     """A field of a strategy with its text form; `read` raises UserError for a text that makes no sense."""
-    return dataclasses.field(default=default, metadata={"read": read, "show": show})
+    return dataclasses.field(default=default, metadata={"setting": Setting(default, read, show)})
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
     """The settings that a strategy's class offers, in the order of its fields."""
-    return {
-        field.name: Setting(default=field.default, read=field.metadata["read"], show=field.metadata["show"])
-        for field in dataclasses.fields(kind)
-        if kind.offers is None or field.name in kind.offers
-    }
+    offered = [one for one in dataclasses.fields(kind) if kind.offers is None or one.name in kind.offers]
+    return {one.name: one.metadata["setting"] for one in offered}
 
 
 def read_settings(
@@ -226,10 +223,7 @@ class Strategy(ABC):
         return ""
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
-        """What it is when its workers are on these hosts, more than one, given the ranks of each.
-
-        UserError says why that cannot be.
-        """
+        """What it is when its workers are on these hosts, given the ranks of each; UserError says why it cannot be."""
         if self.facts.cannot_cross_hosts:
             ranks = ", ".join(str(list(host)) for host in hosts)
             raise UserError(
@@ -248,10 +242,7 @@ class Strategy(ABC):
         return self, world
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
-        """The stage that each layer of a chain is in, whose layers cost so much; None where no model is cut in layers.
-
-        UserError where they cannot be cut for so many workers.
-        """
+        """The stage of each layer of a chain with these costs; None where models are not cut in layers."""
         del costs, workers
         return None
 

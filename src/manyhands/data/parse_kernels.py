@@ -20,7 +20,6 @@ from manyhands.native.decorators import helper, inlined
 __all__ = [
     "BAD_LABEL",
     "BAD_VALUE",
-    "GOLDEN",
     "MOST_INDEX",
     "PADDING",
     "TOO_LARGE",

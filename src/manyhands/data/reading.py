@@ -175,11 +175,7 @@ class OwnShares(BatchShares):
 
 
 class _Drawing:
-    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass.
-
-    Whoever wants a batch later than the next, as after a resume, draws those between; an earlier one, the stream from
-    its beginning.
-    """
+    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass."""
 
     def __init__(
         self,
@@ -199,7 +195,7 @@ class _Drawing:
         self._iterator: Iterator[Any] | None = None
 
     def batch(self, step: int) -> list[Any]:
-        if step < self._next and step not in self._drawn:
+        if step < self._next and step not in self._drawn:  # an earlier one: from the beginning of the stream
             self._passes, self._next, self._iterator, self._drawn = 0, 0, None, {}
         while self._next <= step:
             self._seeded(self._next)
@@ -282,8 +278,7 @@ class Upcoming:
     """Predicts the shares that a worker will request next from those it requested; none beyond `steps`.
 
     Steps come as far apart as they mostly came lately: 1 where all workers share each batch, n where n workers take
-    batches in turn. Where batches are given out in the order of asking nobody can know, and a guess may be wrong: then
-    the right batch is loaded, and the time of the wrong one was wasted.
+    batches in order. A guess may be wrong: then the right batch is loaded, and the time of the wrong one was wasted.
     """
 
     def __init__(self, steps: int) -> None:

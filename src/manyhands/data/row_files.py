@@ -30,8 +30,6 @@ from manyhands.native.warming import prepare
 
 __all__ = [
     "FORMATS",
-    "HASHES",
-    "MOST_BITS",
     "MOST_LINE_BYTES",
     "Reading",
     "RowFile",
@@ -133,15 +131,8 @@ class RowFile:
     def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
         self.path, self.reading = str(path), reading or Reading()
         self.lines = self.bad_lines = 0
-        self._taken = False
-
-    @property
-    def name(self) -> str:
-        return "stdin" if self.path == STDIN else self.path
-
-    @property
-    def rereadable(self) -> bool:
-        return self.path != STDIN
+        self.rereadable, self._taken = self.path != STDIN, False
+        self.name = self.path if self.rereadable else "stdin"
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
         """Rows in the order of the file; `on_bytes` is called with the bytes of text read, a block at a time.

@@ -242,10 +242,7 @@ class Computer:
         return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
 
     def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
-        """The weighted mean loss over the samples of a piece of a share.
-
-        Of a loss that is a sum, the mean times the size of the batch, so that the weighted pieces add up to the sum.
-        """
+        """The weighted mean loss of a piece; of a sum, times the batch's size, so that weighted pieces add up."""
         with self.precision():
             loss = self.task.loss(model, batch)
         if piece.sample_weights is None:

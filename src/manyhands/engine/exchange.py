@@ -39,10 +39,8 @@ from manyhands.transport.liveness import Alarm
 
 __all__ = [
     "NO_GRADIENT",
-    "ChangingWorkers",
     "Exchange",
     "ExchangeState",
-    "GradientHooks",
     "GradientParts",
     "LocalStep",
     "Meter",
@@ -54,7 +52,6 @@ __all__ = [
     "SingleExchange",
     "Times",
     "Traffic",
-    "TrainingRounds",
     "WorkerPart",
 ]
 
@@ -100,7 +97,6 @@ class PeerTraffic:
     received_ns: int = 0
 
     def add(self, more: PeerTraffic) -> None:
-        """Add the traffic between the same two workers over another channel."""
         self.messages_sent += more.messages_sent
         self.bytes_sent += more.bytes_sent
         self.sent_ns = min((moment for moment in (self.sent_ns, more.sent_ns) if moment), default=0)

@@ -116,10 +116,9 @@ def fit_or_kept(
 
 
 def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:
-    """Import what workers need, and `modules`, in the template process that they will be forked from.
+    """Import what workers need, and `modules`, in the template process that they will be forked from; returns at once.
 
-    Returns at once; does nothing where the strategy starts no processes. `fit` calls it first. A caller that reads
-    data before `fit` calls it before reading.
+    `fit` calls it first; a caller that reads data before `fit` calls it before reading.
     """
     if strategy.forks_workers(compiled=compiled) and find_place().forks:
         expect((*STRATEGIES[strategy.word].modules, *modules))

@@ -167,7 +167,6 @@ class KernelTask(ABC):
 
     @property
     def passes(self) -> Passes:
-        """The pass structure of a run: the number of steps in one pass; a step's row says what it weighs."""
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:

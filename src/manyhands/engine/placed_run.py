@@ -188,19 +188,8 @@ def _run_of(model: nn.Module, data: bytearray) -> Run:
 def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
     """What must be the same on every process, the most informative difference first."""
     config: dict[str, Any] = request.config(model)
-    versions, plan = config.pop("versions"), request.plan
+    versions = config.pop("versions")
     first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}
-    return terms_of(
-        {
-            **first,
-            "manyhands": versions["manyhands"],
-            "torch": versions["torch"],
-            **config,
-            "stopping": plan.stopping,
-            "autocast": plan.autocast,
-            "compile": plan.compile,
-            "buffers": plan.buffers,
-            "check_every": plan.check_every,
-            "slow": plan.slow,
-        }
-    )
+    first |= {name: versions[name] for name in ("manyhands", "torch")}
+    of_plan = ("stopping", "autocast", "compile", "buffers", "check_every", "slow")
+    return terms_of({**first, **config, **{name: getattr(request.plan, name) for name in of_plan}})

@@ -97,8 +97,7 @@ class Peers(Protocol):
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
 
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate`
-    runs on the task's evaluation data, where it has some.
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
     """
 
     def __init__(

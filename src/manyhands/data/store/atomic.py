@@ -67,11 +67,7 @@ class FileDigest:
 
 
 def write_synced(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> FileDigest:
-    """Write `chunks` into the new file `path`, hashing on the way, and sync it.
-
-    `mode` is as of `open(2)`, less the umask. Syncing the directory is left to the caller. Raises OSError where the
-    disk does not take it; what was written so far then stays for the caller to remove.
-    """
+    """Write `chunks` into the new file `path`, hashing, and sync it but not its directory; an OSError leaves a part."""
     hasher = hashlib.sha256()
     num_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -215,10 +211,9 @@ def make_output(out: Path) -> None:
 class LineFile:
     """Appends lines to `path`, which `append` opens; `close` is idempotent, and a later `append` opens it again.
 
-    A line is there whole or not at all. A disk that takes only a part of one gets that part taken back; what a crash or
-    a power failure left without its end (the rest of a line, or blocks that read as zeros) is removed by the next
-    writer, so that nothing is ever glued to it. Every line is in the kernel's hands when `append` returns, and outlives
-    its process; `sync` makes it outlive the machine.
+    A part of a line that a full disk took is taken back; what a crash or a power failure left without its end (the rest
+    of a line, or blocks that read as zeros) is removed by the next writer. A line outlives its process when `append`
+    returns; `sync` makes it outlive the machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -280,11 +275,7 @@ class LineFile:
 
 
 class Backlog(Generic[_T]):
-    """Records on their way to a disk that may be full: what it does not take waits here, and is tried again in order.
-
-    So a run continues, and its file is complete once there is space again. `write` takes all that it is given, or none
-    of it and raises WriteFailed.
-    """
+    """Records on their way to a disk that may be full: what `write` rejects (whole) waits, and is tried again in order."""
 
     def __init__(self, write: Callable[[Sequence[_T]], None]) -> None:
         self._write = write

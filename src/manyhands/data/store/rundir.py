@@ -52,7 +52,6 @@ from manyhands.native.closeable import Closeable
 __all__ = [
     "IN_PYTHON",
     "ON_COMMAND_LINE",
-    "Fingerprint",
     "RunDirectory",
     "RunLock",
     "fingerprint",
@@ -71,6 +70,7 @@ ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG, _MEMBERS = "hang.txt", "members.jsonl"
 _FORMAT, _VERSION = "manyhands run", 1
+_HEAD: Final = {"format": _FORMAT, "version": _VERSION}
 # What a `create` that died before the configuration was written may have left: still an empty directory to us.
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
@@ -118,7 +118,7 @@ class RunDirectory(Closeable):
             raise UserError(f"{path} cannot be made: {reason(error)}") from error
         with _locked(path) as lock:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
-            _write_config(path, config, origin())
+            write_json(path / _CONFIG, {**_HEAD, "config": config, "origin": origin()})
             return cls(path, _read_config(path), lock)
 
     @classmethod
@@ -136,7 +136,7 @@ class RunDirectory(Closeable):
     def update_config(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
         if config != self.config:
-            _write_config(self.path, config, self.origin)
+            write_json(self.path / _CONFIG, {**_HEAD, "config": config, "origin": self.origin})
             self.config = _read_config(self.path)
 
     @property
@@ -241,10 +241,6 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     )
 
 
-def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
-    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config, "origin": begun})
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / _CONFIG
     try:
@@ -280,10 +276,9 @@ def origin() -> dict[str, Any]:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """The command line of a process without its secrets; empty where there is none.
+    """The command line of a process with `***` for its secrets; empty where there is none.
 
-    Values of options whose names tell of a secret, and passwords in addresses, are kept as `***`. Of a program of the
-    user's own, whose options nobody here knows, its name alone is kept.
+    Of a program of the user's own, whose options nobody here knows, its name alone is kept.
     """
     if not arguments or not arguments[0]:
         return ""

@@ -42,11 +42,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Json]:
-    """Split `tree` into its tensors, keyed by their path, and the JSON of everything else.
-
-    UserError names the path of the first value that is neither. The tensors are the tree's own, not copies.
-    Numpy scalars become plain numbers of the same value, an OrderedDict a dict.
-    """
+    """Split `tree` into its own tensors, by their path, and the JSON of the rest; UserError names what is neither."""
     tensors: dict[str, Tensor] = {}
     return tensors, _flatten(tree, "", tensors, {})
 

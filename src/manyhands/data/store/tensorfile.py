@@ -82,9 +82,8 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, each in memory of its own; ValueError says what is wrong with it.
 
-    The library's tensors are views into one mapping of the file; a copy is aligned as a fresh tensor is (so
-    that resumed arithmetic takes the same vector paths) and is safe from whatever happens to the file
-    later.
+    The library's tensors are views into one mapping of the file; a copy is aligned as a fresh tensor is (so that
+    resumed arithmetic takes the same vector paths) and is safe from whatever happens to the file later.
     """
     try:
         mapped = safetensors.torch.load_file(path)

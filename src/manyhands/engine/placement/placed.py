@@ -30,7 +30,6 @@ __all__ = [
     "AUTO",
     "Placed",
     "PlacedOperation",
-    "PlacementLog",
     "assigned",
     "known_device",
     "num_bytes",
