@@ -275,7 +275,7 @@ class LineFile:
 
 
 class Backlog(Generic[_T]):
-    """Records on their way to a disk that may be full: what `write` rejects (whole) waits, and is tried again in order."""
+    """Records on their way to a disk that may be full: what `write` rejects waits, and is tried again in order."""
 
     def __init__(self, write: Callable[[Sequence[_T]], None]) -> None:
         self._write = write
