@@ -86,7 +86,7 @@ class KernelTrainer:
         self._control, self._group = control, control.group
         self.rank, self.world = self._group.rank, self._group.world
         self._in_lockstep = isinstance(control.order, Together)
-        self._is_free = not self._in_lockstep and control.order.turn.order == FREE
+        self._is_free = not self._in_lockstep and control.order.compiled_gate.order == FREE
         self._worker_context = worker_context
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0

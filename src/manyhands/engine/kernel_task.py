@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
-from manyhands.native.group.gate import Turn
+from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
@@ -142,8 +142,8 @@ class KernelTask(ABC):
         """The bytes that `shared_model` takes."""
 
     @abstractmethod
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """The step on this memory, which others may be changing; `turn` describes the gate that orders steps."""
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
+        """The step on this memory, which others may be changing; `gate` describes the gate that orders steps."""
 
     @abstractmethod
     def warm(self) -> None:

@@ -94,9 +94,8 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
 def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
-        return GroupConnection(
-            strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
-        )
+        alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
+        return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
@@ -124,13 +123,8 @@ def _on_one_host(
     links: Mapping[int, Link] = {}
     if strategy.facts.uses_links:
         links = share_links(rendezvous, timeout_s, network=strategy.uses_network)
-    resources = Resources(
-        rank=rendezvous.local_rank,
-        world=len(rendezvous.here),
-        timeout_s=timeout_s,
-        group=lambda: gradients,
-        links=lambda: links,
-    )
+    here: Any = {"rank": rendezvous.local_rank, "world": len(rendezvous.here), "timeout_s": timeout_s}
+    resources = Resources(**here, group=lambda: gradients, links=lambda: links)
 
     def abort(rank: int = rendezvous.rank) -> None:
         for group in (words, gradients):
@@ -192,7 +186,7 @@ def _on_several_hosts(
     rendezvous: Rendezvous,
     strategy: Strategy,
     far: Mapping[int, FarLink],
-    heard: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
+    exchanged: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
     timeout_s: float,
     stack: ExitStack,
 ) -> GroupConnection:
@@ -216,7 +210,7 @@ def _on_several_hosts(
         link = far[rank]  # whether it has said goodbye, as far as that is known without a receive
         return isinstance(link, TorchLink) and link.left_in_peace
 
-    own, places, secret = heard
+    own, places, secret = exchanged
     theirs = {rank: places[rank] for rank in far}
     heartbeats = Heartbeats(rendezvous.rank, own, theirs, secret, on_lost=lose, in_peace=left_in_peace)
     stack.callback(heartbeats.close)
@@ -232,9 +226,8 @@ def _on_several_hosts(
         alarm=alarm,
     )
     exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
-    connection = GroupConnection(
-        strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
-    )
+    parts: Any = {"words": Words(collective), "exchange": exchange, "abort": abort}
+    connection = GroupConnection(strategy=strategy, on_one_host=False, **parts)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection

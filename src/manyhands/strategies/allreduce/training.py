@@ -37,7 +37,7 @@ class AllReduceTraining(ExchangeTraining):
         else:
             exchange = super().end(strategy, resources)
         if choice is not None and isinstance(exchange, AllReduceExchange):
-            exchange.besides = choice.summary()
+            exchange.besides = {SUMS: {"by": "nccl" if choice.nccl else "links", "why": choice.why}}
         return exchange
 
     @classmethod
@@ -62,9 +62,8 @@ class AllReduceTraining(ExchangeTraining):
         assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
         if not strategy.elastic:
             return cls
-        from manyhands.strategies.allreduce.elastic.elastic_training import (
-            ElasticTraining,  # which workers have no use for
-        )
+        # Workers have no use for it.
+        from manyhands.strategies.allreduce.elastic.elastic_training import ElasticTraining
 
         return ElasticTraining
 
