@@ -162,8 +162,9 @@ class Task:
                 raise UserError(f"{name} is {value!r}; it must be {allowed}")
         require_parameters("loss", self.loss, ("model", "batch"))
         if self.collate is not None and not callable(self.collate):
-            allowed = "it must be a function (list of samples) -> batch, or None"
-            raise UserError(f"collate is {self.collate!r}; {allowed}")
+            raise UserError(
+                f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
+            )
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
@@ -204,8 +205,9 @@ class Task:
         self._check_metrics()
         self._check_scheduler_metric()
         if not isinstance(self.sparse, Mapping):
-            allowed = "it must be a dict of parameter name: function (batch) -> rows"
-            raise UserError(f"sparse is {self.sparse!r}; {allowed}")
+            raise UserError(
+                f"sparse is {self.sparse!r}; it must be a dict of parameter name: function (batch) -> rows"
+            )
         for name, rows_of in self.sparse.items():
             if not isinstance(name, str) or not callable(rows_of):
                 raise UserError(
@@ -220,14 +222,16 @@ class Task:
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
-            allowed = "it must be a dict of name: function (model, batch) -> number"
-            raise UserError(f"metrics is {self.metrics!r}; {allowed}")
+            raise UserError(
+                f"metrics is {self.metrics!r}; it must be a dict of name: function (model, batch) -> number"
+            )
         for name, metric in self.metrics.items():
             if name in _RESERVED_METRICS:
                 raise UserError(f"metrics has the name {name!r}, which reports use already; choose another")
             if not isinstance(name, str) or not callable(metric):
-                allowed = "it must be a string: function (model, batch) -> number"
-                raise UserError(f"metrics[{name!r}] is {metric!r}; {allowed}")
+                raise UserError(
+                    f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"
+                )
             require_parameters(f"metrics[{name!r}]", metric, ("model", "batch"))
         if self.metrics and self.evaluation is None:
             raise UserError(

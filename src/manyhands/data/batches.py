@@ -225,7 +225,6 @@ class BatchPlan:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches that visit every sample once; the last may be short."""
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, step: int) -> int:

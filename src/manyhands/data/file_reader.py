@@ -93,7 +93,6 @@ class DataFile(Closeable):
         return found
 
     def rest(self, limit_bytes: int) -> bytearray:
-        """Everything up to the end of the file, at most `limit_bytes`; a longer file is refused."""
         found = self.up_to(limit_bytes)
         if self.up_to(1):
             raise DataError(f"{self.path} holds more than {format_bytes(limit_bytes)}; give a smaller file")

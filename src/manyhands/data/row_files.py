@@ -200,7 +200,6 @@ class RowFile:
         return stack.enter_context(gzip.GzipFile(fileobj=stream))
 
     def _texts(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
-        """Blocks of whole lines, each with the line feed that it ends with, and the padding that parsers want."""
         kept: list[bytes] = []
         kept_bytes = 0
         while True:

@@ -123,7 +123,6 @@ class ControlListener:
             return self.failure
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Wait until all others have finished; WorkerFailed or PeerTimeout where one does not."""
         others = self._process_group.place.world - 1
         with self._changed:
             done = self._changed.wait_for(

@@ -219,7 +219,6 @@ class _Session:
 
     @property
     def _seconds(self) -> float:
-        """Seconds since training began, on the time base of the reported rows."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
