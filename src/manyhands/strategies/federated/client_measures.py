@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from manyhands.data.own import Parties
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
+from manyhands.strategies.federated.client_updates import Tensors
 from manyhands.strategies.federated.clients import held
 from manyhands.task import Metric, Task
 
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 Indices = NDArray[np.int64]
-Models = Iterable[tuple[int, Sequence[Tensor]]]  # clients, and the tensors of their models
+Models = Iterable[tuple[int, Tensors]]  # clients, and the tensors of their models
 Measured = tuple[Mapping[int, Mapping[str, float]], Mapping[str, str]]
 """The mean of each measure by client, and why others could not be taken."""
 _MOST_CLIENTS: Final = 300  # the most clients that are reported, and by how many samples of all of them

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import RAW, has_feedback
 from manyhands.wire.parcels import Parcel
@@ -31,12 +31,13 @@ __all__ = [
     "restored",
 ]
 
-ClientStates = dict[int, list[Tensor]]
-"""Tensors by client number; clients that have not taken part yet are absent."""
+ClientStates = dict[
+    int, list[Tensor]
+]  # tensors by client number; clients that have not taken part yet are absent
 
 
 def gathered(
-    states: ClientStates, clients: int, like: Sequence[Tensor], total: Callable[[Tensor], Tensor]
+    states: ClientStates, clients: int, like: Tensors, total: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Collective: the states of all of so many clients, each of which at most one worker has, for a checkpoint."""
     there = torch.zeros(clients, dtype=torch.float64)
@@ -92,31 +93,31 @@ class LocalLayers:
         self._local = local_names(names, patterns)
         self.states: ClientStates = {}
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return [weights[at] for at in sorted(self._local)]
 
-    def put(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def put(self, client: int, weights: Tensors) -> Tensors:
         if client not in self.states:
             return weights
         own = dict(zip(sorted(self._local), self.states[client], strict=True))
         return [own.get(at, one) for at, one in enumerate(weights)]
 
-    def keep(self, client: int, trained: Sequence[Tensor]) -> None:
+    def keep(self, client: int, trained: Tensors) -> None:
         """Its own from what it has trained; what it had before where a number is not finite."""
         own = self.kept(trained)
         if own and all(bool(one.isfinite().all()) for one in own):
             self.states[client] = [one.detach().clone() for one in own]
 
-    def shared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def shared(self, tensors: Tensors) -> Tensors:
         return [one for at, one in enumerate(tensors) if at not in self._local] if self._local else tensors
 
-    def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
+    def whole(self, found: TallySum, like: Tensors) -> TallySum:
         if not self._local:
             return found
         updates = [self._filled(change, like) for change in found.updates]
         return replace(found, sums=self._filled(found.sums, like), updates=updates)
 
-    def _filled(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    def _filled(self, tensors: Tensors, like: Tensors) -> list[Tensor]:
         rest = iter(tensors)
         return [
             torch.zeros_like(one, dtype=torch.float64) if at in self._local else next(rest)
@@ -136,12 +137,11 @@ class UpdateCoding:
         self._text = text
         self._feedback = feedback and text != RAW and has_feedback(text)
         self._seed = seed
-        self.states: ClientStates = {}
-        """What was left out of each client's updates so far, a row for each parcel."""
+        self.states: ClientStates = {}  # what was left out of each client's updates so far, a row for each parcel
         # of the clients whose updates were coded in this round
         self._before: dict[int, list[Tensor] | None] = {}
 
-    def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
+    def kept(self, like: Tensors, weights: int) -> Tensors:
         """What is like that, for updates of tensors like these, of which the first so many are the model's."""
         if not self._feedback:
             return ()
@@ -200,11 +200,11 @@ class UpdateCoding:
             self.states[client] = before
 
 
-def _groups(like: Sequence[Tensor], weights: int) -> list[list[int]]:
+def _groups(like: Tensors, weights: int) -> list[list[int]]:
     added = [at for at in range(weights, len(like)) if like[at].numel() > 1]
     return [list(range(weights)), *([added] if added else [])]
 
 
-def _dtype(like: Sequence[Tensor], group: Sequence[int]) -> torch.dtype:
+def _dtype(like: Tensors, group: Sequence[int]) -> torch.dtype:
     wide = any(like[at].dtype == torch.float64 for at in group)
     return torch.float64 if wide else torch.float32

@@ -24,7 +24,7 @@ from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.client_data import Batches, Samples
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, Tensors
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
@@ -164,7 +164,7 @@ class ClientTrainer:
         return Batches(list(chosen), mix(self._seed, one.number, one.client))
 
     @torch.no_grad()
-    def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
+    def _begin(self, weights: Tensors, like: Optimizer) -> None:
         for mine, begun in zip(self._tensors, weights, strict=True):
             mine.copy_(begun)
         for count, begun in self._counts:

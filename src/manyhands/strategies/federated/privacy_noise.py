@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_updates import Tensors
 
 __all__ = [
     "LEAST_STEPS",
@@ -135,7 +136,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def clipped(change: Sequence[Tensor], bound: float) -> tuple[Tensor, bool]:
+def clipped(change: Tensors, bound: float) -> tuple[Tensor, bool]:
     """An update in one row and double precision, no longer than `bound`, and whether it was within.
 
     One with a number that is not finite is zero, and was not within.

@@ -10,7 +10,7 @@ would come of a round before anybody is trained; attempts that fail cost nothing
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -44,16 +44,6 @@ class SimulatedCourse:
     """Where it counts, clients whose reports come first, and in time; no other client needs to be trained."""
 
 
-@dataclass(kw_only=True, slots=True)
-class SimulatedTurnout:
-    """What became of the clients that were asked, over all rounds so far."""
-
-    asked: int = 0
-    dropped: int = 0  # clients that stopped responding
-    late: int = 0  # whose report came after the round had ended
-    simulated_s: float = 0.0  # how long that would have taken, where a typical client takes a second
-
-
 class SimulatedRounds:
     """The rounds of a simulation, the same on every worker."""
 
@@ -65,7 +55,9 @@ class SimulatedRounds:
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
         """Whether only a rejected update can keep an attempt from counting in full."""
         self.state = core.RoundState()  # the core's state between rounds
-        self.participation = SimulatedTurnout()
+        # Clients that were asked over all rounds so far, that stopped responding, and whose report came after the end
+        # of the round; and how long that would have taken, where a typical client takes a second.
+        self.participation: dict[str, float] = {"asked": 0, "dropped": 0, "late": 0, "simulated_s": 0.0}
         self._open: SimulatedCourse | None = None
 
     def begin(self, number: int) -> SimulatedCourse:
@@ -116,20 +108,20 @@ class SimulatedRounds:
     def memory(self) -> dict[str, Any]:
         if self.all_report and self.state.attempt == self.state.done:
             return {}
-        return {"state": core.as_json(self.state), "participation": asdict(self.participation)}
+        return {"state": core.as_json(self.state), "participation": dict(self.participation)}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
         if not memory:
             return
         self.state = core.state_of(memory.get("state"))
-        try:
-            self.participation = SimulatedTurnout(**memory["participation"])
-        except (KeyError, TypeError) as error:
-            raise DataError(f"the participation of clients is damaged: {error!r}") from error
+        found = memory.get("participation")
+        if not isinstance(found, dict) or found.keys() != self.participation.keys():
+            raise DataError(f"the participation of clients is damaged: {found!r}")
+        self.participation = dict(found)
 
     def summary(self) -> dict[str, Any]:
         state = self.state
-        return {"attempts": state.attempt, "abandoned": state.abandoned, **asdict(self.participation)}
+        return {"attempts": state.attempt, "abandoned": state.abandoned, **self.participation}
 
     def _attempt(self, begun: core.RoundState) -> SimulatedCourse:
         attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
@@ -174,10 +166,10 @@ class SimulatedRounds:
 
     def _count(self, attempt: SimulatedCourse, in_time: int, after: core.RoundState) -> None:
         self.state = replace(after, present={}, now_s=0.0, since_s=0.0, counted_s=0.0)
-        self.participation.simulated_s += after.now_s - attempt.begun.since_s
-        self.participation.asked += len(attempt.asked)
-        self.participation.dropped += attempt.dropped
-        self.participation.late += len(attempt.asked) - attempt.dropped - in_time
+        self.participation["simulated_s"] += after.now_s - attempt.begun.since_s
+        self.participation["asked"] += len(attempt.asked)
+        self.participation["dropped"] += attempt.dropped
+        self.participation["late"] += len(attempt.asked) - attempt.dropped - in_time
 
 
 def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedRounds:

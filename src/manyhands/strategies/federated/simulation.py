@@ -25,7 +25,7 @@ from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_data import Partition, Samples, apart, held_back
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, restored
-from manyhands.strategies.federated.client_updates import ClientAssignment
+from manyhands.strategies.federated.client_updates import ClientAssignment, Tensors
 from manyhands.strategies.federated.clients import (
     ClientTrainer,
     LocalWork,
@@ -179,7 +179,7 @@ def _first_line(error: Exception) -> str:
 
 
 _AFTER_ALL: Final = 2**31 - 1  # a round that no run has: what is random in fine-tuning is drawn apart
-Tuned = Iterator[tuple[int, Sequence[Tensor]]]
+Tuned = Iterator[tuple[int, Tensors]]
 """Clients, and what their models have become: parameters, then floating-point buffers."""
 
 
@@ -189,9 +189,7 @@ class TuningSteps(FederatedAlgorithm):
     word: ClassVar[str] = FINE_TUNE
     about: ClassVar[str] = "steps on a client's own samples after the last round"
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         del client, start, steps
         return [one.clone() for one in trained]
 
@@ -203,7 +201,7 @@ def fine_tuned(
     *,
     epochs: int | None = None,
     seed: int = 0,
-    kept: Mapping[int, Sequence[Tensor]] | None = None,
+    kept: Mapping[int, Tensors] | None = None,
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Each client, and what the model becomes after so many epochs on its own samples alone, with the task's optimizer.
 
@@ -227,7 +225,7 @@ def fine_tuned(
 def tuned(
     task: Task,
     model: nn.Module,
-    models: Iterable[tuple[int, Sequence[Tensor]]],
+    models: Iterable[tuple[int, Tensors]],
     samples_of: Sequence[NDArray[np.int64]],
     work: LocalWork,
     like: Optimizer,

@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import ManyhandsError, printable
 from manyhands.native.dtypes import NAMED, STORED
+from manyhands.strategies.federated.client_updates import Tensors
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.secure.primitives import digest_of
 from manyhands.strategies.federated.strategy import Federated
@@ -140,7 +141,7 @@ class TensorForm:
     def most_bytes(self) -> int:
         return self.num_bytes + len(json.dumps(self._header())) + _ABOUT_BYTES
 
-    def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
+    def encode(self, tensors: Tensors, about: Mapping[str, str]) -> bytes:
         named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
         return b"".join(encode_tensors(named, about))
 
@@ -222,7 +223,7 @@ class UpdateForm:
 
     def encode(
         self,
-        change: Sequence[Tensor],
+        change: Tensors,
         about: Mapping[str, str],
         left: Tensor | None,
         *,

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
@@ -22,6 +21,8 @@ from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_
 from manyhands.strategies.federated.client_updates import (
     ClassSums,
     ClientUpdate,
+    TallySum,
+    Tensors,
     described_clients,
     described_norms,
     largest_class,
@@ -52,9 +53,7 @@ class SecureAttempt:
     others only as long as messages take. A message that a device repeats, having missed the answer, is answered again.
     """
 
-    def __init__(
-        self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
-    ) -> None:
+    def __init__(self, job: FederatedJob, roster: Mapping[int, bytes], weights: Tensors, at_s: float) -> None:
         self._roster = roster
         # No sum is made that would not count: with the next attempt's it would reveal more than either.
         items, minimum = sum(one.numel() for one in weights), job.terms.minimum
@@ -131,6 +130,7 @@ class RoundServer:
 
     _norms: dict[int, float]
     secure: SecureAttempt | None  # also read by the thread that answers requests
+    _secure_sum: TallySum | None
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class RoundServer:
         try:
             if secure.advance(at_s):
                 flat, loss, weight = sum_of(secure.terms.fixed, secure.server.result())
-                self._sum = ClassSums.whole(shaped(flat, self._weights), weight, loss)
+                self._secure_sum = TallySum(sums=shaped(flat, self._weights), weight=weight, loss=loss)
                 survivors = secure.server.lists.survivors
                 self._do(core.SumCame(attempt=self.state.attempt, clients=survivors, at_s=at_s))
         except ProtocolRefused as refused:
@@ -348,7 +348,8 @@ class RoundServer:
 
     def _close(self, decision: core.CloseRound) -> None:
         norms = self._norms
-        total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
+        largest = largest_class(norms.values(), self._terms.norm_ratio)
+        total = self._secure_sum or self._sum.total(largest)
         with torch.no_grad():
             mean = self._algorithm.mean(total)
             step = [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
@@ -395,7 +396,7 @@ class RoundServer:
     def _forget(self) -> None:
         self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
         self._norms = {}
-        self.secure = None
+        self.secure = self._secure_sum = None
 
 
 def require_complete(server: RoundServer) -> None:
