@@ -117,11 +117,7 @@ class PrivateTally:
     """The tally of one round of a private run."""
 
     def __init__(
-        self,
-        inside: Callable[[Tensors], RoundTally],
-        rounds: PrivateRounds,
-        like: Tensors,
-        place: RoundPlace,
+        self, inside: Callable[[Tensors], RoundTally], rounds: PrivateRounds, like: Tensors, place: RoundPlace
     ) -> None:
         self._rounds, self._like, self._place = rounds, like, place
         self._noise = rounds.noise

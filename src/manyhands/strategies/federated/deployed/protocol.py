@@ -222,13 +222,7 @@ class UpdateForm:
         return _coded_form(self._most).most_bytes if self.is_coded else self._form.most_bytes
 
     def encode(
-        self,
-        change: Tensors,
-        about: Mapping[str, str],
-        left: Tensor | None,
-        *,
-        client: int,
-        number: int,
+        self, change: Tensors, about: Mapping[str, str], left: Tensor | None, *, client: int, number: int
     ) -> tuple[bytes, Tensor | None]:
         if not self.is_coded:
             return self._form.encode(change, about), None
