@@ -48,12 +48,14 @@ from manyhands.strategies.federated.client_updates import (
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.strategies.federated.private_rounds import PrivateRounds
-from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
     ClientSimulation,
+    SimulatedCourse,
+    SimulatedRounds,
     Tuned,
     client_runner_for,
+    simulated_rounds,
     tuned,
 )
 from manyhands.strategies.federated.strategy import Federated, tuning_epochs
