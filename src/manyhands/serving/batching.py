@@ -220,10 +220,7 @@ class _WorkerConnection:
 
 
 class Switchboard:
-    """Connects requests with workers: the driver of `Dispatch` in the event loop of the web server, without decisions.
-
-    Call all methods but `attach` from the event loop's thread; `kill` may be called there, too.
-    """
+    """The driver of `Dispatch` in the event loop of the web server; `attach` alone may be called by other threads."""
 
     def __init__(self, limits: BatchLimits, tally: ServingTally, kill: Callable[[int], None]) -> None:
         self.core = Dispatch(limits)

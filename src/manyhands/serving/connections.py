@@ -71,10 +71,7 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
 
 
 class PageConnection(H11Protocol):
-    """One connection, which may be closed to free capacity, and which closes itself if no request arrives in time.
-
-    The application finds `know` in its scope's state, and calls it for a request with a good token.
-    """
+    """One connection: it may be closed to free capacity, and closes itself if no request arrives in time."""
 
     def __init__(
         self,
@@ -84,6 +81,7 @@ class PageConnection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        # The application calls `know`, which it finds in its scope's state, for a request with a good token.
         super().__init__(config, server_state, {**app_state, "know": lambda: admission.know(self)}, _loop)
         self._admission = admission
         self._deadline: asyncio.TimerHandle | None = None

@@ -1,9 +1,5 @@
 """A trained model behind HTTP, put together: the web thread, the switchboard in it, the workers and the page.
 
-with ModelServer(predictor, "runs/digits-1", workers=2) as server:
-    print(server.url)          the page, with its token
-    server.wait()
-
 client ──HTTP──► ModelApp ──► Switchboard ──batch──► worker 1 ┐ forks, each with the whole model
                                  ▲ Dispatch          worker 2 ┘ Replicas starts and replaces them
 
@@ -221,9 +217,8 @@ class Staffing:
 class Replicas:
     """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
-    All of them, including replacements, have the model as of the server's start: its weights are packed once, and every
-    worker maps the same pages. `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread
-    of the replicas.
+    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages.
+    `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread of the replicas.
     """
 
     def __init__(

@@ -107,10 +107,9 @@ class Partition:
 
 
 def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[Indices], list[Indices]]:
-    """What each client trains on, and what it is measured by: so large a part of its samples, drawn at random.
+    """What each client trains on, and what it is measured by: this share of its samples, drawn at random.
 
-    With two samples or more it is at least one, and never all; with a single one there is nothing to measure by. Where
-    `share` is 0 nothing is held back, and clients are measured by what they train on.
+    It is at least one of two or more samples, and never all; with a share of 0, what clients train on.
     """
     if not share:
         return list(parts), list(parts)
@@ -239,10 +238,7 @@ class Samples:
         return batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def each(self, wanted: Batches, then: Batches | None = None) -> Iterator[Any]:
-        """The batches of these samples, one after another; the first of `then` come next, and may be read meanwhile.
-
-        What is drawn by chance in making one follows from its key alone.
-        """
+        """The batches of these samples, each drawn from its key alone; the first of `then` may be read meanwhile."""
         if self._columns is not None or self._source.gathers:
             yield from map(self.fetch, wanted.indices)
             return

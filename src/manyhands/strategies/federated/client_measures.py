@@ -150,10 +150,7 @@ class ClientEvaluation:
 def spread_over(
     found: Measured, clients: Sequence[int], names: Sequence[str], total: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, float]]:
-    """Collective: the spread of these measures over these clients, of whom each worker has measured its own.
-
-    Left out are measures that some worker could not take.
-    """
+    """Collective: the spread over these clients, each measured by one worker, of measures that all could take."""
     measured_here, failed_here = found
     rows = [[measured_here.get(client, {}).get(name, 0.0) for name in names] for client in clients]
     there = [float(client in measured_here) for client in clients]

@@ -116,10 +116,7 @@ class RoundTally(Protocol):
     def add(self, update: ClientUpdate, weight: float) -> None: ...
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
-
-        Without those whose norm is of a larger class (`norm_class`) than `largest`, where that is given.
-        """
+        """Collective, once: of updates up to this `norm_class`, if given; NonFinite where the round is abandoned."""
 
 
 def shaped(flat: Tensor, like: Tensors) -> list[Tensor]:
@@ -178,10 +175,7 @@ def described_clients(clients: Sequence[int]) -> str:
 
 
 def require_finite(measured: Mapping[str, float], number: int, came: str, *, weights: bool = True) -> None:
-    """NonFinite where round `number`, from 1, has spoiled the model; `came` names what it was made of.
-
-    It is judged by the evaluation loss, and by whether all `weights` are finite: a metric may be undefined in peace.
-    """
+    """NonFinite where round `number` has spoiled the model, by its loss or its `weights`; `came`: whose updates."""
     loss = measured.get("evaluation_loss", 0.0)
     if weights and math.isfinite(loss):
         return
@@ -245,10 +239,7 @@ class RoundNorms:
             self._mine[update.client] = update.norm
 
     def judge(self, clients: Sequence[int], total: Callable[[Tensor], Tensor]) -> int | None:
-        """Collective: which updates are rejected; returns the largest class of norms that counts, if there is one.
-
-        `clients` are those of the round, in the same order on every worker.
-        """
+        """Collective: which updates of these clients are rejected; returns the largest class that counts, if any."""
         if not self._ratio:
             return None
         place = {client: at for at, client in enumerate(clients)}

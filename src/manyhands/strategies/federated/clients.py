@@ -177,11 +177,10 @@ class ClientTrainer:
 
 @contextmanager
 def plain_products(model: nn.Module) -> Iterator[None]:
-    """While this is open, a client's steps of a model of linear layers are computed by BLAS, without oneDNN.
+    """A client's steps of a model of linear layers are computed by BLAS, without oneDNN.
 
     Clients have small batches. On ARM oneDNN takes half a millisecond to set up each product, many times what BLAS
-    takes to compute it; elsewhere the two are alike. A model with convolutions or recurrent layers, which are oneDNN's,
-    keeps it.
+    takes to compute it; elsewhere the two are alike. Convolutions and recurrent layers are oneDNN's.
     """
     of_onednn = (nn.modules.conv._ConvNd, nn.RNNBase)
     backend: Any = torch.backends.mkldnn

@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import (
-    NO_GRADIENT,
-    Exchange,
-    ExchangeState,
-    LocalStep,
-    Meter,
-    SharedStep,
-    Times,
-    Traffic,
-    WorkerPart,
-)
+from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Traffic
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated import client_states
@@ -100,7 +91,7 @@ class FederatedExchange(Exchange):
     """Simulates clients and acts as the server; workers that share the clients communicate by collectives."""
 
     steps_itself = True
-    parts = NO_GRADIENT  # clients clip their own
+    parts = base.NO_GRADIENT  # clients clip their own
     when_broken = (
         "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
     )
@@ -111,9 +102,9 @@ class FederatedExchange(Exchange):
     def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
         self.rank = collective.rank if collective is not None else 0
         self.world = collective.world if collective is not None else 1
-        self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
-        times = collective.take_times if collective is not None else Times
-        self.meter = Meter(take_times=times, traffic=lambda: self._sent)
+        self.part = base.WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
+        times = collective.take_times if collective is not None else base.Times
+        self.meter = base.Meter(take_times=times, traffic=lambda: self._sent)
         self.rounds = self
         self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
@@ -146,7 +137,7 @@ class FederatedExchange(Exchange):
             self._loaded_state = memory
             self._algorithm.load_state(memory.get("algorithm", {}))
 
-        self.kept = ExchangeState(gather=self._memory, load=load)
+        self.kept = base.ExchangeState(gather=self._memory, load=load)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

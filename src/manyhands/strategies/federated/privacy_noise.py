@@ -137,10 +137,7 @@ def _number(text: str) -> float:
 
 
 def clipped(change: Tensors, bound: float) -> tuple[Tensor, bool]:
-    """An update in one row and double precision, no longer than `bound`, and whether it was within.
-
-    One with a number that is not finite is zero, and was not within.
-    """
+    """An update in one row, no longer than `bound`, and whether it was within; zero where it is not finite."""
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in change])
     norm = float(torch.linalg.vector_norm(flat))
     if not math.isfinite(norm):
@@ -206,10 +203,7 @@ class RoundNoise:
     def in_steps(
         self, vector: Tensor, step: float, clients: int, draws: UniformDraws | None
     ) -> NDArray[np.int64]:
-        """A client's vector in whole steps, cut towards zero, with its share of the noise if it adds one.
-
-        `clients` is the fewest whose sum is shown.
-        """
+        """A client's vector in steps, cut towards zero, with its share of the noise; `clients`: the fewest of a sum."""
         whole = np.trunc(vector.numpy() / step).astype(np.int64)
         if draws is not None and self.deviation:
             whole += discrete_gaussian(len(whole), self.deviation / step / math.sqrt(clients), draws)

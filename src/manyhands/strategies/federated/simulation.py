@@ -98,10 +98,7 @@ class SimulatedRounds:
         self._open: SimulatedCourse | None = None
 
     def begin(self, number: int) -> SimulatedCourse:
-        """Try round `number`, from 0, until an attempt has enough reports; ManyhandsError where none has.
-
-        Called again before `close`, it finds the same.
-        """
+        """Try round `number`, from 0, until an attempt has enough reports; again before `close`, the same one."""
         if self.state.done != number:  # of a checkpoint that had nothing to say of it
             self.state = core.RoundState(done=number, attempt=number)
         # Each round starts as after a restart, with its own clock: a run resumed from a checkpoint continues the same.
@@ -246,7 +243,6 @@ _OPERATION: Final = re.compile(r"aten::\w+")
 _TRIED: Final = 2  # samples in the batch of a trial
 _FEW_STEPS: Final = 64  # of all clients in a round: loading torch.func takes longer in every process
 
-
 ClientRunner = ClientTrainer | StackedTrainer
 
 
@@ -274,11 +270,7 @@ def client_runner_for(
     each_round: int,
     wanted: int,
 ) -> tuple[ClientRunner, ClientSimulation]:
-    """The runner for a worker's clients; UserError where the requested number at once is not possible.
-
-    `sizes` are the numbers of each client's samples. A worker simulates at most `each_round` of them in a round, of
-    which the user wants `wanted` at once, or AUTO.
-    """
+    """The runner for a worker's clients of these `sizes`; UserError where `wanted` at once is not possible."""
     simulation = _choose(task, model, work, sizes, each_round, wanted)
     if simulation.together > 1:
         return StackedTrainer(task, model, algorithm, work, seed, simulation.together), simulation
@@ -376,8 +368,7 @@ def _first_line(error: Exception) -> str:
 
 
 _AFTER_ALL: Final = 2**31 - 1  # a round that no run has: what is random in fine-tuning is drawn apart
-Tuned = Iterator[tuple[int, Tensors]]
-"""Clients, and what their models have become: parameters, then floating-point buffers."""
+Tuned = Iterator[tuple[int, Tensors]]  # clients, and what their models have become, in the order of `held`
 
 
 class TuningSteps(FederatedAlgorithm):
@@ -402,9 +393,8 @@ def fine_tuned(
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Each client, and what the model becomes after so many epochs on its own samples alone, with the task's optimizer.
 
-    Tensors are the model's parameters, then its floating-point buffers. The split is that of a run of this strategy
-    with this seed, and so are the epochs, unless they are given; the model is not changed. With `keep=` a client begins
-    with its own layers, which `models_kept(…, "layers")` reads.
+    Tensors are the model's parameters, then its floating-point buffers. Split and epochs are those of a run of this
+    strategy with this seed. With `keep=` a client begins with its own layers, which `models_kept(…, "layers")` reads.
     """
     if epochs is not None and epochs < 1:
         raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
@@ -445,8 +435,5 @@ def tuned(
 
 
 def models_kept(memory: Mapping[str, Any], name: str = "algorithm") -> ClientStates:
-    """What each client had kept when a checkpoint was written, by what its `extra["exchange"]` has.
-
-    `algorithm`: Ditto's models, or SCAFFOLD's control variates; `layers`: those of `keep=`.
-    """
+    """What each client had kept in a checkpoint's `extra["exchange"]`: for the `algorithm`, or its own `layers`."""
     return restored(memory.get("clients", {}).get(name, {}), 0, 1, torch.device("cpu"))

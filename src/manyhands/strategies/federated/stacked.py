@@ -126,10 +126,7 @@ class _LossOfBatch(nn.Module):
 
 
 class StackedGradients:
-    """Gradient and loss of each of several clients, on its own batch with its own parameters.
-
-    Tensors come in the order of `held`: the model's parameters, then its floating-point buffers.
-    """
+    """Gradient and loss of each of several clients, on its own batch with its own tensors, in the order of `held`."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         loss = _LossOfBatch(task, model)
@@ -243,10 +240,7 @@ class StackedTrainer:
         correct: Correct | None,
         near: Sequence[Tensors] | None = None,
     ) -> list[float]:
-        """All steps of these clients, from these tensors; the sum of each one's losses.
-
-        Gradients are corrected by those in `near`, or by these.
-        """
+        """All steps of these clients; the sums of their losses. Gradients are corrected by `near`, or by `starts`."""
         self._begin(starts, like)
         steps = list(steps_of([own for _, own in works]))
         wanted = [indices for _, parts in steps for _, indices in parts]

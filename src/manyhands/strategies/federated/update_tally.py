@@ -179,11 +179,7 @@ def play_round(
     leaves: Mapping[int, SecureStage] | None = None,
     draw: Draw = os.urandom,
 ) -> SecureSum:
-    """The sum of the inputs of all clients that stay; `identities` are their Ed25519 secrets.
-
-    A client leaves at the stage that `leaves` says, before it answers, or before it masks if it has no input.
-    protocol.RoundAbandoned where too few are left.
-    """
+    """The sum of the inputs of clients that stay; others leave at the stage in `leaves`, or before they mask."""
     roster = {client: public_identity(secret) for client, secret in identities.items()}
     own = identities.items()
     clients = {
@@ -228,7 +224,7 @@ class SecureTally:
         number: int = 0,
         like: Tensors | None = None,
     ) -> None:
-        """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
+        """Of round `number`, from 0, in which clients begin with `weights` and send tensors like `like`."""
         self._fixed, self._number = fixed, number
         self._like = weights if like is None else like
         items = sum(one.numel() for one in self._like)

@@ -13,25 +13,13 @@ from manyhands.strategies.federated.algorithms.buff import FedBuff
 
 __all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
-ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
-    kind.word: kind
-    for kind in (
-        averaging.FedAvg,
-        averaging.FedSgd,
-        averaging.FedProx,
-        averaging.FedAdam,
-        averaging.FedYogi,
-        averaging.FedAdagrad,
-        averaging.Scaffold,
-        averaging.FedNova,
-        averaging.CoordinateMedian,
-        averaging.TrimmedMean,
-        averaging.Krum,
-        averaging.MultiKrum,
-        averaging.Ditto,
-        FedBuff,
-    )
-}
+_KINDS: Final[tuple[type[FederatedAlgorithm], ...]] = (
+    *(averaging.FedAvg, averaging.FedSgd, averaging.FedProx),
+    *(averaging.FedAdam, averaging.FedYogi, averaging.FedAdagrad, averaging.Scaffold, averaging.FedNova),
+    *(averaging.CoordinateMedian, averaging.TrimmedMean, averaging.Krum, averaging.MultiKrum),
+    *(averaging.Ditto, FedBuff),
+)
+ALGORITHMS: Final = {kind.word: kind for kind in _KINDS}
 
 
 def algorithm_named(text: str) -> FederatedAlgorithm:

@@ -32,10 +32,7 @@ class FederatedFacts:
 
 
 class FederatedAlgorithm(ABC):
-    """Federated averaging; others change the parts that they name.
-
-    Tensors come in the order of the model's parameters, then its floating-point buffers.
-    """
+    """Federated averaging; others change the parts that they name. Tensors come in the order of `held`."""
 
     word: ClassVar[str]
     about: ClassVar[str]
@@ -47,14 +44,9 @@ class FederatedAlgorithm(ABC):
     """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
     corrects: ClassVar[bool] = False  # whether `correct` changes gradients
     single_updates: ClassVar[bool] = False  # whether the server must see each update, and not only their sum
-    sums_only: ClassVar[bool] = False
-    """Whether the server and others learn nothing of a client but its update in a sum, which a norm bound limits.
-
-    False until an algorithm has been checked for it.
-    """
+    sums_only: ClassVar[bool] = False  # checked: nothing is learnt of a client but its update in a sum
     trains_personal: ClassVar[bool] = False
-    """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
-    `correct_personal`; what it comes to is given to `keep_personal`."""
+    """Whether a client then trains one of its own: from `personal`, with `correct_personal`, to `keep_personal`."""
     # For an estimate of memory: tensors of a model's size that each client keeps, and whether the server keeps the
     # models that clients under way began with.
     models_kept: ClassVar[int] = 0

@@ -124,10 +124,7 @@ class FedBuff(FederatedAlgorithm):
         return self.policy.rate(update.staleness)
 
     def mean(self, found: TallySum) -> Tensors:
-        """The sum divided by the number of updates, not by their weights: a late buffer takes a smaller step.
-
-        An update that was rejected because it is not finite counts as zero.
-        """
+        """The sum by the number of updates, not by their weights: a late, or a rejected one, makes a step smaller."""
         return [one / self._size for one in found.sums]
 
     def summary(self) -> Mapping[str, Any]:

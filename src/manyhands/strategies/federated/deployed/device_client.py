@@ -22,21 +22,10 @@ from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
-from manyhands.strategies.federated.deployed import protocol
+from manyhands.strategies.federated.deployed import http_client, protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
-from manyhands.strategies.federated.deployed.http_client import (
-    BackOff,
-    HttpsClient,
-    Reply,
-    SendRequest,
-    Unreached,
-)
-from manyhands.strategies.federated.deployed.protocol import (
-    SMALL_BYTES,
-    MessageRejected,
-    TensorForm,
-    whole_in,
-)
+from manyhands.strategies.federated.deployed.http_client import Reply, SendRequest, Unreached
+from manyhands.strategies.federated.deployed.protocol import SMALL_BYTES, MessageRejected, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
@@ -66,7 +55,7 @@ class DevicePlan:
     strategy: Federated
     seed: int
     hold_s: float  # how long the server holds back a question for work
-    form: TensorForm
+    form: protocol.TensorForm
     config: Mapping[str, Any]
 
     @classmethod
@@ -86,7 +75,7 @@ class DevicePlan:
         task = _task_over(str(name), options, data, schema)
         seed = whole_in(sent, "seed")
         model = initial_model(task, seed)
-        form = TensorForm.of(model)
+        form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
             why = "the server's model has other tensors than the one that this release makes of its task"
             raise UserError(why)
@@ -181,7 +170,7 @@ class Device:
         self._send, self._state, self._plan, self._notify = send, state, plan, notify
         self._clock, self._sleep, self._patience_s = clock, sleep, patience_s
         self._client = state.client
-        self._back_off = BackOff(most_s=most_pause_s, seed=self._client)
+        self._back_off = http_client.BackOff(most_s=most_pause_s, seed=self._client)
         self._model = initial_model(plan.task, plan.seed)
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
@@ -229,10 +218,7 @@ class Device:
                 self._after = max(self._after, attempt)
 
     def _request(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
-        """An answer, asked for until there is one; None where the server will have none of it (409, 422).
-
-        ManyhandsError where there was none for too long, or the server refuses this device.
-        """
+        """An answer, retried until there is one; None for 409 and 422, ManyhandsError where it is refused or late."""
         since = self._clock()
         while True:
             try:
@@ -378,7 +364,7 @@ class JoiningDevice:
 def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
     """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
     crypto.need_cryptography()
-    send = HttpsClient(asked.address, asked.authority)
+    send = http_client.HttpsClient(asked.address, asked.authority)
     state = DeviceState(asked.out)
     try:
         _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
@@ -402,7 +388,7 @@ def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
 
 
 def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
-    pauses, since = BackOff(most_s=asked.most_pause_s), time.monotonic()
+    pauses, since = http_client.BackOff(most_s=asked.most_pause_s), time.monotonic()
     while True:
         try:
             return call()

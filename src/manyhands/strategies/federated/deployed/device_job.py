@@ -122,18 +122,10 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
 
-_OF_SIMULATION: Final = [
-    "partition",
-    "together",
-    "keep",
-    "personal",
-    "held_out",
-    "clip",
-    "noise",
-    "epsilon",
-    "sampling",
-    "dropout",
-]
+_OF_SIMULATION: Final = (
+    *("partition", "together", "keep", "personal", "held_out"),
+    *("clip", "noise", "epsilon", "sampling", "dropout"),
+)
 # Algorithms whose devices send an update and nothing else, and need nothing but the model.
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 _FEWEST_SECURE: Final = 3

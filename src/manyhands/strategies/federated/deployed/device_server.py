@@ -184,10 +184,7 @@ class DeviceApp:
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
-    """The request's body; MessageRejected before more than `most_bytes` of it are read, or if it takes too long.
-
-    What a request says of its length is compared with what comes: one in chunks could say anything.
-    """
+    """The body, of the declared length; MessageRejected before more than `most_bytes` are read, or if it is slow."""
     declared = headers.get("content-length", "")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
         raise MessageRejected(411, "the request does not say how long it is")

@@ -68,10 +68,7 @@ class HttpsClient:
     """Sends requests to one server; nothing is sent unless its certificate is valid."""
 
     def __init__(self, address: str, authority: Path | None) -> None:
-        """UserError for an address that is none, or a file that holds no certificate.
-
-        Without `authority`, the certificates count that this host trusts.
-        """
+        """UserError for an address that is none. Without `authority` the certificates count that this host trusts."""
         try:
             parts = urlsplit(address if "://" in address else f"https://{address}")
             host, port = parts.hostname, parts.port

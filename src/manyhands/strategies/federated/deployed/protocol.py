@@ -113,10 +113,7 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """Names, types and shapes of the tensors that are sent: the model's parameters, then its floating-point buffers.
-
-    Both ends know them beforehand, so the header of a body is compared with them and never trusted.
-    """
+    """The tensors that are sent, known to both ends: the header of a body is compared with them and never trusted."""
 
     rows: tuple[tuple[str, str, tuple[int, ...]], ...]
 

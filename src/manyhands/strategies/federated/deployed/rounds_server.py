@@ -16,19 +16,10 @@ import torch
 from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import ManyhandsError
+from manyhands.strategies.federated import client_updates
 from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.strategies.federated.client_updates import (
-    ClassSums,
-    ClientUpdate,
-    TallySum,
-    Tensors,
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
-    shaped,
-)
+from manyhands.strategies.federated.client_updates import ClassSums, ClientUpdate, TallySum, Tensors, shaped
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
@@ -47,11 +38,7 @@ _LEAST_BYTES = 4096  # that a message of a secure sum may have
 
 
 class SecureAttempt:
-    """One attempt at a secure sum over HTTP: the server's state machine, with a deadline for every stage.
-
-    A device trains before it sends its first message, so the first stage lasts as long as a round does, and each of the
-    others only as long as messages take. A message that a device repeats, having missed the answer, is answered again.
-    """
+    """One attempt at a secure sum over HTTP: the state machine, with a deadline for every stage."""
 
     def __init__(self, job: FederatedJob, roster: Mapping[int, bytes], weights: Tensors, at_s: float) -> None:
         self._roster = roster
@@ -59,7 +46,9 @@ class SecureAttempt:
         items, minimum = sum(one.numel() for one in weights), job.terms.minimum
         self.terms = SecureTerms.draw(job.strategy.fixed_point, len(roster), items, minimum)
         self.server = SecureServer(self.terms, roster, hash_of(weights))
-        self.due_s = at_s + job.settings.deadline_s  # when the current stage ends
+        self.due_s = (
+            at_s + job.settings.deadline_s
+        )  # when the current stage ends: in the first one devices train
         self._stage_s = job.settings.stage_s  # how long each stage but the first may take
         self._messages: dict[int, dict[int, bytes]] = {}  # by stage and client
         self._came: dict[tuple[int, int], bytes] = {}
@@ -86,7 +75,7 @@ class SecureAttempt:
     def receive(self, client: int, stage: int, body: bytes) -> None:
         """A client's message at a stage; ProtocolRefused where it is wrong, late, or another one than before."""
         digest = digest_of(body)
-        if (client, stage) in self._came:
+        if (client, stage) in self._came:  # a device that has missed the answer repeats its message
             if self._came[client, stage] != digest:
                 raise ProtocolRefused(f"client {client} has sent something else at this stage before")
             return
@@ -111,10 +100,7 @@ class SecureAttempt:
         return message, message is not None
 
     def advance(self, at_s: float) -> bool:
-        """Advance to the next stage if all clients have answered or the deadline has passed; whether there is a sum.
-
-        RoundAbandoned where too few clients are left; nothing is revealed then.
-        """
+        """Advance if all clients have answered or it is time; whether there is a sum. RoundAbandoned with too few."""
         if self.server.waits_for and at_s < self.due_s:
             return False
         messages = self.server.advance()
@@ -190,10 +176,7 @@ class RoundServer:
         return {"client": number, "run": self._files.run}
 
     def work(self, client: int, have: int, after: int, at_s: float) -> tuple[dict[str, Any], bool]:
-        """What a client should know, and whether it should know it at once.
-
-        `have` is how many rounds its model has seen (-1: none), `after` the last attempt that it has done with.
-        """
+        """What a client with the model of round `have`, done with attempt `after`, should know, and whether at once."""
         self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
@@ -348,7 +331,7 @@ class RoundServer:
 
     def _close(self, decision: core.CloseRound) -> None:
         norms = self._norms
-        largest = largest_class(norms.values(), self._terms.norm_ratio)
+        largest = client_updates.largest_class(norms.values(), self._terms.norm_ratio)
         total = self._secure_sum or self._sum.total(largest)
         with torch.no_grad():
             mean = self._algorithm.mean(total)
@@ -372,17 +355,17 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{described_clients(list(decision.counted))}, whose norms a secure sum does not show"
+        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum does not show"
         if seen := {client: norms[client] for client in decision.counted if client in norms}:
-            came = described_norms(seen)
+            came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
-        require_finite(measured, self.state.done, came, weights=finite)
+        client_updates.require_finite(measured, self.state.done, came, weights=finite)
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
         self._refresh()
         if decision.rejected:
-            came = described_norms({client: norms[client] for client in decision.rejected})
+            came = client_updates.described_norms({client: norms[client] for client in decision.rejected})
             usual = statistics.median(norms.values())
             self.notify(
                 f"round {self.state.done}: rejected, since larger than norm_ratio={self._terms.norm_ratio:g} times the "

@@ -26,7 +26,6 @@ from manyhands.strategies.federated.secure.fixedpoint import Words
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SHARE_BYTES, Draw, ProtocolRefused
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
-    RoundKeys,
     SecureTerms,
     SurvivorList,
     point_of,
@@ -59,10 +58,9 @@ class SecureClient:
         model: bytes,
         draw: Draw = os.urandom,
     ) -> None:
-        """Draw its keys.
+        """Draw its keys; `identity` is its Ed25519 secret, `model` the hash of the model it was given.
 
-        `identity` is its Ed25519 secret, `roster` the public identity of every client asked, `model` the hash of the
-        model it was given. ProtocolRefused where the terms are for another number of clients.
+        `roster` has the public identity of every client asked; ProtocolRefused where the terms are for more or fewer.
         """
         if len(roster) != terms.clients or number not in roster:
             why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
@@ -71,7 +69,7 @@ class SecureClient:
         self.stage = SecureStage.ADVERTISE
         self._identity, self._roster, self._terms, self._model = identity, roster, terms, model
         self._draw = draw
-        self._keys = RoundKeys(terms, model)
+        self._keys = messages.RoundKeys(terms, model)
         self._channel_secret, self._mask_secret, self._seed = (draw(KEY_BYTES) for _ in range(3))
         self._others: dict[int, Advertisement] = {}
         self._keys_digest = b""
@@ -315,10 +313,7 @@ class SecureServer:
             self._asked -= {client}
 
     def advance(self) -> dict[int, bytes]:
-        """No more answers are waited for: what each client is sent next, nothing after the last stage.
-
-        RoundAbandoned where fewer than the threshold have answered.
-        """
+        """What each client is sent next, nothing after the last stage; RoundAbandoned where too few have answered."""
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}")
         if len(self._came) < self._terms.threshold:
@@ -354,7 +349,7 @@ class SecureServer:
         return self._sum
 
     def _take_masks_off(self) -> None:
-        keys = RoundKeys(self._terms, self._model)
+        keys = messages.RoundKeys(self._terms, self._model)
         found = self._sum
         for client in self.lists.survivors:
             seed = self._combined(self._seed_shares[client], client)
