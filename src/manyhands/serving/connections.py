@@ -24,9 +24,7 @@ __all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "Pag
 
 MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
-REQUEST_S = (
-    3.0  # how long a request may take to come: from the connection, or from the end of the answer before it
-)
+REQUEST_S = 3.0  # for a request to come, from the connection or the end of the answer before it
 
 Who = TypeVar("Who")
 

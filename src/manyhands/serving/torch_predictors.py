@@ -182,9 +182,7 @@ class Prompt:
 
     prompt: str
     length: int = 200  # bytes to write
-    temperature: float = (
-        0.8  # scores are divided by it: 0 takes the likeliest byte, 1 draws as the model says
-    )
+    temperature: float = 0.8  # divides scores: 0 takes the likeliest byte, 1 draws as the model says
     seed: int = 0
 
     def __post_init__(self) -> None:

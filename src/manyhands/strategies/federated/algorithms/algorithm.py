@@ -36,12 +36,8 @@ class FederatedAlgorithm(ABC):
 
     word: ClassVar[str]
     about: ClassVar[str]
-    number: ClassVar[str] = (
-        ""  # what the number after the colon is, as `MU` of `fedprox:MU`; none: it takes no number
-    )
-
-    whole_batches: ClassVar[bool] = False
-    """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
+    number: ClassVar[str] = ""  # what stands after the colon, as `MU` of `fedprox:MU`; "": nothing
+    whole_batches: ClassVar[bool] = False  # whether a client takes one step on all of its data
     corrects: ClassVar[bool] = False  # whether `correct` changes gradients
     single_updates: ClassVar[bool] = False  # whether the server must see each update, and not only their sum
     sums_only: ClassVar[bool] = False  # checked: nothing is learnt of a client but its update in a sum

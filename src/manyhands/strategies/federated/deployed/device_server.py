@@ -221,9 +221,7 @@ class ServingPlace:
     resume: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Path | None = (
-        None  # a folder with cert.pem and key.pem; None: one is made in the run directory, for `host`
-    )
+    tls: Path | None = None  # a folder with cert.pem and key.pem; None: one is made for `host`
     linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 

@@ -46,9 +46,8 @@ class SecureAttempt:
         items, minimum = sum(one.numel() for one in weights), job.terms.minimum
         self.terms = SecureTerms.draw(job.strategy.fixed_point, len(roster), items, minimum)
         self.server = SecureServer(self.terms, roster, hash_of(weights))
-        self.due_s = (
-            at_s + job.settings.deadline_s
-        )  # when the current stage ends: in the first one devices train
+        # When the current stage ends; in the first one devices train.
+        self.due_s = at_s + job.settings.deadline_s
         self._stage_s = job.settings.stage_s  # how long each stage but the first may take
         self._messages: dict[int, dict[int, bytes]] = {}  # by stage and client
         self._came: dict[tuple[int, int], bytes] = {}

@@ -44,9 +44,7 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = (
-    2 * crypto.SHARE_BYTES + crypto.SEAL_BYTES
-)  # a share of both secrets of a client, for another
+SEALED_BYTES: Final = 2 * crypto.SHARE_BYTES + crypto.SEAL_BYTES  # shares of two secrets, for another client
 _Key = Annotated[bytes, KEY_BYTES]
 _Signature = Annotated[bytes, crypto.SIGNATURE_BYTES]
 _Shares = Mapping[U32, Annotated[bytes, crypto.SHARE_BYTES]]
