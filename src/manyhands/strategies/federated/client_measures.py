@@ -28,8 +28,8 @@ __all__ = ["ClientEvaluation", "measured", "shown_clients", "skew_of", "spread_o
 
 Indices = NDArray[np.int64]
 Models = Iterable[tuple[int, Tensors]]  # clients, and the tensors of their models
+# the mean of each measure by client, and why others could not be taken
 Measured = tuple[Mapping[int, Mapping[str, float]], Mapping[str, str]]
-"""The mean of each measure by client, and why others could not be taken."""
 _MOST_CLIENTS: Final = 300  # the most clients that are reported, and by how many samples of all of them
 _SAMPLES: Final = 6000
 _MOST_LABELS: Final = 60

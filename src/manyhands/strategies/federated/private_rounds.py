@@ -177,14 +177,10 @@ class Spending:
 # A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far. A
 # setting that promises less than a reader thinks is rejected.
 
-_LEAST_NOISE: Final = 1e-3
-_MOST_NOISE: Final = 1e6
-SERVER: Final = "server"
-CLIENTS: Final = "clients"
-FIXED: Final = "fixed"
-POISSON: Final = "poisson"
-SYSTEM: Final = "system"
-SEED: Final = "seed"
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
+SERVER, CLIENTS = "server", "clients"
+FIXED, POISSON = "fixed", "poisson"
+SYSTEM, SEED = "system", "seed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,13 +208,14 @@ class PrivacyTerms:
             )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
-            for name, default in (
-                ("epsilon", 0.0),
-                ("delta", 0.0),
-                ("noise_by", SERVER),
-                ("sampling", FIXED),
-                ("randomness", SYSTEM),
-            ):
+            usual = {
+                "epsilon": 0.0,
+                "delta": 0.0,
+                "noise_by": SERVER,
+                "sampling": FIXED,
+                "randomness": SYSTEM,
+            }
+            for name, default in usual.items():
                 if (value := getattr(self, name)) != default:
                     shown = f"{value:g}" if isinstance(value, float) else value
                     raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")

@@ -12,7 +12,7 @@ client it gives away one of two things, and never both: a share of its seed if i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
@@ -125,10 +125,7 @@ class SecureClient:
                     raise ProtocolRefused(f"a share came of client {client}, who is not on the list of keys")
                 key = self._keys.channel(self._agreed[client], client, self.number)
                 self._held[client] = crypto.open_sealed(key, sealed, self._keys.context(client, self.number))
-            if len(self._held) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(self._held)} clients have shared their secrets, and it takes {self._terms.threshold}"
-                )
+            self._require_enough(self._held, "clients have shared their secrets")
             fixed = self._terms.fixed
             if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
                 raise ProtocolRefused(
@@ -161,10 +158,7 @@ class SecureClient:
             for client, signature in request.signatures.items():
                 if client not in lists.survivors or not crypto.verify(self._roster[client], signature, text):
                     raise ProtocolRefused(f"client {client} did not sign this list of survivors")
-            if len(request.signatures) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(request.signatures)} clients signed the survivors, and it takes {self._terms.threshold}"
-                )
+            self._require_enough(request.signatures, "clients signed the survivors")
             held, self._held = self._held, {}
             return messages.UnmaskReply(
                 seeds={client: held[client][SHARE_BYTES:] for client in lists.survivors},
@@ -182,8 +176,7 @@ class SecureClient:
 
     def _checked_keys(self, listed: messages.KeyList) -> dict[int, Advertisement]:
         found = {one.client: one for one in listed.advertisements}
-        if len(found) < self._terms.threshold:
-            raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
+        self._require_enough(found, "clients have keys")
         keys = [key for one in found.values() for key in (one.channel_key, one.mask_key)]
         if len(set(keys)) < len(keys):
             raise ProtocolRefused("a public key is on the list twice")
@@ -203,10 +196,12 @@ class SecureClient:
         if self.number not in lists.survivors:
             why = f"client {self.number} is not among the survivors, and answers nothing more"
             raise ProtocolRefused(why)
-        if len(lists.survivors) < self._terms.threshold:
-            why = f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
-            raise ProtocolRefused(why)
+        self._require_enough(lists.survivors, "clients have survived")
         return lists
+
+    def _require_enough(self, clients: Sized, what: str) -> None:
+        if len(clients) < self._terms.threshold:
+            raise ProtocolRefused(f"{len(clients)} {what}, and it takes {self._terms.threshold}")
 
 
 def require_signed(
