@@ -56,10 +56,8 @@ def task_name(place: Path) -> str:
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror}") from error
     begun = [name for name, one in WORKLOADS.items() if one.begins and start.startswith(one.begins)]
-    return begun[0] if begun else _header_name(file)
-
-
-def _header_name(file: Path) -> str:
+    if begun:
+        return begun[0]
     try:
         with safe_open(file, framework="pt") as opened:
             header: dict[str, str] = opened.metadata() or {}

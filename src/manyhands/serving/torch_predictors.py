@@ -315,8 +315,13 @@ def export_program(asked: ExportAsked) -> Export:
         warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
         example, sizes = (predictor.example_batch(_MADE_FROM),), ({0: torch.export.Dim("batch")},)
         torch.export.save(torch.export.export(predictor.model, example, dynamic_shapes=sizes), stream)
-    content = stream.getvalue()
-    difference = _largest_difference(predictor, content)
+    content, difference = stream.getvalue(), 0.0
+    program = torch.export.load(io.BytesIO(content)).module()
+    with torch.inference_mode():
+        for count in _BATCHES:
+            batch = predictor.example_batch(count, seed=count)
+            largest = (program(batch) - predictor.model(batch)).abs().max().item()
+            difference = max(difference, math.inf if math.isnan(largest) else largest)
     if not difference <= _EQUAL_TO:
         raise ManyhandsError(
             f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}: nothing was "
@@ -331,14 +336,3 @@ def export_program(asked: ExportAsked) -> Export:
         full_bytes=sum(value.nbytes for value in predictor.model.state_dict().values()),
         largest_difference=difference,
     )
-
-
-def _largest_difference(predictor: ModulePredictor[object], content: bytes) -> float:
-    program = torch.export.load(io.BytesIO(content)).module()
-    largest = 0.0
-    with torch.inference_mode():
-        for count in _BATCHES:
-            batch = predictor.example_batch(count, seed=count)
-            difference = (program(batch) - predictor.model(batch)).abs().max().item()
-            largest = max(largest, math.inf if math.isnan(difference) else difference)
-    return largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -14,21 +14,7 @@ from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 
-__all__ = [
-    "CoordinateMedian",
-    "Ditto",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedNova",
-    "FedProx",
-    "FedSgd",
-    "FedYogi",
-    "Krum",
-    "MultiKrum",
-    "Scaffold",
-    "TrimmedMean",
-]
+__all__ = ["AVERAGING"]
 
 
 class FedAvg(FederatedAlgorithm):
@@ -396,3 +382,9 @@ def krum_scores(rows: Tensor, hostile: int) -> Tensor:
 
 def _trimmed(rows: Tensor, each: int) -> Tensor:
     return rows.sort(0).values[each : len(rows) - each].mean(0)
+
+
+AVERAGING: Final[tuple[type[FederatedAlgorithm], ...]] = (
+    *(FedAvg, FedSgd, FedProx, FedAdam, FedYogi, FedAdagrad, Scaffold, FedNova),
+    *(CoordinateMedian, TrimmedMean, Krum, MultiKrum, Ditto),
+)

@@ -183,17 +183,13 @@ class FederatedJob:
         # What is a simulation's as yet would be left out without a word.
         usual = Federated()
         for name in ("over", "min_reports", "deadline"):
-            if getattr(self.strategy, name) != getattr(usual, name):
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
-                    f"--{name.replace('_', '-')}"
-                )
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = f"is of simulated clients; for devices, give --{name.replace('_', '-')}"
+                raise UserError(f"federated {name}={value:g}: {why}")
         for name in _OF_SIMULATION:
-            if getattr(self.strategy, name) != getattr(usual, name):
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
-                    "leave it out"
-                )
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = "is for simulation, and not for devices as yet; leave it out"
+                raise UserError(f"federated {name}={value}: {why}")
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")

@@ -31,7 +31,7 @@ from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, 
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 
-__all__ = ["RoundServer", "require_complete"]
+__all__ = ["RoundServer"]
 
 _MOST_LOSS = 1e9
 _LEAST_BYTES = 4096  # that a message of a secure sum may have
@@ -379,13 +379,3 @@ class RoundServer:
         self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
         self._norms = {}
         self.secure = self._secure_sum = None
-
-
-def require_complete(server: RoundServer) -> None:
-    if server.failed is not None:
-        raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
-    if server.state.phase is core.RoundPhase.GIVEN_UP:
-        raise ManyhandsError(
-            f"the server gave up after {server.state.done} rounds: too few devices came, or too few reported; start it "
-            "again with --resume"
-        )
