@@ -225,7 +225,13 @@ def test_the_call_of_every_strategy_is_named_in_its_own_package(word: str) -> No
 def test_the_call_is_the_one_that_torch_or_the_loop_of_every_role_has_made() -> None:
     torchs = elsewhere("/opt/other/lib/python3.11/site-packages/torch/nn/modules/module.py")
     hook = ours("strategies/sharded/exchange.py", "_carry_out")
-    whole = (WAIT, hook, ours("strategies/common/sharding/visits.py"), torchs, ours("engine/computing.py"))
+    whole = (
+        WAIT,
+        hook,
+        ours("strategies/common/sharding/layer_units.py"),
+        torchs,
+        ours("engine/computing.py"),
+    )
     whole += (
         ours("strategies/sharded/exchange.py", "compute"),
         WORKER,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
 from manyhands.cli.command_options import argument, fresh_directory, from_options, option
 from manyhands.errors import UserError
@@ -39,7 +41,8 @@ def tour_command(asked: _TourOptions) -> None:
     elif asked.solution:
         for old, new in found.changes:
             typer.echo(f"- {old}\n+ {new}")
-        typer.echo(f"\n{shown_in_terminal(found.answer)}")
+        typer.echo()
+        _show(found.answer)
     else:
         _walk(found, asks=not asked.yes and sys.stdin.isatty())
 
@@ -47,10 +50,10 @@ def tour_command(asked: _TourOptions) -> None:
 def _walk(lesson: Lesson, *, asks: bool) -> None:
     """Show a lesson step by step; what its commands write is in a new folder, so that it can be taken again."""
     place = fresh_directory(f"tour-{lesson.number}")
-    typer.echo(f"{lesson.number}. {lesson.title}\n")
+    _show(f"# {lesson.number}. {lesson.title}")
     for step in lesson.steps:
         if not isinstance(step, LessonCommand):
-            typer.echo(f"{shown_in_terminal(step.text)}\n")
+            _show(f"{step.text}\n")
             continue
         typer.echo(str(step))
         if asks and not typer.confirm("run it?", default=True):
@@ -62,7 +65,7 @@ def _walk(lesson: Lesson, *, asks: bool) -> None:
         typer.echo()
     if place.exists():
         typer.echo(f"The commands ran in {place}, where their runs are.\n")
-    typer.echo(f"Exercise: {shown_in_terminal(lesson.question)}\n")
+    _show(f"**Exercise.** {lesson.question}\n")
     typer.echo(f"manyhands tour {lesson.number} --exercise mine.py writes the file to change,")
     typer.echo(f"manyhands tour {lesson.number} --solution shows what to change in it.")
 
@@ -75,4 +78,11 @@ def _write(path: Path, lesson: Lesson) -> None:
         raise UserError(f"--exercise {path}: is there already; name another file, or remove it") from None
     except OSError as error:
         raise UserError(f"--exercise {path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"{shown_in_terminal(lesson.question)}\n\nChange {path}, and run it: python {path}")
+    _show(lesson.question)
+    typer.echo(f"Change {path}, and run it: python {path}")
+
+
+def _show(page: str) -> None:
+    """Print part of a page as a terminal shows Markdown: wrapped, with headings, tables and emphasis."""
+    Console(highlight=False).print(Markdown(shown_in_terminal(page)))
+    typer.echo()

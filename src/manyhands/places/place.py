@@ -3,7 +3,7 @@
     fit ── find_place ──►  place.fitted(strategy, workers)     what the strategy is on the processes there
                            place.run(run)                      in each process: run.here(), or run.take_part(process)
 
-A place is a class in a file of its own and a line in `registry.PLACES`; `docs/extending.md` shows one.
+A place is a class in a file of its own and a line in `registry.PLACES`; `docs/internals/extending.md` shows one.
 """
 
 from __future__ import annotations

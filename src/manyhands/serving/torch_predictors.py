@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.image_files import IMAGE_FORMATS, ImageShape, read_images
+from manyhands.data.file_reader import IMAGE_FORMATS, VOCABULARY, ImageShape, decode, encode, read_images
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.text_windows import VOCABULARY, decode, encode
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps

@@ -2,8 +2,8 @@
 
 Every peer sends something at least every `heartbeat_s`, so no input for `silence_s` means that its process is gone,
 frozen or cut off. A process that did not poll for a while (a long computation) has read nothing either: the input
-waits unread. After such a gap each peer has `heartbeat_s` more, once, before it is given up. docs/liveness.md names the
-states and who drives this rule.
+waits unread. After such a gap each peer has `heartbeat_s` more, once, before it is given up.
+docs/internals/liveness.md names the states and who drives this rule.
 
 Between hosts the heartbeats are datagrams:
 

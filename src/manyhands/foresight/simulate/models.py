@@ -20,16 +20,11 @@ from manyhands.errors import UserError
 from manyhands.strategies.ps.ps_messages import Work
 
 __all__ = [
-    "Gradient",
-    "Ledger",
-    "LedgerStore",
-    "Model",
-    "SimulatedMark",
-    "SimulatedSeen",
-    "SimulatedTrained",
+    *("Gradient", "Ledger", "LedgerStore", "Model", "SimulatedMark", "SimulatedSeen", "SimulatedTrained"),
     "Store",
 ]
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Gradient = Any  # what a worker pushes to one shard: whatever its `Model` makes and its `Store` takes
 
 
@@ -120,9 +115,7 @@ class Ledger(Model):
 class _RangeStore(Store):
     """A range of the flat parameters with a separate torch optimizer."""
 
-    def __init__(
-        self, values: torch.Tensor, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ):
+    def __init__(self, values: torch.Tensor, make_optimizer: MakeOptimizer) -> None:
         self.values = nn.Parameter(values.clone())
         self._optimizer = make_optimizer([self.values])
 
@@ -163,7 +156,7 @@ class SimulatedTrained(Model):
         self,
         module: nn.Module,
         loss: Callable[[nn.Module, int, int, int], torch.Tensor],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: MakeOptimizer,
         weight: Callable[[int, int, int], float] = lambda _batch, _part, parts: 1.0 / parts,
     ) -> None:
         if next(module.buffers(), None) is not None:

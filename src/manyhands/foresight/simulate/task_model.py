@@ -110,15 +110,13 @@ class SimulatedTask(Model):
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
         """Compute the gradient as a worker process does; NonFinite where the loss or gradient is not finite."""
-        stage = self._stage
+        computer, replica = self._stage.computer, self._stage.replica
         self._show(read)
         self._buffers.switch(slot)
-        stage.replica.begin()
-        done = stage.computer.compute(
-            stage.replica.model, work.batch, work.part, work.parts, stage.replica.backward
-        )
-        stage.replica.end()
-        if done.loss - done.loss != 0 or not stage.replica.is_finite():
+        replica.begin()
+        done = computer.compute(replica.model, work.batch, work.part, work.parts, replica.backward)
+        replica.end()
+        if done.loss - done.loss != 0 or not replica.is_finite():
             raise NonFinite(
                 f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
                 "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"
@@ -138,7 +136,6 @@ class SimulatedTask(Model):
         return pushed, done.share
 
     def evaluate(self, slot: int, read: Sequence[Any]) -> tuple[dict[str, float], int] | None:
-        """Return the metrics of what a worker has read, and the number of samples."""
         self._show(read)
         self._buffers.switch(slot)
         return self._stage.computer.evaluate(self._stage.replica.model)
@@ -168,7 +165,6 @@ class SimulatedTask(Model):
         return model.cpu(), optimizer
 
     def _show(self, read: Sequence[Any]) -> None:
-        """Copy what was read into the model's parameters, as a pull does."""
         for part, one in zip(self._parts, read, strict=True):
             part.values.copy_(one.values)
         self._stage.replica.pulled()

@@ -25,9 +25,8 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoin
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.backward_rounds import PartsScaler, Rounds
 from manyhands.interop.own_loop.prepared_loader import prepare_loader
-from manyhands.interop.own_loop.scaler import PartsScaler
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 

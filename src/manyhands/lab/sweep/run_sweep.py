@@ -106,8 +106,7 @@ def run_sweep(
 
     A trial that fails is a row with its sentence. When this returns or raises, no process of it is left.
     """
-    with closing(RunLock(out / _LOCK)) as lock:
-        lock.acquire()
+    with closing(RunLock(out / _LOCK)):
         _await_runs(plan, out)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         children = _Children(plan, out, launch, cores, jobs)

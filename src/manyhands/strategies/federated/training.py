@@ -9,8 +9,8 @@ from torch import nn
 
 from manyhands.data.own import Parties
 from manyhands.engine.exchange import Exchange
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect

@@ -151,10 +151,7 @@ class SharedModel:
 # rows (`strategies/common/tables/row_tables.py`), which touches only the rows that the batch names. If two workers
 # rarely update the same row, they rarely conflict, and the theory of HOGWILD! (Niu et al., NeurIPS 2011) rests on that.
 class SharedStepper:
-    """One worker's steps on the shared memory; constructed on every worker (collective).
-
-    The first `control_bytes` of `shared.segment` belong to the caller. `close` is idempotent.
-    """
+    """One worker's steps on the shared memory, whose first `control_bytes` are the caller's; all construct it."""
 
     def __init__(
         self,

@@ -61,19 +61,8 @@ class Left(NamedTuple):
     shards: tuple[int, ...]
 
 
-PsEvent = (
-    MemberJoined
-    | Died
-    | MemberSilent
-    | Installed
-    | Concluded
-    | Progressed
-    | Rejoin
-    | SlotFinished
-    | Left
-    | AddWorker
-    | RemoveWorker
-)
+_OfMember = MemberJoined | Died | MemberSilent | Progressed | Rejoin | SlotFinished | Left
+PsEvent = _OfMember | Installed | Concluded | AddWorker | RemoveWorker
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,6 @@ class TensorKernels(KernelProcesses):
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """Build this worker's step and its control block; both live in the shared segment that the step lays out."""
         del strategy
         step = task.step_on_slices(group, Control.num_bytes(group.world))
         assert step.segment is not None, "the workers share memory"

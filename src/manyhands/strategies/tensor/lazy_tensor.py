@@ -57,9 +57,8 @@ class LazyWhole(Tensor):
         port: Port | None = None,
         sizes: Sequence[int] = (),
     ) -> LazyWhole:
-        made: LazyWhole = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=part.dtype, device=part.device
-        )
+        kind: Any = {"dtype": part.dtype, "device": part.device}
+        made: LazyWhole = Tensor._make_wrapper_subclass(cls, tuple(shape), **kind)
         made._part, made._gather, made._port, made._sizes = part, gather, port, tuple(sizes)
         made._whole = None
         return made
@@ -191,9 +190,8 @@ def _loss_of(
     valid = target[target != ignore_index]
     if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
         return None  # the whole tensor lets torch report what is wrong
-    part = (
-        scores._part.float() if scores.dtype in HALVES else scores._part
-    )  # as torch's: 16 bits lose the sum
+    # In 32 bits, as torch's: 16 bits lose the sum.
+    part = scores._part.float() if scores.dtype in HALVES else scores._part
     losses = cross_entropy(part, target, port, sum(sizes[: port.index]), ignore_index)
     if not torch.is_autocast_enabled(scores.device.type):
         losses = losses.to(scores.dtype)

@@ -166,10 +166,7 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
 
 
 class HeadsAttention(SlicedModule, nn.MultiheadAttention):
-    """Torch's MultiheadAttention with some of its heads, whose contributions to the output are summed.
-
-    Same arguments and results, in every batch layout.
-    """
+    """Torch's MultiheadAttention with some of its heads, whose contributions are summed; results are the same."""
 
     in_proj_weight = whole_attribute("in_proj_weight")
     in_proj_bias = whole_attribute("in_proj_bias")

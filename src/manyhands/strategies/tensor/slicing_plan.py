@@ -336,10 +336,7 @@ def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[st
 
 
 def pair_up(chain: Sequence[Named], slices: int) -> tuple[Plan, int]:
-    """Of a layer that leaves its output sliced, the layers between, and the one that takes it: the plan, and how many.
-
-    0 where the chain does not begin with such a pair.
-    """
+    """The plan from a layer that leaves its output sliced to the one that takes it, and how many; 0: no pair."""
     name, first = chain[0]
     if _is_plain_linear(first):
         width, opens = first.out_features, SliceKind.COLUMN
