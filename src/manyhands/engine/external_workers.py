@@ -478,5 +478,5 @@ def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: obj
     """Close links that an exchange left open; without a goodbye where this worker failed, so that no peer waits."""
     for link in links.values():
         if kind is not None and isinstance(link, TcpLink):
-            link.abandon()
+            link.close(silently=True)
         link.close()

@@ -19,7 +19,7 @@ from manyhands.places.local.host import check_watchdog_s
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.totals import TotalsSnapshot
-    from manyhands.places.run_commands import Command
+    from manyhands.places.place import Command
     from manyhands.transport.security import Security
 
 __all__ = [

@@ -24,7 +24,7 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import AddWorker, Command
+from manyhands.places.place import AddWorker, Command
 from manyhands.strategies.common import membership as core
 
 __all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]

@@ -111,8 +111,7 @@ class LocalExchange(Exchange):
         self.hooks = Replica(self._collective, model, optimizer, self._outer)
         keep_freed_memory()  # every step frees what the next one takes
 
-    def backward(self, loss: Tensor, share: float) -> None:
-        del share
+    def backward(self, loss: Tensor, _share: float) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
     Died,

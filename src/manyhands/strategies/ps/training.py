@@ -33,7 +33,7 @@ from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.specification import listening_at
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.run_commands import MORE_WORKERS
+from manyhands.places.place import MORE_WORKERS
 from manyhands.strategies.ps.live.live_training import (
     RemoteMembers,
     ResumePoint,

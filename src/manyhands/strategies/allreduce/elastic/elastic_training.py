@@ -34,7 +34,7 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import MORE_WORKERS, Command
+from manyhands.places.place import MORE_WORKERS, Command
 from manyhands.strategies.allreduce.elastic import elastic_membership as core
 from manyhands.strategies.allreduce.elastic import member_process as process
 from manyhands.strategies.allreduce.elastic.epochs import EpochFiles, Wiring, send_files, write_file

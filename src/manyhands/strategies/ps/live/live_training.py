@@ -23,7 +23,7 @@ from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome

@@ -15,7 +15,7 @@ from typing import Any
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.supervisor import Ended
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategies.common.membership import KillMember, MemberJoined
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 from manyhands.strategies.ps import member_events
