@@ -13,7 +13,8 @@ from manyhands.strategies.federated.algorithms.buff import FedBuff
 
 __all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
-ALGORITHMS: Final = {kind.word: kind for kind in (*AVERAGING, FedBuff)}
+_KINDS: Final[tuple[type[FederatedAlgorithm], ...]] = (*AVERAGING, FedBuff)
+ALGORITHMS: Final = {kind.word: kind for kind in _KINDS}
 
 
 def algorithm_named(text: str) -> FederatedAlgorithm:
