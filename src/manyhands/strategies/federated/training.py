@@ -21,7 +21,7 @@ from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.strategies.federated.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.simulation import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 
