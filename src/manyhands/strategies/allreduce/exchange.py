@@ -14,8 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.exchange import Exchange, ExchangeState, LocalStep, Meter, SharedStep, WorkerPart
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import (
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    Resources,
+    SharedStep,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce

@@ -16,8 +16,7 @@ from typing import Any, Final, Self, TypeVar
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.external.run_store import comes_true

@@ -26,9 +26,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import Resources, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, WorkerFailed
 from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait

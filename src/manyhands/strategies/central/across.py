@@ -23,8 +23,7 @@ from functools import partial
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic, Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import PeerTraffic, Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives.collective import Collective
