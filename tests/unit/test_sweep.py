@@ -26,9 +26,16 @@ from manyhands.lab.sweep.run_sweep import (
     run_sweep,
     sweep_rows,
 )
-from manyhands.lab.sweep.sweep_report import SweepRow, best_first, sentences, sweep_cells, sweep_page
+from manyhands.lab.sweep.sweep_report import (
+    ParallelAxis,
+    SweepRow,
+    best_first,
+    parallel_coordinates,
+    sentences,
+    sweep_cells,
+    sweep_page,
+)
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
-from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.workloads.tasks import TASKS
 
 

@@ -91,11 +91,7 @@ def _run(
     common: _CompareOptions,
     length: Mapping[str, int | None],
 ) -> None:
-    """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
-
-    The score that comes with it is measured of each trained model. `length` is in steps or epochs, and in rounds;
-    nothing: as the task says.
-    """
+    """Compare strategies on the task that `build` makes and scores; an empty `length`: as the task says."""
     from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
     from manyhands.lab.compare.figures import Prices

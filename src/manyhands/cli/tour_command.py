@@ -50,7 +50,7 @@ def _walk(lesson: Lesson, *, asks: bool) -> None:
     typer.echo(f"{lesson.number}. {lesson.title}\n")
     for step in lesson.steps:
         if not isinstance(step, LessonCommand):
-            typer.echo(f"{shown_in_terminal(step.text)}\n")
+            typer.echo(f"{shown_in_terminal(step)}\n")
             continue
         typer.echo(str(step))
         if asks and not typer.confirm("run it?", default=True):

@@ -1,9 +1,8 @@
 """What a user would write instead of a parameter server: a Ray actor, and a function called by torch.distributed.rpc.
 
-One call pushes and brings the parameters back, and everything is warm. Ray passes large arrays through its shared
-memory, and they are read there without a copy at either end. Its actor comes twice: as its documentation writes a
-parameter server (a module, an optimizer, gradients added up by numpy), which is the measure, and as somebody would who
-knows that SGD is one line: in place. Torch's rpc gets the latter.
+One call pushes and brings the parameters back, and everything is warm; Ray passes large arrays through its shared
+memory. Its actor comes twice: as its documentation writes a parameter server, which is the measure, and in place, as
+somebody would who knows that SGD is one line. Torch's rpc gets the latter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the server benchmark exchanges: a gradient goes to a server, its optimizer steps, parameters come back.
 
-Each is a value that travels as JSON. It knows three things: the task that our own server is given, what a user would
-write to hold the parameters (`PushPull`), and what must come back after any number of steps, computed by numpy alone.
-The sizes are fields, so a test can have small ones.
+Each is a value that travels as JSON: the task that our own server is given, what a user would write to hold the
+parameters (`PushPull`), and what must come back after any number of steps, computed by numpy alone.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ class TimedExchange(ABC):
         """Written for speed, without an optimizer, by who knows that only some rows change."""
 
     def by_module(self) -> PushPull:
-        """As one writes it, with a module and its optimizer.
-
-        The shape of the parameter server in Ray's documentation ("Parameter Server" among its examples): gradients of
-        all workers are added up and given to the optimizer, and the weights go back.
-        """
+        """As the parameter server of Ray's documentation: a module and its optimizer, the gradients added up."""
         task = self.task()
         model = task.model()
         weight, optimizer = model.get_parameter(PARAMETER), task.optimizer(model.parameters())

@@ -208,10 +208,7 @@ def run_bench(
     timeout_s: float = 300.0,
     allow_overload: bool = False,
 ) -> dict[str, Any]:
-    """Measure `steps` steps of each contender, and return a dictionary ready for JSON.
-
-    Raises if a worker fails, if a workload takes longer than `timeout_s`, or if losses disagree.
-    """
+    """Measure `steps` steps of each contender, as JSON; raises if a worker fails or is late, or losses disagree."""
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
         raise UserError(f"workers={workers}: exchanging gradients takes at least 2")
@@ -333,8 +330,7 @@ def _run_workers(
 class StepContender:
     """One way to train: its own model and optimizer, its place in the data, and how it takes a step.
 
-    With an `exchange`, a strategy of ours as the training loop steps it; without, torch's DistributedDataParallel on
-    the default process group, with its fastest settings.
+    With an `exchange`, a strategy of ours; without, torch's DistributedDataParallel with its fastest settings.
     """
 
     def __init__(

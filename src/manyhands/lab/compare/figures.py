@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import Target, default_target
-from manyhands.observe.record.final import final_loss, final_metrics
+from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
 __all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Prices", "Spread", "figures"]

@@ -1,7 +1,7 @@
-"""What the figures of a comparison show, in sentences: rules over medians and spreads, nothing that is not in them.
+"""What the figures of a comparison show, in sentences.
 
 A difference is called one only where the repeats do not overlap: every run of the one strategy on the same side of
-every run of the other. With a single run each, nothing is said about chance but that it was not measured.
+every run of the other.
 """
 
 from __future__ import annotations

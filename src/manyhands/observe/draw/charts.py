@@ -1,8 +1,7 @@
 """Charts as SVG and tables as HTML: pure functions from numbers to text, the same for every view of a run.
 
-All are 360 units wide and readable at that many pixels. A chart says its key numbers in words (`aria-label`),
-and single values when pointed at (`<title>`). Every text is escaped; equal numbers give equal bytes. The
-colours and the page around a chart are those of `paper`.
+All are 360 units wide. A chart says its key numbers in words (`aria-label`), and single values when pointed at
+(`<title>`). Every text is escaped; equal numbers give equal bytes.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def line_chart(
 ) -> str:
     """Curves over one pair of axes, with a legend; those that lie on one another are striped, and said to.
 
-    On a logarithmic axis values that are not positive are left out. `from_zero` begins the upward axis at 0. Without
-    any point the picture has the same size and says `empty`.
+    On a logarithmic axis values that are not positive are left out. Without any point the picture says `empty`.
     """
     shown = [(one.name, _gaps(one, log_x, log_y)) for one in series]
     points = [point for _, runs in shown for run in runs for point in run]
@@ -232,10 +230,7 @@ def _nothing(title: str, sentence: str) -> str:
 
 
 def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = True) -> str:
-    """The attributes of a curve's line: its colour and dash, or its stripes of what it shares with others.
-
-    Such a one is of one colour where it is not `striped`, as in a legend.
-    """
+    """The attributes of a curve's line: its colour and dash, or, where `striped`, its stripes of what it shares."""
     colour = f"s{index % NUM_COLOURS}"
     for group in groups:
         if index in group:
@@ -317,10 +312,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def overlapping(curves: Sequence[Points]) -> list[tuple[int, ...]]:
-    """Return groups of two or more curve numbers that nearly coincide.
-
-    Curves are points in units of the picture, in the order of x; one without a point is in no group.
-    """
+    """Return groups of two or more curves, by number, that nearly coincide in units of the picture."""
     groups: list[tuple[int, ...]] = []
     free = [number for number, points in enumerate(curves) if points]
     while free:

@@ -17,7 +17,7 @@ from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, loss_chart
 from manyhands.observe.draw.paper import STYLE, data_table
 from manyhands.observe.draw.showing import Panel
-from manyhands.observe.record.final import final_loss
+from manyhands.observe.record.checked_values import final_loss
 
 __all__ = [
     "ended_html",

@@ -1,8 +1,7 @@
 """The page of a run: a view as HTML, the same on the live page and in a report.
 
 A section is a function from the view to a `PageSection`, and a line in `SECTIONS`. All exist from the beginning and
-keep their place, with a placeholder where there is no content yet, so that the layout is stable during a run. Only
-the last section, on how the run was started, grows once.
+keep their place, with a placeholder where there is no content yet.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SECTIONS: Final[dict[str, str]] = {
     "servers": "run_sections:servers",
     "waits": "run_sections:waits",
     "traffic": "run_sections:traffic",
-    "parties": "parties_section:parties",
+    "parties": "run_sections:parties",
     "staleness": "run_sections:staleness",
     "members": "run_sections:members",
     "notes": "run_sections:notes",
