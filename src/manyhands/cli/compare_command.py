@@ -268,24 +268,19 @@ def _one(asked: _SparseOptions, problem: SparseProblem, out: Path) -> Comparison
 
 
 def _leave_sparse(asked: _SparseOptions, rows: list[DensityRow], out: Path) -> None:
-    from manyhands.lab.compare.update_density import (
-        DENSITY_HEAD,
-        density_cells,
-        density_page,
-        density_sentences,
-    )
+    from manyhands.lab.compare import update_density as density
     from manyhands.observe.draw.time_table import words_table
 
-    found, workers = density_sentences(rows), f"{asked.workers} worker{'s' * (asked.workers != 1)}"
+    found, workers = density.density_sentences(rows), f"{asked.workers} worker{'s' * (asked.workers != 1)}"
     title = f"Update density · {asked.features:,} features · {workers}"
     about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
     leave_findings(
         out,
         asked.json,
-        [words_table(title, DENSITY_HEAD, density_cells(rows))],
+        [words_table(title, density.DENSITY_HEAD, density.density_cells(rows))],
         found,
         {**about, "rows": [asdict(row) for row in rows], "told": found},
-        lambda command, facts: density_page(title, rows, found, command, facts),
+        lambda command, facts: density.density_page(title, rows, found, command, facts),
     )
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     hogwild = ("--strategy", "hogwild", "--no-bias")
