@@ -94,10 +94,6 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
-    def apart_from(self, other: Spread) -> bool:
-        """Whether every one of these values is on the same side of every one of the other's."""
-        return self.high < other.low or other.high < self.low
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRow:

@@ -247,7 +247,8 @@ def _network(rows: Sequence[CompareRow], bandwidth: str) -> list[str]:
 
 
 def _apart(one: Spread | None, other: Spread | None) -> bool:
-    return one is not None and other is not None and one.apart_from(other)
+    """Whether every value of the one is on the same side of every value of the other."""
+    return one is not None and other is not None and (one.high < other.low or other.high < one.low)
 
 
 def _certainty(one: CompareRow, other: CompareRow, first: Spread | None, second: Spread | None) -> str:

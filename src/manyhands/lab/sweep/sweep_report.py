@@ -220,16 +220,6 @@ class ParallelAxis:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An axis in the picture: each line's crossing, and its ticks as (place, words)."""
-
-    x: float
-    name: str
-    places: list[float]
-    ticks: list[tuple[float, str]]
-
-
 def parallel_coordinates(
     axes: Sequence[ParallelAxis], names: Sequence[str], *, title: str, empty: str = "No run has ended."
 ) -> str:
@@ -244,14 +234,21 @@ def parallel_coordinates(
     kept = [ParallelAxis(name=axis.name, values=[axis.values[n] for n in keep]) for axis in axes]
     width = max(_LEAST_WIDTH, 2 * _SIDE + _APART * (len(kept) - 1))
     gap = (width - 2 * _SIDE) / max(1, len(kept) - 1)
-    placed = [_place(axis, _SIDE + gap * place) for place, axis in enumerate(kept)]
-    lines = [_line(placed, names[n], rank, len(keep)) for rank, n in enumerate(keep)]
-    drawn = [*reversed(lines)]
-    for axis in placed:
-        drawn.append(paper.svg_line("axis", axis.x, _TOP, axis.x, _HEIGHT - _BOTTOM))
-        drawn.append(paper.svg_text(axis.x, 14.0, axis.name, "label", "middle", _NAME_LETTERS))
-        for y, words in axis.ticks:
-            drawn.append(paper.svg_text(axis.x + 4, y + 3.5, words, "tick", "start", _VALUE_LETTERS))
+    placed = [(_SIDE + gap * place, axis.name, *_crossings(axis)) for place, axis in enumerate(kept)]
+    drawn = []
+    for rank, n in reversed([*enumerate(keep)]):
+        path = "M" + " ".join(f"{x:.1f},{crossings[rank]:.1f}" for x, _, crossings, _ in placed)
+        path += "h6" if len(placed) == 1 else ""
+        colour, wide, opacity, _ = _kind(rank, len(keep))
+        drawn.append(
+            f'<path class="curve {colour}" stroke-width="{wide:g}" stroke-opacity="{opacity:g}" d="{path}">'
+            f"<title>{escape(f'{rank + 1}. {names[n]}')}</title></path>"
+        )
+    for x, name, _, ticks in placed:
+        drawn.append(paper.svg_line("axis", x, _TOP, x, _HEIGHT - _BOTTOM))
+        drawn.append(paper.svg_text(x, 14.0, name, "label", "middle", _NAME_LETTERS))
+        for y, words in ticks:
+            drawn.append(paper.svg_text(x + 4, y + 3.5, words, "tick", "start", _VALUE_LETTERS))
     ranges = "; ".join(f"{axis.name} {_range(axis)}" for axis in kept)
     said = f"{title}: {len(keep)} runs; {ranges}; the best is {names[keep[0]]}"
     kinds = list(dict.fromkeys(_kind(rank, len(keep)) for rank in range(len(keep))))
@@ -262,13 +259,14 @@ def parallel_coordinates(
     return paper.figure(title, paper.svg_chart(drawn, width, _HEIGHT, said), explained, "plot")
 
 
-def _place(axis: ParallelAxis, x: float) -> _Placed:
+def _crossings(axis: ParallelAxis) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return where each line crosses the axis, and its ticks as (place, words)."""
     bottom, numbers = _HEIGHT - _BOTTOM, axis.numbers
     if numbers is None:
         words = list(dict.fromkeys(map(str, axis.values)))
         scale = number_axes.Axis(-0.5, len(words) - 0.5, bottom, _TOP)
         at = {word: scale.at(place) for place, word in enumerate(words)}
-        return _Placed(x, axis.name, [at[str(value)] for value in axis.values], [(at[w], w) for w in words])
+        return [at[str(value)] for value in axis.values], [(at[word], word) for word in words]
     few = sorted(set(numbers))
     if number_axes.spans_powers(numbers):
         scale, ticks = number_axes.logarithmic(numbers, bottom, _TOP)
@@ -276,18 +274,7 @@ def _place(axis: ParallelAxis, x: float) -> _Placed:
         scale, ticks = number_axes.linear(numbers, bottom, _TOP, 4)
     if len(few) <= 6 and isinstance(axis.values[0], str):  # a setting: its given values are the ticks
         ticks = [(value, number_axes.short_number(value)) for value in few]
-    return _Placed(x, axis.name, [scale.at(n) for n in numbers], [(scale.at(n), said) for n, said in ticks])
-
-
-def _line(placed: Sequence[_Placed], name: str, rank: int, count: int) -> str:
-    path = "M" + " ".join(f"{axis.x:.1f},{axis.places[rank]:.1f}" for axis in placed)
-    if len(placed) == 1:
-        path += "h6"
-    colour, width, opacity, _ = _kind(rank, count)
-    return (
-        f'<path class="curve {colour}" stroke-width="{width:g}" stroke-opacity="{opacity:g}" d="{path}">'
-        f"<title>{escape(f'{rank + 1}. {name}')}</title></path>"
-    )
+    return [scale.at(n) for n in numbers], [(scale.at(n), said) for n, said in ticks]
 
 
 def _kind(rank: int, count: int) -> tuple[str, float, float, str]:
