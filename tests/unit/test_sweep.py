@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, UserError
-from manyhands.lab.compare.comparison import Progress, lower_is_better
+from manyhands.lab.compare.comparison import Progress
 from manyhands.lab.sweep.run_sweep import (
     cores_of,
     open_sweep,
@@ -36,6 +36,7 @@ from manyhands.lab.sweep.sweep_report import (
     sweep_page,
 )
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
+from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.workloads.tasks import TASKS
 
 

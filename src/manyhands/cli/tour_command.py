@@ -35,7 +35,18 @@ def tour_command(asked: _TourOptions) -> None:
         return
     found = lesson_numbered(asked.lesson)
     if asked.exercise is not None:
-        _write(asked.exercise, found)
+        try:
+            with asked.exercise.open("x") as file:
+                file.write(found.exercise)
+        except FileExistsError:
+            raise UserError(
+                f"--exercise {asked.exercise}: is there already; name another file, or remove it"
+            ) from None
+        except OSError as error:
+            raise UserError(f"--exercise {asked.exercise}: cannot be written: {error.strerror}") from error
+        typer.echo(
+            f"{shown_in_terminal(found.question)}\n\nChange {asked.exercise}, and run it: python {asked.exercise}"
+        )
     elif asked.solution:
         for old, new in found.changes:
             typer.echo(f"- {old}\n+ {new}")
@@ -65,14 +76,3 @@ def _walk(lesson: Lesson, *, asks: bool) -> None:
     typer.echo(f"Exercise: {shown_in_terminal(lesson.question)}\n")
     typer.echo(f"manyhands tour {lesson.number} --exercise mine.py writes the file to change,")
     typer.echo(f"manyhands tour {lesson.number} --solution shows what to change in it.")
-
-
-def _write(path: Path, lesson: Lesson) -> None:
-    try:
-        with path.open("x") as file:
-            file.write(lesson.exercise)
-    except FileExistsError:
-        raise UserError(f"--exercise {path}: is there already; name another file, or remove it") from None
-    except OSError as error:
-        raise UserError(f"--exercise {path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"{shown_in_terminal(lesson.question)}\n\nChange {path}, and run it: python {path}")

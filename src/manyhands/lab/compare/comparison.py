@@ -22,7 +22,6 @@ __all__ = [
     "Trial",
     "check_separators",
     "default_target",
-    "lower_is_better",
     "parse_strategies",
     "trials",
     "workers_of",

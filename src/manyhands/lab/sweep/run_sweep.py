@@ -101,7 +101,11 @@ def run_sweep(
     """Run what is not done, at most `jobs` trials at once; one that fails is a row. No process of it is left."""
     with closing(RunLock(out / _LOCK)) as lock:
         lock.acquire()
-        _await_runs(plan, out)
+        # Runs of a sweep that was killed were told to end; one that does not in time will be refused.
+        deadline = time.monotonic() + _END_S
+        for trial in plan.trials():
+            while RunDirectory.is_live(out / _RUNS / trial.folder) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         children = _Children(plan, out, launch, cores, jobs)
         num_trials, to_do, began = len(plan.trials()), len(waiting), time.monotonic()
@@ -125,17 +129,6 @@ def run_sweep(
         finally:
             end_processes([process for _, process, _ in children.running])
         return sweep_rows(plan, out, children.failures)
-
-
-def _await_runs(plan: SweepPlan, out: Path) -> None:
-    """Wait for runs of a sweep that was killed, which have been told to end; one that does not will be refused."""
-    deadline = time.monotonic() + _END_S
-    for trial in plan.trials():
-        folder = out / _RUNS / trial.folder
-        while RunDirectory.is_live(folder):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_LOOK_S)
 
 
 class _Children:

@@ -13,8 +13,8 @@ from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
-from manyhands.lab.compare.comparison import lower_is_better
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
+from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.observe.draw import axes as number_axes
 from manyhands.observe.draw import paper
 from manyhands.observe.record.checked_values import number
