@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.data.text_windows import encode, windows
+from manyhands.data.file_reader import encode, windows
 from manyhands.workloads.tasks.language import next_byte_loss
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 from results_read import ROOT, data_file

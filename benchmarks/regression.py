@@ -33,8 +33,7 @@ from scipy.sparse import csr_matrix
 from sklearn.datasets import load_svmlight_file
 from sklearn.linear_model import SGDClassifier
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.engine.fitting import fit
 from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
 from manyhands.workloads.logreg.labels import Labels, measure

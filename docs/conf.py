@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,30 @@ CONTENTS = {
     "Federated learning": "federated federated-deployment",
     "Workloads and models": "words regression svd gbdt after-training",
     "Reference": "api benchmarks security dependencies",
-    "Internals": "architecture extending cluster links liveness membership events",
+    "Internals": (
+        "architecture internals/extending internals/cluster internals/links internals/liveness internals/membership"
+        " internals/events"
+    ),
 }
 """The menu: it is here, and not in index.md, so that a forge shows that page without directives."""
 
 
+_IMAGE = re.compile(r"^!\[([^\]]*)\]\(([^)]+)\.png\)$", re.MULTILINE)
+
+
+def _two_colours(page: str, image: re.Match[str]) -> str:
+    """A picture that exists in dark as well: the one that suits the reader's theme."""
+    about, path = image.groups()
+    if path.endswith("-dark") or not (Path(__file__).with_name(page).parent / f"{path}-dark.png").is_file():
+        return image[0]
+    return "\n".join(
+        f"```{{image}} {path}{suffix}.png\n:class: only-{theme}\n:alt: {about}\n```\n"
+        for suffix, theme in (("", "light"), ("-dark", "dark"))
+    )
+
+
 def complete(_app: Any, page: str, source: list[str]) -> None:
+    source[0] = _IMAGE.sub(lambda image: _two_colours(page, image), source[0])
     if page == "index":
         for caption, pages in CONTENTS.items():
             source[0] += (

@@ -1,10 +1,11 @@
-"""The pictures in these documents: `python docs/screenshots.py`, on a quiet machine, some three minutes.
+"""The pictures in these documents: `python docs/screenshots.py`, on a quiet machine, some four minutes.
 
 Trains digits on two servers and three workers, of which one is slowed from a third of the run on, opens the live page
-in headless Chromium while that goes on and after its end, at the width of a laptop and of a phone, light and dark, and
-writes docs/figures/page-*.png. Then compares strategies with a slowed worker, and writes docs/figures/compare.png of
-the report and benchmarks/results/compare.json with its figures. `--report FILE` takes one picture alone: of a report
-that is there already, into docs/figures/ under `--name`.
+in headless Chromium during the run and after its end, at the widths of a laptop, a tablet and a phone, light and dark,
+and writes docs/figures/page-*.png. Then compares strategies with a slowed worker, and writes docs/figures/compare.png
+of the report and benchmarks/results/compare.json with its figures. Last come the site of `make docs` and the list of
+commands at 80 columns. `--report FILE` takes one picture alone: of a report that exists, into docs/figures/ under
+`--name`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +41,9 @@ TRAIN = (
     *("--slow", f"worker=2,factor=3,from={STEPS // 3}"),
 )
 COMPARE = ("digits", "--slow", "worker=1,factor=5", "--out", "compare")
-LAPTOP, PHONE = 1280, 390
+LAPTOP, TABLET, PHONE = 1280, 768, 390
 MAX_BYTES = 200_000
+TERMINAL = "body { background: #16181d; color: #e6e6e6 } pre { font: 14px/1.35 monospace; width: 81ch }"
 
 
 @contextmanager
@@ -85,15 +89,16 @@ def picture_run(driver: Any, folder: Path) -> None:
             driver.get(dashboard.url)
             _await(driver, f"return document.querySelector('progress')?.value > {0.7 * STEPS}")
             picture(driver, "page-live.png", LAPTOP)
+            picture(driver, "page-live-dark.png", LAPTOP, dark=True)
             if training.wait(600):
                 raise SystemExit("the run failed")
         finally:
             training.kill()
             training.wait()
         _await(driver, "return document.querySelector('dd')?.textContent === 'ended'")
-        picture(driver, "page-dark.png", LAPTOP, dark=True, height=1000)
-        picture(driver, "page-phone.png", PHONE, height=1700)
-        picture(driver, "page-phone-dark.png", PHONE, dark=True, height=1700)
+        for dark in (False, True):
+            picture(driver, f"page-tablet{'-dark' * dark}.png", TABLET, dark=dark, height=1400)
+            picture(driver, f"page-phone{'-dark' * dark}.png", PHONE, dark=dark, height=1700)
 
 
 def picture_comparison(driver: Any, folder: Path) -> None:
@@ -105,6 +110,24 @@ def picture_comparison(driver: Any, folder: Path) -> None:
     picture(driver, "compare.png", LAPTOP)
 
 
+def picture_site(driver: Any) -> None:
+    """The first page of the documentation, which `make docs` has built."""
+    for dark in (False, True):
+        driver.get((Path(__file__).parent.parent / "build" / "site" / "index.html").as_uri())
+        picture(driver, f"site{'-dark' * dark}.png", LAPTOP, dark=dark, height=1000)
+
+
+def picture_help(driver: Any, folder: Path) -> None:
+    """What `manyhands` prints in a terminal of 80 columns."""
+    command = [sys.executable, "-m", "manyhands"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    page = folder / "help.html"
+    page.write_text(f"<style>{TERMINAL}</style><pre>$ manyhands\n{escape(printed)}</pre>", encoding="utf-8")
+    driver.get(page.as_uri())
+    picture(driver, "help.png", 760)
+
+
 def _await(driver: Any, question: str) -> None:
     WebDriverWait(driver, 300, poll_frequency=0.1).until(lambda _: driver.execute_script(question), question)
 
@@ -112,7 +135,7 @@ def _await(driver: Any, question: str) -> None:
 def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("page", "compare"), help="one of the two")
+    parser.add_argument("--only", choices=("page", "compare", "site", "help"), help="one of them")
     parser.add_argument("--report", type=Path, metavar="FILE", help="a picture of this report and no other")
     parser.add_argument("--name", default="report.png", help="of that picture")
     parser.add_argument("--height", type=int, help="of that picture, in pixels", metavar="PIXELS")
@@ -122,10 +145,14 @@ def main() -> None:
             driver.get(asked.report.resolve().as_uri())
             picture(driver, asked.name, LAPTOP, height=asked.height)
             return
-        if asked.only != "compare":
+        if asked.only in (None, "page"):
             picture_run(driver, Path(folder))
-        if asked.only != "page":
+        if asked.only in (None, "compare"):
             picture_comparison(driver, Path(folder))
+        if asked.only in (None, "site"):
+            picture_site(driver)
+        if asked.only in (None, "help"):
+            picture_help(driver, Path(folder))
 
 
 if __name__ == "__main__":

@@ -16,22 +16,19 @@ from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes, draw_storm
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    Abort,
     ArrivedInEpoch,
-    Ask,
     BeginEpoch,
     Depart,
-    Dismiss,
     Done,
     ElasticMembership,
-    ElasticPlan,
     EpochView,
     GatherEpoch,
     LeaveEpoch,
     LeftEpoch,
     MemberReady,
+    Notify,
     RunOver,
 )
 from manyhands.strategies.allreduce.elastic.exchange import StepChannel
@@ -76,7 +73,7 @@ class Worker:
         self.inbox: deque[Any] = deque()
         self.trained: Trained = []
         self.step = 0
-        self.settled = self.at_border = self.began = False
+        self.has_state = self.at_border = self.began = False
         self.gather = -1
         self.leave_epoch = -1
         self.views: deque[EpochView] = deque()
@@ -125,7 +122,7 @@ class Worker:
                 step=self.step,
                 at_border=self.at_border,
                 began=self.began,
-                settled=self.settled,
+                has_state=self.has_state,
             )
         )
         view = yield from self._next_view()
@@ -165,7 +162,7 @@ class Worker:
         view, memory = self.passage.view, self.memory
         assert view is not None
         mine = view.seats[view.rank_of(self.member)]
-        assert mine.fresh != self.settled or view.donor is None, "the launcher knows who has the state"
+        assert mine.fresh != self.has_state or view.donor is None, "the launcher knows who has the state"
         if view.donor == self.member and view.has_fresh:
             yield
             memory.given = self.step, list(self.trained)
@@ -175,7 +172,7 @@ class Worker:
                     raise Changed
                 yield
             self.step, self.trained = memory.given[0], list(memory.given[1])
-            self.settled = True
+            self.has_state = True
         yield
         if memory.aborted:
             raise Changed
@@ -204,17 +201,17 @@ class Worker:
 
     def _found(self) -> Wait:
         """All take over the weights of rank 0."""
-        while not self.settled:
+        while not self.has_state:
             self.at_border = True
             yield from self._regroup()
-            if self.settled:
+            if self.has_state:
                 return
             assert self.passage.view is not None
             assert self.passage.view.donor is None
             try:
                 for _ in range(BEGINNING):
                     yield from self._exchange()
-                self.settled = True
+                self.has_state = True
             except Changed:
                 yield from self._leave()
 
@@ -266,7 +263,7 @@ class Run:
     def __init__(self, *, workers: int, steps: int, seed: int, min_workers: int = 1) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
-        self.core = ElasticMembership(ElasticPlan(workers=workers, min_workers=min_workers))
+        self.core = ElasticMembership(workers, min_workers)
         self.workers: dict[int, Worker] = {}
         self.memories: dict[int, Memory] = {}
         self.report: deque[Any] = deque()
@@ -339,16 +336,13 @@ class Run:
                     self.workers[member] = Worker(self, member, slot)
                 case KillMember(member=member):
                     self.kill(self.workers[member])
-                case Ask(epoch=epoch, members=members):
-                    self._post(members, GatherEpoch(epoch=epoch))
-                case Abort(epoch=epoch, members=members):
-                    self.memories[epoch].aborted = True
-                    self._post(members, LeaveEpoch(epoch=epoch))
+                case Notify(members=members, order=order):
+                    if isinstance(order, LeaveEpoch):
+                        self.memories[order.epoch].aborted = True
+                    self._post(members, order)
                 case BeginEpoch(view=view):
                     self.memories[view.epoch] = Memory(view)
                     self._post([seat.member for seat in view.seats], view)
-                case Dismiss(member=member):
-                    self._post([member], Depart())
                 case Fail(sentence=sentence):
                     self.failed = sentence
                 case RunOver():

@@ -30,14 +30,14 @@ def _read_tensors(folder: Path) -> object:
 
 def _manifest(folder: Path) -> None:
     from manyhands.data.store.atomic import FileDigest
-    from manyhands.data.store.manifest import CONTENT_FILES, Manifest
+    from manyhands.data.store.checkpoint import CONTENT_FILES, Manifest
 
     files = {name: FileDigest(num_bytes=9, sha256="0" * 64) for name in CONTENT_FILES}
     (folder / "manifest.json").write_bytes(Manifest(step=50, score=0.5, files=files).render())
 
 
 def _read_manifest(folder: Path) -> object:
-    from manyhands.data.store.manifest import Manifest
+    from manyhands.data.store.checkpoint import Manifest
 
     return Manifest.parse((folder / "manifest.json").read_bytes())
 
@@ -66,7 +66,7 @@ def _read_forged(folder: Path) -> object:
     import hashlib
 
     from manyhands.data.store.atomic import FileDigest
-    from manyhands.data.store.manifest import CONTENT_FILES, Manifest
+    from manyhands.data.store.checkpoint import CONTENT_FILES, Manifest
 
     one = folder / "checkpoints" / "step-00000050"
     contents = {name: (one / name).read_bytes() for name in CONTENT_FILES}

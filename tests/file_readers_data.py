@@ -52,7 +52,7 @@ def _images(name: str) -> Callable[[Path], None]:
 
 def _read_images(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
-        from manyhands.data.image_files import ImageShape, read_images
+        from manyhands.data.file_reader import ImageShape, read_images
 
         return read_images(str(folder / name), ImageShape(8, 16))
 
@@ -60,7 +60,7 @@ def _read_images(name: str) -> Callable[[Path], object]:
 
 
 def _read_text(folder: Path) -> object:
-    from manyhands.data.text_windows import encode, read_text, windows
+    from manyhands.data.file_reader import encode, read_text, windows
 
     return windows(encode(read_text(folder / "sample", limit_bytes=1 << 26)), 8)
 

@@ -18,8 +18,8 @@ from equality import Silent
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.worker import Trainer
+from manyhands.engine.worker_processes import exchanging
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.places.local.rendezvous import hosts_of
@@ -45,7 +45,8 @@ def connect(way: str, files: SharedGroupFiles, rank: int) -> Exchange:
     resources = Resources(
         rank=rank, world=files.world, timeout_s=30, group=lambda: join(files, rank), links=dict
     )
-    return exchange_for(Strategy.parse(BUCKETED.get(way, way)), resources)
+    strategy = Strategy.parse(BUCKETED.get(way, way))
+    return exchanging(strategy).exchange(strategy, resources)
 
 
 @contextmanager

@@ -185,26 +185,20 @@ class Strategy(ABC):
 
     word: ClassVar[str]
     """The first word of the text form."""
-
     about: ClassVar[str]
     """One sentence for help texts and tables."""
-
     split: ClassVar[Split] = Split.DATA
     """How the work is split."""
-
     truth: ClassVar[Truth]
     """Who holds the truth."""
-
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": NOTHING_TRAVELS,
         "order": ONE_ORDER,
         "device_memory": ONE_DEVICE,
     }
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
-
     offers: ClassVar[tuple[str, ...] | None] = None
     """The settings that a preset of another strategy leaves open; None: all of its fields."""
-
     most_workers: ClassVar[int | None] = None
     """How many workers it can have; None: any number."""
 

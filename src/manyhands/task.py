@@ -109,10 +109,8 @@ class Task:
     """What a built-in task was made of, kept with a run so that a replay can make it again; None for any other."""
     passes: Passes | None = None
     """Where the run's history is to tell the mean loss of each pass over the data."""
-
     records_each: float = 1.0
     """How many records of the user's one sample of `data` stands for, on average, where speed is reported."""
-
     compiled: ClassVar[bool] = False
     """Whether its step is compiled: see `KernelTask`."""
     epochs: ClassVar[int] = 1

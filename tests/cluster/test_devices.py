@@ -132,7 +132,7 @@ def test_an_open_round_is_tried_again_after_a_restart(tmp_path: Path) -> None:
         first, second = (make_device(served, tmp_path, number, given[number]) for number in range(2))
         ask_work(served, first, second)
         first._fetch(served.server.model_hash, 0)
-        first._report(1)
+        first._report(1, first._update())
         assert served.server.state.reported.keys() == {0}
         assert not any(b"F32" in path.read_bytes() for path in (out / "federated").iterdir())
         for device in (first, second):
@@ -221,7 +221,7 @@ def test_a_wrong_update_is_refused_and_the_round_goes_on_without_it(
     if status != 413:  # who is refused before it is read may try again
         assert hostile.served.server.state.waits_for == (0,)
         hostile.honest._fetch(hostile.model, 0)
-        hostile.honest._report(1)
+        hostile.honest._report(1, hostile.honest._update())
         assert hostile.served.server.state.done == 1
 
 
@@ -255,7 +255,7 @@ def test_reports_sent_again_late_or_for_another_model_do_not_count(hostile: Host
     assert hostile.report(body)[0] == 409
     server = hostile.served.server
     hostile.honest._fetch(hostile.model, 0)
-    hostile.honest._report(1)
+    hostile.honest._report(1, hostile.honest._update())
     assert (server.state.done, server.state.attempt) == (1, 1)
     assert hostile.report(body)[0] == 409
     ask_work(hostile.served, hostile.device, hostile.honest)

@@ -19,7 +19,7 @@ import torch
 from devices import TOY, Served, job_for, make_device, offer, serving, write_parts
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from manyhands.strategies.federated.deployed.device_client import Device, terms_from
-from manyhands.strategies.federated.deployed.http_client import Reply
+from manyhands.strategies.federated.deployed.protocol import Reply
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, SecureAttempt
 from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of
@@ -62,7 +62,8 @@ class Party:
                 self.served, self.folder, number, tokens[number], self.sender(number, meddle)
             )
             if number == self.broken:
-                device._update = lambda: None  # type: ignore[method-assign]
+                nothing = ClientUpdate(client=number, change=[], samples=1, steps=1, loss=float("nan"))
+                device._update = lambda nothing=nothing: nothing  # type: ignore[method-assign]
             self.devices.append(device)
         self.threads = [threading.Thread(target=self.run, args=(one,)) for one in self.devices]
         for thread in self.threads:
@@ -90,13 +91,13 @@ class Party:
         nothing = reply.status == 204 or (
             target.startswith("/work") and json.loads(reply.body).get("state") == "wait"
         )
-        place = (self.served.app._version(), target)
+        place = (self.served.app._version, target)
         before, times = self.waits.get(number, (None, 0))
         self.waits[number] = (place, times + 1 if before == place else 1) if nothing else (None, 0)
 
     def all_wait(self) -> bool:
         """Whether every device that is left has been told so twice: none of them will send anything by itself."""
-        now = self.served.app._version()
+        now = self.served.app._version
         for number, thread in enumerate(self.threads):
             place, times = self.waits.get(number, (None, 0))
             if thread.is_alive() and (times < 2 or place[0] != now):  # type: ignore[index]

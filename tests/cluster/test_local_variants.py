@@ -22,8 +22,7 @@ from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroupFiles
-from manyhands.strategies.local.exchange import partner
-from manyhands.strategies.local.training import LocalTraining
+from manyhands.strategies.local.training import LocalTraining, partner
 from manyhands.strategy import Strategy
 from manyhands.transport.link.mesh import SharedMesh
 from ways import in_threads, join

@@ -15,9 +15,9 @@ import torch
 from manyhands.errors import PeerTimeout, WorkerFailed
 from manyhands.interop.own_loop.small_sums import Call, Word, Words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.schedule_collective import (
+    Background,
     CodecChooser,
     ScheduleCollective,
     carrier,

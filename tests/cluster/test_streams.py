@@ -96,7 +96,7 @@ def test_batches_are_those_of_a_loader_that_begins_again() -> None:
         expected = loader[step % 4]
         (whole,) = ours.share(step, 0, 1).pieces
         assert all(torch.equal(one, other) for one, other in zip(whole.fetch(), expected, strict=True))
-        assert ours.batch_samples(step) == len(expected[0])
+        assert ours.share(step, 0, 1).batch_samples == len(expected[0])
         parts = [ours.share(step, part, 3) for part in range(3)]
         assert sum(part.weight for part in parts) == pytest.approx(1.0)
         rows = torch.cat([piece.fetch()[0] for part in parts for piece in part.pieces])

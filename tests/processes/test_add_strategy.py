@@ -1,4 +1,4 @@
-"""Adding a strategy as docs/extending.md says it: a folder, a line of the registry, a row of the contract."""
+"""Adding a strategy as docs/internals/extending.md says it: a folder, a line of the registry, a row of the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ ROOT = SOURCE.parents[1]
 
 def recipe() -> tuple[str, str, str, str]:
     """The example's value and training, and its lines of registry and contract."""
-    section = (ROOT / "docs/extending.md").read_text().partition("## A strategy")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/internals/extending.md").read_text().partition("## A strategy")[2].partition("\n## ")[0]
+    )
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     [value] = [block for block in blocks if "class EveryOther(" in block]
     [training] = [block for block in blocks if "class EveryOtherTraining(" in block]

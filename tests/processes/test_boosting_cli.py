@@ -77,7 +77,14 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     summary = json.loads(Path("s.json").read_text())
     took = f"100 trees in {summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
     assert took in " ".join(printed.split())
-    assert "Nothing was evaluated" not in Path("m/report.html").read_text()
+    report = Path("m/report.html").read_text()
+    assert "Nothing was evaluated" not in report
+    # Measured by predicting the rows held out, where training adds up leaves.
+    quality = summary["quality"]
+    assert quality["scores"]["log loss"] == pytest.approx(summary["valid_loss"], rel=1e-9)
+    assert sum(map(sum, quality["confusion"])) == summary["valid_rows"]
+    assert f"The model on {summary['valid_rows']} rows held out" in report
+    assert f"{quality['scores']['AUC']:.4g}" in report
     assert "<dt>elapsed</dt><dd>0 s</dd>" not in Path("m/report.html").read_text()
     assert summary["valid_loss"] < 0.15
     assert summary["trees"] == 100
@@ -114,7 +121,7 @@ def test_train_test_and_predict(
         (["--strategy", "hogwild", "--workers", "2"], "strategy hogwild does not train gbdt"),
         (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs rows to measure on"),
         (["--num-leaves", "1"], "num_leaves is 1; it must be an integer of at least 2"),
-        (["--categorical", "colour"], "categorical='colour': there is no such column"),
+        (["--categorical", "colour"], "categorical='colour': no such column"),
         (["--resume"], "--resume needs --out"),
     ],
 )

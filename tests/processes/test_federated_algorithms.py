@@ -76,7 +76,7 @@ def test_a_state_that_no_round_has_touched_is_in_the_next_checkpoint(tmp_path: P
     [
         ("federated algorithm=scaffold:1", "scaffold takes no number"),
         ("federated algorithm=trimmed:0.5", "trimmed:0.5: .* below 0.5"),
-        ("federated clients=5 algorithm=trimmed:0.45", "of 5 clients a round nobody would stay"),
+        ("federated clients=5 algorithm=trimmed:0.45", "of 5 clients a round none would be left"),
         ("federated clients=6 algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 6"),
         ("federated clients=20 fraction=0.3 algorithm=multikrum:2", "multikrum:2: takes 7"),
         ("federated partition=natural algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 5"),

@@ -1,4 +1,4 @@
-"""Adding a workload is a folder and a line: docs/extending.md's recipe, in the registry or by an entry point."""
+"""Adding a workload is a folder and a line: the recipe of docs/internals/extending.md, in the registry or elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ main()
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The recipe's one file, as docs/extending.md has it."""
-    text = (ROOT / "docs" / "extending.md").read_text()
+    """The recipe's one file, as docs/internals/extending.md has it."""
+    text = (ROOT / "docs" / "internals" / "extending.md").read_text()
     recipe = text[text.index("## A workload\n") :]
     found = re.search(r"```python\n(.*?)```", recipe, re.S)
     assert found is not None
@@ -84,7 +84,7 @@ def test_a_package_that_takes_a_built_in_name_or_is_broken_is_refused_where_it_i
     assert clash.returncode == 2
     assert clash.stderr == (
         "manyhands: workload 'digits' of the package my-digits (scale:WORKLOAD) has the name of a built-in one; "
-        "rename its entry point, or remove the package\n"
+        "rename its entry point, or remove it\n"
     )
     broken = manyhands(package, "train", "broken")
     assert broken.returncode == 2

@@ -154,8 +154,8 @@ def test_a_place_gives_a_run_its_processes(
 def test_a_place_is_a_file_a_line_and_a_row(
     tmp_path: Path, reference: tuple[dict[str, torch.Tensor], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe of docs/extending.md, word by word, in a copy of the sources."""
-    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A place\n")[2]
+    """The recipe of docs/internals/extending.md, word by word, in a copy of the sources."""
+    recipe = (ROOT / "docs" / "internals" / "extending.md").read_text().partition("## A place\n")[2]
     file = recipe.partition("```python\n")[2].partition("```")[0]
     line = recipe.partition("```text\n")[2].partition("```")[0]
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -11,7 +11,7 @@ import torch
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task, same_bits
-from manyhands.engine.exchanging import exchanging
+from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import UserError
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.recorded import read_run_events

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
 from manyhands.cli.main import app
-from manyhands.engine.exchanging import exchanging
+from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.workloads.tasks.language import Transformer, bits_per_byte, next_byte_loss

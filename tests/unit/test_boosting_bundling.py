@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.workloads.gbdt import binning, histogram_kernels, training
 from manyhands.workloads.gbdt.bin_kernels import TILE
 from manyhands.workloads.gbdt.bin_table import bin_rows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.gbdt import bin_kernels

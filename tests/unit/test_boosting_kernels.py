@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import histogram_kernels, split_kernels
 from manyhands.workloads.gbdt.binning import BinTable, bins_of_categories, bins_of_numbers

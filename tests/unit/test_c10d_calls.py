@@ -21,8 +21,8 @@ from manyhands.interop.c10d.collective_calls import (
     dtype_code,
 )
 from manyhands.interop.c10d.collectives import check_reduction, combine, compiled_reducer
-from manyhands.interop.c10d.group_session import Options
 from manyhands.interop.c10d.point_to_point import capacity_bytes, ring_index
+from manyhands.interop.c10d.torch_group import Options
 from manyhands.native.dtypes import CODES
 from manyhands.native.segment import CACHE_LINE, PAGE
 

@@ -256,7 +256,7 @@ def test_a_codec_that_there_is_not_is_named() -> None:
         ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number from 0 to below 1"),
         ("codec=fp8:e4m4", "did you mean 'e4m3'"),
         ("codec=int8+topk:0.1", "can only follow one that sends a few items: topk, randomk, dgc"),
-        ("codec=topk:0.1+randomk", "randomk cannot follow, only what makes each value smaller"),
+        ("codec=topk:0.1+randomk", "randomk cannot follow, only what shrinks values"),
         ("codec=topk:0.1+int8+fp16", "a chain has two codecs"),
         ("codec=topk:0.1+sign:vote", "a vote is of all items"),
         ("codec=topk:0.1+raw", "raw stands alone"),
@@ -288,8 +288,8 @@ def test_a_strategy_that_a_codec_makes_no_sense_with_says_why(text: str, said: s
 
 
 def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
-    """The recipe of docs/extending.md, word by word, in a copy of the sources; nothing else is touched."""
-    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A codec\n")[2]
+    """The recipe of docs/internals/extending.md, word by word, in a copy of the sources; nothing else is touched."""
+    recipe = (ROOT / "docs" / "internals" / "extending.md").read_text().partition("## A codec\n")[2]
     file = recipe.partition("```python\n")[2].partition("```")[0]
     _, line, row = (part.partition("```")[0] for part in recipe.split("```text\n")[:3])
     for folder in ("src", "tests"):

@@ -104,9 +104,9 @@ def test_what_would_not_be_smaller_travels_as_it_is() -> None:
 
 def test_what_was_left_out_must_be_of_this_model(tmp_path: Path) -> None:
     device_state, form = DeviceState(tmp_path / "device"), updates("topk:0.1")
-    assert device_state.left(form.require_left) is None
+    assert device_state.left(form.parcel) is None
     device_state.keep_left(torch.ones(104))
-    assert torch.equal(device_state.left(form.require_left), torch.ones(104))
+    assert torch.equal(device_state.left(form.parcel), torch.ones(104))
     path = tmp_path / "device" / "left.safetensors"
     assert path.stat().st_mode & 0o777 == 0o600
     for wrong in (
@@ -117,7 +117,7 @@ def test_what_was_left_out_must_be_of_this_model(tmp_path: Path) -> None:
     ):
         save_file(wrong, path)
         with pytest.raises(DataError, match="remove it"):
-            device_state.left(form.require_left)
+            device_state.left(form.parcel)
     path.write_bytes(b"\x80\x04N.")
     with pytest.raises(DataError, match="remove it"):
-        device_state.left(form.require_left)
+        device_state.left(form.parcel)

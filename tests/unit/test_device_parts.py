@@ -35,9 +35,14 @@ from manyhands.strategies.federated.deployed.device_job import (
     read_columns,
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
-from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
-from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
-from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _put_once
+from manyhands.strategies.federated.deployed.protocol import (
+    BackOff,
+    HttpsClient,
+    MessageRejected,
+    TensorForm,
+    Unreached,
+)
+from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _identity
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 
@@ -161,7 +166,7 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
         _check_tls(old)
     key, right = good / "key.pem", (good / "key.pem").read_bytes()
     key.write_bytes((other / "key.pem").read_bytes())
-    with pytest.raises(UserError, match="no certificate and its key"):
+    with pytest.raises(UserError, match="not a certificate and its key"):
         _check_tls(good)
     private = load_pem_private_key(right, None)
     locked = BestAvailableEncryption(b"secret")
@@ -188,12 +193,16 @@ def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
         DeviceState(tmp_path / "device")
 
 
-def test_a_key_is_made_once_whatever_a_killed_process_left(tmp_path: Path) -> None:
+def test_a_key_is_made_once_whatever_a_killed_process_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "device"
     folder.mkdir()
     (folder / ".identity.key.writing").write_text("half of a k")
     first = DeviceState(folder).secret
-    _put_once(folder / "identity.key", b"another\n")  # of a process that looked before the first had written
+    with monkeypatch.context() as patched:  # a process that looked before the first had written
+        patched.setattr(Path, "exists", lambda _: False)
+        assert _identity(folder / "identity.key") == first
     assert DeviceState(folder).secret == first
     assert sorted(path.name for path in folder.iterdir()) == ["identity.key"]
 
@@ -280,7 +289,7 @@ def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     assert ask._content(answer(b"HTTP/1.1 204 No Content\r\n\r\n"), 100) == b""
     times = iter([0.0, 31.0, 32.0])
     monkeypatch.setattr(
-        "manyhands.strategies.federated.deployed.http_client.time.monotonic", lambda: next(times)
+        "manyhands.strategies.federated.deployed.protocol.time.monotonic", lambda: next(times)
     )
     with pytest.raises(TimeoutError, match="slowly"):
         ask._content(answer(raw), 100)
@@ -293,7 +302,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
     make_certificates(tmp_path, ["localhost"])
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(tmp_path / "localhost" / "cert.pem", tmp_path / "localhost" / "key.pem")
-    monkeypatch.setattr("manyhands.strategies.federated.deployed.http_client._SLOWEST", 1 << 30)
+    monkeypatch.setattr("manyhands.strategies.federated.deployed.protocol._SLOWEST", 1 << 30)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "internals").glob("*.md")),
+]
 LESSONS = sorted((ROOT / "docs" / "tour").glob("*.md"))
 """`processes/test_tour.py` runs them."""
 SCRIPTS = ("accelerate.md", "hugging-face.md", "lightning.md")

@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tour").glob("*.md")),
+    *sorted((ROOT / "docs" / "internals").glob("*.md")),
 ]
 
 _WORD = "|".join(STRATEGIES)

@@ -6,8 +6,8 @@ import pytest
 
 from elastic_model import Run, elastic_complaints
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
+from manyhands.places.place import AddWorker, RemoveWorker
+from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership
 from manyhands.strategies.common.membership import MAX_DEATHS
 
 STEPS = 8
@@ -89,11 +89,11 @@ def test_whoever_takes_part_in_a_change_may_die_in_it(seed: int) -> None:
             run.kill(alive[-1])
         elif (
             0 < run.losses < 4
-            and sum(w.settled for w in alive) >= 2
+            and sum(w.has_state for w in alive) >= 2
             and run.ticks % 5 == 0
             and view.epoch > 1
         ):
-            newcomers = [worker for worker in alive if not worker.settled]
+            newcomers = [worker for worker in alive if not worker.has_state]
             donor = [worker for worker in alive if worker.member == view.donor]
             first = [worker for worker in alive if worker.slot == 0]
             for worker in ([newcomers, donor, first][seed % 3])[:1]:
@@ -152,12 +152,12 @@ def test_a_slot_whose_workers_die_again_and_again_ends_the_run() -> None:
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="min_workers=3 must lie between 1 and the number of workers, 2"):
-        ElasticPlan(workers=2, min_workers=3)
-    core = ElasticMembership(ElasticPlan(workers=2, min_workers=2))
+        ElasticMembership(workers=2, min_workers=3)
+    core = ElasticMembership(workers=2, min_workers=2)
     core.begin()
     with pytest.raises(UserError, match="slot=7: there is no such worker; there are 0, 1"):
         core.handle(RemoveWorker(slot=7))
-    with pytest.raises(UserError, match="slot=0: 1 workers would be left, and min_workers=2"):
+    with pytest.raises(UserError, match="slot=0: 1 worker would be left, and min_workers=2"):
         core.handle(RemoveWorker(slot=0))
 
 

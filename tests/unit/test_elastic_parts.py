@@ -14,14 +14,13 @@ from torch import nn
 
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.exchanging import exchanging
 from manyhands.engine.training import training_class
+from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.facts import Answer
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
     ArrivedInEpoch,
     ElasticMembership,
-    ElasticPlan,
     EpochSeat,
     EpochView,
 )
@@ -216,7 +215,7 @@ def test_the_story_says_who_was_lost_who_came_and_how_long_it_took() -> None:
     events: list[dict[str, Any]] = []
     now = [100.0]
     story = ElasticLog(events.append, clock=lambda: now[0])
-    core = ElasticMembership(ElasticPlan(workers=3))
+    core = ElasticMembership(3)
     story.names |= {0: "worker 0", 1: "worker 1", 2: "worker 2", 3: "worker 1"}
     all_three = tuple(EpochSeat(slot=slot, member=slot) for slot in range(3))
     story.published(EpochView(epoch=1, seats=all_three))

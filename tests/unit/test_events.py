@@ -40,7 +40,7 @@ from manyhands.observe.record.events import (
 )
 
 HEADER_BYTES = 512
-DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "events.md"
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "internals" / "events.md"
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import blend
 from manyhands.strategies.federated.algorithms.algorithm import FederatedFacts
-from manyhands.strategies.federated.algorithms.buff import (
-    ClientArrivals,
-    FedBuff,
-    Underway,
-    duration_s,
-    next_client,
-)
+from manyhands.strategies.federated.algorithms.buff import FedBuff, duration_s, next_client
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from rounds import Played, play_rounds
 
@@ -112,18 +106,6 @@ def test_staleness_counts_as_under_parameter_servers() -> None:
     assert counted == pytest.approx([rate * factor for factor in factors], rel=1e-15)
     assert counted == pytest.approx([1 / 4, 1 / 8, 1 / (4 * 2**0.5), 1 / 12], rel=1e-15)
     assert str(made.policy) == "damped:buffered:4"
-
-
-def test_a_policy_is_told_who_is_under_way_and_who_is_back() -> None:
-    underway = [Underway(3.0, 7, 2), Underway(1.0, 4, 1)]
-    book = ClientArrivals(2, underway)
-    book.add(underway.pop())
-    assert (book.num_active, book.num_waiting, book.step) == (1, 1, 2)
-    assert (book.slots_at(1), book.slots_at(2), book.slots_at(3)) == ((4,), (7,), ())
-    assert (book.num_arrived(1), book.num_arrived(2)) == (1, 0)
-    assert book.waits(4, 1)
-    assert not book.waits(7, 2)
-    assert book.first_waiting(5) == ((4, 1),)
 
 
 def test_where_a_step_waits_for_everybody_it_is_fedavg() -> None:

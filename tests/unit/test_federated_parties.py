@@ -13,8 +13,8 @@ from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
 from manyhands.observe.draw.run_sections import skew_picture
+from manyhands.strategies.federated.client_data import Samples
 from manyhands.strategies.federated.client_measures import (
-    ClientMeasures,
     measured,
     shown_clients,
     skew_of,
@@ -71,8 +71,8 @@ def test_each_party_is_measured_on_its_own_samples_with_the_model_it_uses() -> N
         model.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # everything is a 0
     own = [model.weight.detach().clone(), torch.tensor([0.0, 0.0, 1.0])]  # everything is a 2, to party 1
     models = [(1, own), (0, held(model))]
-    found = measured(task, task.metrics, model, models, SPLIT)
-    assert found == ClientMeasures({0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}, {})
+    found = measured(Samples(task, torch.device("cpu")), task.metrics, model, models, SPLIT)
+    assert found == ({0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}, {})
 
 
 def test_a_metric_that_cannot_read_samples_of_training_is_left_out_and_it_is_told_why() -> None:
@@ -83,17 +83,18 @@ def test_a_metric_that_cannot_read_samples_of_training_is_left_out_and_it_is_tol
         return batch[2].mean()
 
     metrics = {"third": third, **task.metrics}
-    found = measured(task, metrics, model, [(client, held(model)) for client in (0, 1)], SPLIT)
-    assert found.failed == {"third": "IndexError: list index out of range"}
-    assert [list(one) for one in found.values.values()] == [["accuracy"], ["accuracy"]]
+    models = [(client, held(model)) for client in (0, 1)]
+    values, failed = measured(Samples(task, torch.device("cpu")), metrics, model, models, SPLIT)
+    assert failed == {"third": "IndexError: list index out of range"}
+    assert [list(one) for one in values.values()] == [["accuracy"], ["accuracy"]]
 
     def stopped(model: nn.Module, batch: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured(task, {"stopped": stopped}, model, [(0, held(model))], SPLIT)
+        measured(Samples(task, torch.device("cpu")), {"stopped": stopped}, model, [(0, held(model))], SPLIT)
     with pytest.raises(ValueError, match="zip"):  # a defect of ours is no reason to leave a measure out
-        measured(task, metrics, model, [(0, held(model)[:1])], SPLIT)
+        measured(Samples(task, torch.device("cpu")), metrics, model, [(0, held(model)[:1])], SPLIT)
 
 
 FAIRNESS = {"accuracy": {"mean": 0.375, "lowest_tenth": 0.0, "highest_tenth": 0.75, "deviation": 0.375}}

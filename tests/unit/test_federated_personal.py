@@ -242,8 +242,8 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
         ("federated algorithm=ditto:-1", "at least 0"),
         ("federated personal=finetun:1", "personal=finetun:1: unknown; .*did you mean 'finetune'"),
-        ("federated personal=finetune:0", "personal=finetune:0: '0' is no number of epochs"),
-        ("federated personal=finetune:", "'' is no number of epochs"),
+        ("federated personal=finetune:0", "personal=finetune:0: '0' is not a number of epochs"),
+        ("federated personal=finetune:", "'' is not a number of epochs"),
         (
             "federated personal=finetune:1 algorithm=ditto",
             "finetune:1: not with algorithm=ditto: each client has",

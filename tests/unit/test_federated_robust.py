@@ -10,19 +10,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from manyhands.engine.exchange import Traffic
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.strategies.federated.algorithms.robust import krum_scores
-from manyhands.strategies.federated.client_updates import TallySum, WeighedUpdate
+from manyhands.strategies.federated.algorithms.averaging import krum_scores
+from manyhands.strategies.federated.client_updates import TallySum
 
 
 def found(rows: Tensor, missing: int = 0) -> TallySum:
     """Updates of two tensors: the parameters, and one buffer that must not decide."""
-    updates = [
-        WeighedUpdate(client=at, change=[row[:4].view(2, 2), row[4:]], weight=1.0)
-        for at, row in enumerate(rows)
-    ]
-    return TallySum(sums=[], weight=len(rows), loss=0.0, traffic=Traffic(), updates=updates, missing=missing)
+    updates = [[row[:4].view(2, 2), row[4:]] for row in rows]
+    return TallySum(sums=[], weight=len(rows), updates=updates, missing=missing)
 
 
 def mean_of(algorithm: str, rows: Tensor, missing: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from manyhands.strategies.federated.algorithms import ALGORITHMS, FederatedFacts
 from manyhands.strategies.federated.client_data import Samples, columns_of
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import LocalWork, held, held_names, plain_products
-from manyhands.strategies.federated.simulation import ClientSimulation, Cohort, client_runner_for
+from manyhands.strategies.federated.simulation import ClientSimulation, client_runner_for
 from manyhands.strategies.federated.stacked import steps_of
 from manyhands.strategies.federated.strategy import ALL, AUTO
 
@@ -74,13 +74,14 @@ def played(
     model = model if model is not None else task.model()
     assert isinstance(model, nn.Module)
     work = LocalWork(epochs=2, batch=batch)
-    cohort = Cohort(sizes=SIZES, each_round=len(SIZES), wanted=together)
     by = algorithm_named(algorithm)
     by.facts = FederatedFacts(
             names=held_names(model), parameters=len(list(model.parameters())), clients=len(SIZES),
             per_round=len(SIZES), weight=float(sum(SIZES)), seed=5,
     )  # fmt: skip
-    client_runner, simulation = client_runner_for(task, model, by, work, 5, cohort)
+    client_runner, simulation = client_runner_for(
+        task, model, by, work, 5, sizes=SIZES, each_round=len(SIZES), wanted=together
+    )
     like = task.optimizer(model.parameters())
     found: list[ClientUpdate] = []
     for number, scale in enumerate((1.0, 0.5)):
@@ -170,13 +171,13 @@ def test_a_frozen_layer_and_a_constant_buffer_stay_as_they_are() -> None:
 def test_a_step_takes_together_what_has_batches_of_one_size() -> None:
     own = [[np.array([1, 2]), np.array([3, 4])], [np.array([5, 6]), np.array([7])], [np.array([8])]]
     first, second = steps_of(own)
-    assert first.active == 3
-    assert [(positions.tolist(), indices.tolist()) for positions, indices in first.parts] == [
+    assert first[0] == 3
+    assert [(positions.tolist(), indices.tolist()) for positions, indices in first[1]] == [
         ([0, 1], [[1, 2], [5, 6]]),
         ([2], [[8]]),
     ]
-    assert second.active == 2
-    assert [indices.tolist() for _, indices in second.parts] == [[[3, 4]], [[7]]]
+    assert second[0] == 2
+    assert [indices.tolist() for _, indices in second[1]] == [[[3, 4]], [[7]]]
 
 
 class Counted(nn.Linear):

@@ -203,11 +203,11 @@ def test_damage_is_noted_and_the_rest_is_shown(tmp_path: Path) -> None:
 
 def test_a_look_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG) as run:
-        assert run.is_held() is True
-    assert run.is_held() is False
-    assert RunDirectory.open(run.path, lock=False).is_held() is False
+        assert RunDirectory.is_live(run.path) is True
+    assert RunDirectory.is_live(run.path) is False
+    assert RunDirectory.is_live(RunDirectory.open(run.path, lock=False).path) is False
     with RunDirectory.open(run.path):
-        assert run.is_held() is True
+        assert RunDirectory.is_live(run.path) is True
 
 
 def test_a_file_that_names_roles_and_peers_without_end_costs_no_memory(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def sent_by_each(shares: list[Any], workers: int) -> list[Any]:
 
 
 def shares_of(split: HelperSplit) -> list[Fraction]:
-    return [split.worker_share] * split.workers + [split.helper_share] * split.helpers
+    pieces = [split.worker_pieces] * split.workers + [split.helper_pieces] * split.helpers
+    return [Fraction(one, split.pieces) for one in pieces]
 
 
 @pytest.mark.parametrize(("n", "k"), NUMBERS)
@@ -60,11 +61,11 @@ def test_the_split_is_the_published_one_and_all_links_carry_the_same(n: int, k: 
     sent = sent_by_each(shares, n)
     assert max(sent) == split.busiest
     if k <= n:
-        assert split.worker_share == Fraction(n - k, n * n + k * n - 2 * k)
-        assert k == 0 or split.helper_share == Fraction(2 * (n - 1), n * n + k * n - 2 * k)
+        assert shares[0] == Fraction(n - k, n * n + k * n - 2 * k)
+        assert k == 0 or shares[-1] == Fraction(2 * (n - 1), n * n + k * n - 2 * k)
         assert set(sent) == {Fraction(2 * n * (n - 1), n * n + k * n - 2 * k)}
     else:
-        assert (split.worker_share, split.helper_share, split.busiest) == (0, Fraction(1, k), 1)
+        assert (shares[0], shares[-1], split.busiest) == (0, Fraction(1, k), 1)
 
 
 @pytest.mark.parametrize(("n", "k"), NUMBERS)

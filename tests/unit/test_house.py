@@ -91,7 +91,7 @@ def test_only_the_rooms_of_strategies_list_their_words() -> None:
     assert all(map(listed, CONTENDERS)), "it would be found, and still needs the excuse"
 
 
-SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/group_session.py"}}
+SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/torch_group.py"}}
 """`mh.Options` is of `fit`; `manyhands.c10d.Options` is what torch calls the options of a process group."""
 
 

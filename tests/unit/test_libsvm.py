@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_svmlight_file
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.errors import DataError, UserError
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"

@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 
-from manyhands.data.matrix import MatrixFile
-from manyhands.data.matrix_files import open_matrix
+from manyhands.data.matrix_files import MatrixFile, open_matrix
 from manyhands.data.stored_matrix import MatrixStore
 from manyhands.errors import DataError, UserError
 
@@ -213,10 +212,10 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: _text(folder, gzip.compress(_npy(folder, table()).read_bytes())),
         "cannot be mapped; gunzip it first",
     ),
-    "damaged gzip": (lambda folder: _text(folder, b"\x1f\x8b\x08"), "is damaged"),
+    "damaged gzip": (lambda folder: _text(folder, b"\x1f\x8b\x08"), "is truncated"),
     "damaged Parquet": (
         lambda folder: _text(folder, b"PAR1 and no more"),
-        "is no Parquet file that can be read",
+        "is not a Parquet file that can be read",
     ),
     "text in Parquet": (
         lambda folder: _parquet(folder, a=[1.0], city=["Oslo"]),

@@ -47,9 +47,3 @@ def test_rows_that_lie_apart_are_merged_too() -> None:
         part = Part(parameters[0].shape, rows, 3, 5)
         merged.add(0, {key: part.cut(value) for key, value in state[0].items()}, part)
     assert all(torch.equal(merged.to_dict()[0][key], value) for key, value in state[0].items())
-
-
-def test_room_of_a_part_is_the_memory_of_the_whole() -> None:
-    whole = torch.zeros(4, 3)
-    Part(whole.shape, slice(2, 7), 5).room_in(whole).fill_(1.0)
-    assert whole.view(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]

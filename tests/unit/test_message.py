@@ -36,7 +36,7 @@ def test_a_header_survives_the_wire(header: Header) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    # Written out by hand from the table in docs/links.md, so that neither can change alone.
+    # Written out by hand from the table in docs/internals/links.md, so that neither can change alone.
     header = b"MHFR" + struct.pack("<HHHHIQQ", 4, 1, 0, 0, 32, 4096, 0)
     by_hand = header + struct.pack("<IIQQH6x", 7, 3, 118, 41, 1)
     assert by_hand == GOOD

@@ -30,12 +30,17 @@ from manyhands.observe.draw.serving_page import (
     serving_title,
 )
 from manyhands.serving import model_server
-from manyhands.serving.access import Guard
 from manyhands.serving.batching import BatchLimits, Switchboard
-from manyhands.serving.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
 from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
-from manyhands.serving.model_server import Replicas, ServeOptions, Staffing
-from manyhands.serving.page_app import Drawn, PageApp
+from manyhands.serving.model_server import (
+    BodyLimits,
+    ModelApp,
+    Replicas,
+    ServeOptions,
+    Staffing,
+    checked_body,
+)
+from manyhands.serving.page_app import Drawn, Guard, PageApp, RequestRefused
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
@@ -90,7 +95,7 @@ def view(**changes: Any) -> ServingView:
 def app(tally: ServingTally | None = None, limits: BodyLimits = LIMITS) -> ModelApp:
     drawn = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
     page: PageApp[Any] = PageApp(view, GUARD, serving_metrics, drawn=drawn, period_s=0.0)
-    return ModelApp(Alone(), page, GUARD, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
+    return ModelApp(Alone(), page, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
 
 
 def asked(
@@ -127,10 +132,10 @@ async def slowly() -> Any:
 @pytest.mark.parametrize(
     ("content", "status", "said"),
     [
-        (b"", 400, "The body is no JSON"),
-        (b"inputs=1", 400, "The body is no JSON"),
-        (b'{"inputs": [1]}'.decode().encode("utf-16"), 400, "The body is no JSON"),
-        (b"[" * 900, 400, "The body is no JSON"),
+        (b"", 400, "The body is not JSON"),
+        (b"inputs=1", 400, "The body is not JSON"),
+        (b'{"inputs": [1]}'.decode().encode("utf-16"), 400, "The body is not JSON"),
+        (b"[" * 900, 400, "The body is not JSON"),
         ([1, 2], 400, 'no array of inputs; send {"inputs": [...]}'),
         ({"inputs": 3}, 400, "no array of inputs"),
         ({"inputs": []}, 400, "no array of inputs"),
@@ -336,7 +341,7 @@ def test_answers_that_are_not_finite_are_reported_as_such_and_are_no_broken_json
 
     first, second = json.loads(reported[LENGTH.size :], parse_constant=refuse)
     assert first["status"] == 500
-    assert "no finite number" in first["error"]
+    assert "not a finite number" in first["error"]
     assert second == {"status": 200, "answers": [8.0]}
 
 

@@ -21,8 +21,7 @@ from manyhands.engine.exchange import SingleExchange
 from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
 from manyhands.strategies.common.sharding.layer_units import REST
-from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange
-from manyhands.strategies.single.offload_streams import ThreadMover
+from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange, ThreadMover
 from manyhands.strategies.single.strategy import Budget, UnitBytes, plan_budget
 from manyhands.strategy import Strategy
 from manyhands.workloads.tasks.language import Transformer, next_byte_loss

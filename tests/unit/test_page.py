@@ -15,14 +15,15 @@ from pathlib import Path
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.observe.analyse.follow import RunFollower
+from manyhands.observe.analyse.model_view import model_view
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import Curve, Phase
 from manyhands.observe.draw.page import report, sections, title_of
 from views import empty_view, run_view, starting_view
 
 KEYS = [
-    "now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits", "traffic", "staleness",
-    "members", "notes", "made",
+    "now", "wrong", "loss", "metrics", "model", "throughput", "workers", "servers", "waits", "traffic", "staleness",
+    "members", "made", "notes",
 ]  # fmt: skip
 ROOT = Path(__file__).parents[2]
 HOSTILE = '<script>alert(1)</script>"onload="x'
@@ -50,8 +51,12 @@ def test_without_servers_their_sections_keep_their_place_unseen() -> None:
 
 
 def test_a_section_is_a_file_and_a_line(tmp_path: Path) -> None:
-    """The recipe of docs/extending.md, word by word, in a copy of the sources."""
-    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A section of a run's page\n")[2]
+    """The recipe of docs/internals/extending.md, word by word, in a copy of the sources."""
+    recipe = (
+        (ROOT / "docs" / "internals" / "extending.md")
+        .read_text()
+        .partition("## A section of a run's page\n")[2]
+    )
     file = recipe.partition("```python\n")[2].partition("```")[0]
     line = recipe.partition("```text\n")[2].partition("```")[0]
     shutil.copytree(
@@ -59,8 +64,8 @@ def test_a_section_is_a_file_and_a_line(tmp_path: Path) -> None:
     )
     draw = tmp_path / "src" / "manyhands" / "observe" / "draw"
     (draw / "samples_section.py").write_text(file)
-    page, (before, after) = draw / "page.py", ((draw / "page.py").read_text().split('    "notes": ', 1))
-    page.write_text(f'{before}{line}    "notes": {after}')
+    page, (before, after) = draw / "page.py", ((draw / "page.py").read_text().split('    "made": ', 1))
+    page.write_text(f'{before}{line}    "made": {after}')
     asked = (
         "from manyhands.observe.analyse.run_view import Gather\n"
         "from manyhands.observe.draw.page import report, sections\n"
@@ -230,3 +235,38 @@ def test_the_best_evaluation_is_that_of_the_first_metric_that_is_no_loss() -> No
         20,
     )
     assert best_of({"evaluation_loss": math.nan}, {"evaluation_loss": 0.4}) == ("evaluation_loss", 0.4, 20)
+    # A loss on what was trained on gives way to one on rows held out, which come in rows of their own.
+    both = ({"pass_loss": 0.2}, {"valid_loss": 0.6}, {"pass_loss": 0.1}, {"valid_loss": 0.5})
+    assert best_of(*both) == ("valid_loss", 0.5, 40)
+
+
+def test_a_model_of_tables_has_its_scores_confusion_and_important_features() -> None:
+    summary = {
+        "quality": {
+            "measured_on": "10 rows held out",
+            "scores": {"accuracy": 0.9, "AUC": 0.95},
+            "labels": ["0", "1"],
+            "confusion": [[5, 1], [0, 4]],
+        },
+        "importance": [{"feature": f"f{n}", "gain": 30.0 - n, "splits": n} for n in range(12)],
+    }
+    html = sections(replace(run_view(phase=Phase.ENDED), model=model_view(summary)))["model"]
+    words = " ".join(ET.fromstring(html).itertext())
+    for expected in ("The model on 10 rows held out", "0.95", "predicted 1", "f9", "10 of 12"):
+        assert expected in words
+    assert "f10" not in words, "the ten that gain most"
+
+
+def test_a_damaged_summary_shows_what_can_be_read() -> None:
+    assert model_view({}) is None
+    assert model_view({"quality": 7, "importance": {"a": 1}}) is None
+    for confusion in ([[1]], [[1, 2], [3]], [[1, 2], 3], "text", None):
+        found = model_view({"quality": {"labels": ["a", "b"], "confusion": confusion, "scores": {"x": "y"}}})
+        assert found is not None
+        assert (found.confusion, found.labels, found.scores) == ((), (), {})
+    assert 'class="absent"' in sections(run_view())["model"]
+
+
+def test_what_is_missing_is_a_section_only_where_something_is() -> None:
+    assert 'class="absent"' in sections(replace(run_view(), notes=()))["notes"]
+    assert "one file is damaged" in sections(replace(run_view(), notes=("one file is damaged",)))["notes"]

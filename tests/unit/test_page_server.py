@@ -13,10 +13,9 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.view import RunView
-from manyhands.serving.access import Guard
 from manyhands.serving.connections import Admission, room_here
 from manyhands.serving.hosting import Dashboard
-from manyhands.serving.page_app import MAX_STREAMS, PageApp
+from manyhands.serving.page_app import MAX_STREAMS, Guard, PageApp
 from views import empty_view, run_view
 
 TOKEN = "a-token-of-this-run"

@@ -15,8 +15,7 @@ import torch.utils.backend_registration
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.engine.placement.placed import Placed, assigned
-from manyhands.engine.placement.placed_forward import brought
+from manyhands.engine.placement.placed import Placed, assigned, brought
 from manyhands.errors import UserError
 from manyhands.workloads.tasks.language import Transformer
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cli.use_commands import generate_command, predict_command
-from manyhands.data.image_files import ImageShape, read_images
+from manyhands.data.file_reader import ImageShape, read_images
 from manyhands.data.store.tensorfile import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor

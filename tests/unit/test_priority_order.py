@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from manyhands.errors import UserError
-from manyhands.strategies.allreduce.priority.exchange import Blocked, LateOptimizer, ParameterGuard, exposed
-from manyhands.strategies.allreduce.priority.sender import Desk, Lateness, SendOrder, cut
+from manyhands.strategies.allreduce.priority.exchange import LateOptimizer, ParameterGuard, exposed
+from manyhands.strategies.allreduce.priority.sender import Desk, SendOrder, cut
 from manyhands.wire.flat_layout import lay_out
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -94,10 +94,10 @@ def test_workers_agree_whatever_comes_first_on_each_and_nobody_waits_for_ever(
         exchanges += 1
         reports = [worker.desk.report() for worker in children]
         for worker in children:
-            chosen = worker.desk.heard(reports)
+            chosen = worker.desk.choose(reports)
             assert set(chosen) <= set.intersection(*map(set, reports))
             for number in chosen:
-                worker.desk.arrived(number)
+                worker.desk.order.arrived(number)
                 worker.sent.append(number)
     assert all(worker.sent == children[0].sent for worker in children)
     assert sorted(children[0].sent) == list(range(count))
@@ -112,7 +112,7 @@ def test_a_step_that_is_called_off_sends_nothing_more() -> None:
     assert not desk.wants_to_report, "it has everything, and says so when it is closed"
     desk.closed()
     assert desk.wants_to_report
-    assert desk.heard([desk.report()], called_off=True) == ()
+    assert desk.choose([desk.report()], called_off=True) == ()
     assert desk.is_over
     assert not desk.wants_to_report
 
@@ -122,13 +122,13 @@ def test_who_has_told_all_it_has_says_nothing_until_there_is_more() -> None:
     assert not desk.wants_to_report
     desk.filled(1)
     mine = desk.report()
-    assert desk.heard([mine, frozenset()]) == ()
+    assert desk.choose([mine, frozenset()]) == ()
     assert not desk.wants_to_report
     desk.filled(0)
     desk.closed()
-    assert desk.heard([desk.report(), frozenset({0, 1})]) == (0,)
+    assert desk.choose([desk.report(), frozenset({0, 1})]) == (0,)
     assert not desk.wants_to_report, "one is on its way"
-    desk.arrived(0)
+    desk.order.arrived(0)
     assert desk.wants_to_report
     assert not desk.is_over
 
@@ -161,8 +161,8 @@ def test_slices_cover_every_item_once_and_are_small(
 
 
 def test_waiting_for_others_is_told_from_bytes_on_their_way() -> None:
-    blocked = [Blocked(100, 200), Blocked(300, 310)]
-    late = [Lateness(0, 120, 1), Lateness(150, 160, 2), Lateness(205, 290, 1)]
+    blocked = [(100, 200), (300, 310)]
+    late = [(1, (0, 120)), (2, (150, 160)), (1, (205, 290))]
     assert exposed(blocked, late) == (80, {1: 20, 2: 10})
     assert exposed([], late) == (0, {})
 
@@ -223,10 +223,10 @@ def read_through(act: object) -> list[set[int]]:
 
     def wait(numbers: object) -> None:
         waited.append(set(numbers))  # type: ignore[call-overload]
-        guard.stepped(waited[-1])
+        guard.pending -= set(waited[-1])
 
     guard = ParameterGuard(model, list(model.parameters()), wait)
-    guard.expect(range(len(list(model.parameters()))))
+    guard.pending.update(range(len(list(model.parameters()))))
     with guard:
         act(model)  # type: ignore[operator]
     guard.close()

@@ -16,18 +16,16 @@ from manyhands.strategies.federated.privacy_noise import (
     FIRST_BOUND,
     LEAST_STEPS,
     ClipRule,
-    NoiseShare,
     RoundNoise,
-    SeededDraws,
-    SystemDraws,
     UniformDraws,
     add_gaussian,
     clipped,
     discrete_gaussian,
     next_bound,
+    seeded_draws,
+    system_draws,
 )
 from manyhands.strategies.federated.private_rounds import (
-    PrivacyBudget,
     RoundKind,
     Spending,
     epsilon_of,
@@ -75,10 +73,10 @@ def sum_of(noise: RoundNoise, norms: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
 def test_an_adaptive_bound_converges_to_the_quantile_of_the_norms(quantile: float) -> None:
     """Of a log-normal distribution, from the noisy share of 100 updates a round."""
-    rng, drawn = np.random.default_rng(3), SeededDraws(3)
+    rng, drawn = np.random.default_rng(3), seeded_draws(3)
     bound, seen = FIRST_BOUND, []
     for _ in range(400):
-        noise = RoundNoise(share=NoiseShare.of(0.5, 100, adapts=True), bound=bound, adapts=True)
+        noise = RoundNoise.of(0.5, 100, bound=bound, adapts=True)
         norms = rng.lognormal(0.7, 0.6, 100)
         total = sum_of(noise, norms)
         noise.add(total, drawn)
@@ -96,24 +94,24 @@ class Drawn:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> SystemDraws:
+def system(monkeypatch: pytest.MonkeyPatch) -> UniformDraws:
     """The system's draws; where its bytes were new in every run, one in a million would fail a test."""
     monkeypatch.setattr(privacy_noise, "os", Drawn)
-    return SystemDraws()
+    return system_draws
 
 
 def test_the_systems_words_are_multiples_of_two_to_the_minus_53(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.array([0, (1 << 11) - 1, 1 << 11, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     asked: list[int] = []
     monkeypatch.setattr(privacy_noise.os, "urandom", lambda count: asked.append(count) or words.tobytes())
-    found = SystemDraws().uniform(5)
+    found = system_draws(5)
     assert found.tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 0.5 + 2.0**-53, 1.0]
     assert asked == [40]
 
 
 @pytest.mark.parametrize("kind", ["seeded", "system"])
-def test_the_servers_noise_is_gaussian(kind: str, system: SystemDraws) -> None:
-    drawn: UniformDraws = SeededDraws(1, 2) if kind == "seeded" else system
+def test_the_servers_noise_is_gaussian(kind: str, system: UniformDraws) -> None:
+    drawn: UniformDraws = seeded_draws(1, 2) if kind == "seeded" else system
     sums = np.zeros(DRAWN + 1)
     add_gaussian(sums, 2.5, drawn)
     assert_variance(sums, 2.5**2)
@@ -125,7 +123,7 @@ def test_the_servers_noise_is_gaussian(kind: str, system: SystemDraws) -> None:
 
 
 @pytest.mark.parametrize("deviation", [1.0, 2.7, 400.0])
-def test_the_clients_noise_is_the_discrete_gaussian(deviation: float, system: SystemDraws) -> None:
+def test_the_clients_noise_is_the_discrete_gaussian(deviation: float, system: UniformDraws) -> None:
     values = discrete_gaussian(DRAWN, deviation, system)
     assert values.dtype == np.int64
     assert_variance(values.astype(float), deviation**2)  # which the discrete one has from about 1 on
@@ -138,10 +136,10 @@ def test_the_clients_noise_is_the_discrete_gaussian(deviation: float, system: Sy
     assert stats.chisquare(*rest).pvalue > 1e-6
 
 
-def test_the_sum_of_the_clients_noise_has_the_variance_of_the_servers(system: SystemDraws) -> None:
+def test_the_sum_of_the_clients_noise_has_the_variance_of_the_servers(system: UniformDraws) -> None:
     """With all that the secure sum needs; and with more clients, more."""
     step, fewest = 1e-4, 7
-    noise = RoundNoise(share=NoiseShare.of(1.3, 10, adapts=False), bound=0.8, adapts=False)
+    noise = RoundNoise.of(1.3, 10, bound=0.8, adapts=False)
     nothing = torch.zeros(DRAWN, dtype=torch.float64)
     shares = [noise.in_steps(nothing, step, fewest, system) for _ in range(10)]
     assert_variance(sum(shares[:fewest]) * step, (1.3 * 0.8) ** 2)
@@ -152,7 +150,7 @@ def test_the_sum_of_the_clients_noise_has_the_variance_of_the_servers(system: Sy
 
 
 def test_steps_make_no_vector_longer() -> None:
-    noise = RoundNoise(share=NoiseShare.of(1.0, 10, adapts=False), bound=1.0, adapts=False)
+    noise = RoundNoise.of(1.0, 10, bound=1.0, adapts=False)
     vector, _ = clipped([torch.randn(1000, generator=torch.Generator().manual_seed(0))], 1.0)
     whole = noise.in_steps(vector, 1e-3, 7, None)
     assert np.linalg.norm(whole * 1e-3) <= 1.0
@@ -161,11 +159,13 @@ def test_steps_make_no_vector_longer() -> None:
 
 def test_noise_is_shared_as_in_the_paper_on_adaptive_clipping() -> None:
     """z_u = (z⁻² - (2s)⁻²)^(-1/2); a vector's noise by its largest norm is z, whatever the bound."""
-    share = NoiseShare.of(1.0, 100, adapts=True)
+    share = RoundNoise.of(1.0, 100, bound=1.0, adapts=True)
     assert (share.bit, share.update) == (5.0, pytest.approx((1 - 0.1**2) ** -0.5, rel=1e-12))
-    assert NoiseShare.of(2.0, 10, adapts=True).bit == 2.0, "or there would be none left for the update"
+    assert RoundNoise.of(2.0, 10, bound=1.0, adapts=True).bit == 2.0, (
+        "or there would be none left for the update"
+    )
     for noise, cohort, bound in ((1.0, 100, 0.3), (2.0, 10, 7.0), (0.4, 3, 1e-3)):
-        made = RoundNoise(share=NoiseShare.of(noise, cohort, adapts=True), bound=bound, adapts=True)
+        made = RoundNoise.of(noise, cohort, bound=bound, adapts=True)
         longest = math.hypot(bound, 0.5 * made.bit_scale)
         assert made.deviation / longest == pytest.approx(noise, rel=1e-12)
 
@@ -231,8 +231,8 @@ def test_kinds_of_rounds_add_up() -> None:
 
 @pytest.mark.parametrize(("noise", "probability"), [(1.0, 0.1), (0.6, 0.02), (5.0, 1.0)])
 def test_a_budget_ends_at_the_last_round_that_it_allows(noise: float, probability: float) -> None:
-    kind, budget = RoundKind(noise=noise, probability=probability), PrivacyBudget(epsilon=4.0, delta=1e-5)
-    spending = Spending(kind, budget)
+    kind, budget = RoundKind(noise=noise, probability=probability), {"epsilon": 4.0, "delta": 1e-5}
+    spending = Spending(kind, **budget)
     count = 0
     while spending.affords(()):
         spending.take(())
@@ -255,7 +255,7 @@ def test_noise_that_never_ends_a_budget_is_no_endless_search() -> None:
 
 def test_a_client_is_counted_by_its_own_rounds() -> None:
     kind = RoundKind(noise=6.0, probability=1.0)
-    spending = Spending(kind, PrivacyBudget(epsilon=2.0, delta=1e-5), clients=4)
+    spending = Spending(kind, epsilon=2.0, delta=1e-5, clients=4)
     most = spending.most_rounds
     assert most is not None
     for _ in range(most):
@@ -267,12 +267,12 @@ def test_a_client_is_counted_by_its_own_rounds() -> None:
 
 
 def test_what_was_spent_is_spent_after_a_resume() -> None:
-    kind, budget = RoundKind(noise=1.0, probability=0.1), PrivacyBudget(epsilon=4.0, delta=1e-5)
-    whole, first = Spending(kind, budget), Spending(kind, budget)
+    kind, budget = RoundKind(noise=1.0, probability=0.1), {"epsilon": 4.0, "delta": 1e-5}
+    whole, first = Spending(kind, **budget), Spending(kind, **budget)
     for spending in (whole, first):
         for _ in range(7):
             spending.take(())
-    second = Spending(kind, budget)
+    second = Spending(kind, **budget)
     second.restore(first.state())
     assert (second.rounds, second.epsilon_after(0), second.most_rounds) == (
         7,
@@ -280,14 +280,14 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
         whole.most_rounds,
     )
 
-    quieter = Spending(RoundKind(noise=2.0, probability=0.1), budget)
+    quieter = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     quieter.restore(first.state())
     assert quieter.epsilon_after(0) == whole.epsilon_after(0), "rounds with other noise cost what they cost"
-    fresh = Spending(RoundKind(noise=2.0, probability=0.1), budget)
+    fresh = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     assert quieter.most_rounds is not None
     assert fresh.most_rounds is not None
     assert quieter.most_rounds < fresh.most_rounds
-    third = Spending(kind, budget)
+    third = Spending(kind, **budget)
     third.restore(quieter.state())
     assert third.epsilon_after(0) == pytest.approx(whole.epsilon_after(0), rel=1e-12)
 

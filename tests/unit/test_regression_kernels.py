@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.engine.fitting import fit
 from manyhands.errors import NonFinite, UserError
 from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, roc_auc_score
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.training import Keeping
@@ -93,6 +93,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
         assert found.accuracy == pytest.approx(accuracy_score(targets, chances > 0.5, sample_weight=counted))
         assert found.auc == pytest.approx(roc_auc_score(targets, chances, sample_weight=counted))
         assert found.log_loss == pytest.approx(log_loss(targets, chances, sample_weight=counted))
+        assert found.confusion == tuple(map(tuple, confusion_matrix(targets, chances > 0.5)))
     assert measure(margins, np.ones(2000, np.float32)).auc is None
     assert measure(np.array([1000.0, -1000.0]), np.array([0, 1], np.float32)).log_loss == pytest.approx(1000)
 

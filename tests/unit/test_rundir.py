@@ -86,9 +86,9 @@ def test_what_json_can_not_say_is_made_plain_in_the_configuration(tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({**CONFIG, "seed": None}, "seed is None; it must be int"),
-        ({key: value for key, value in CONFIG.items() if key != "task"}, "task is None; it must be str"),
-        ({**CONFIG, "parameters": 3}, "parameters are 3"),
+        ({**CONFIG, "seed": None}, "'seed' is None; it must be int"),
+        ({key: value for key, value in CONFIG.items() if key != "task"}, "'task' is None; it must be str"),
+        ({**CONFIG, "parameters": 3}, "'parameters' is 3"),
         ({**CONFIG, "model": {"layers": [object()]}}, r"config.json.config.model.layers\[0\] is a object"),
         ({**CONFIG, "table": {1: 2}}, r"config.json.config.table has the key 1"),
     ],

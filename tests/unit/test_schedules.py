@@ -211,7 +211,7 @@ def test_a_fold_is_not_the_same_as_additions_one_by_one() -> None:
 def test_a_missing_round_a_message_to_oneself_and_forgotten_slots_are_caught() -> None:
     with pytest.raises(ScheduleError, match="rank 1 has 0 rounds, rank 0 has 1"):
         prove(by_hand({0: (Step(),), 1: ()}), 2)
-    with pytest.raises(ScheduleError, match="rank 0 sends to rank 0, which is no peer"):
+    with pytest.raises(ScheduleError, match="rank 0 sends to rank 0, which is not a peer"):
         prove(by_hand({0: (Step(sends=(Send(to=0, chunks=WHOLE),)),)}), 1)
     with pytest.raises(ScheduleError, match="rank 0 sends chunks 0 to 3 of 2"):
         prove(by_hand({0: (Step(sends=(Send(to=1, chunks=range(4)),)),), 1: (Step(),)}, chunks=2), 2)

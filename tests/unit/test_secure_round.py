@@ -40,7 +40,7 @@ def test_the_sum_is_exact_whoever_leaves_and_when(stage: SecureStage, leaving: i
     gone = list(party.roster)[1::3][:leaving]
     party.play(SecureStage.DONE, dict.fromkeys(gone, stage))
     expected = tuple(k for k in party.roster if k not in gone or stage > SecureStage.MASK)
-    assert party.server.survivors == expected
+    assert party.server.lists.survivors == expected
     assert_exact(party, expected)
 
 
@@ -53,7 +53,7 @@ def test_the_sum_is_exact_with_thirty_percent_gone_over_all_stages(clients: int)
     survivors = tuple(
         client for client in party.roster if gone.get(client, SecureStage.DONE) > SecureStage.MASK
     )
-    assert party.server.survivors == survivors
+    assert party.server.lists.survivors == survivors
     assert_exact(party, survivors)
 
 

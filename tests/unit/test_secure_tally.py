@@ -48,7 +48,7 @@ def test_a_tally_is_the_sum_of_integers_exactly() -> None:
     assert (sums / found.weight - exact / weighed).abs().max() <= FIXED.step / 2
     loss = sum(one.samples * one.loss for one in updates(clients)[1:])
     assert found.loss == pytest.approx(loss, abs=weighed / 2047 / 2)
-    assert found.traffic.messages_sent == 5 * 5 - 3, "who left had advertised and shared"
+    assert found.messages_sent == 5 * 5 - 3, "who left had advertised and shared"
 
 
 def test_too_few_inputs_abandon_the_round() -> None:

@@ -346,16 +346,16 @@ def test_an_optimizer_without_a_learning_rate_can_not_be_scaled() -> None:
     parameter = nn.Parameter(torch.ones(3))
     sliced = SlicedOptimizer(Rateless([parameter]), [Piece(0, 0, 3)], [parameter], [parameter.data])
     with pytest.raises(UserError, match="optimizer Rateless has no setting 'lr'"):
-        sliced.step_with([torch.ones(3)], rate=0.5)
+        sliced.step([torch.ones(3)], rate=0.5)
 
 
 def test_gradients_that_are_brought_are_let_go_after_the_step() -> None:
     parameter = nn.Parameter(torch.ones(4))
     values = torch.ones(4)
     sliced = SlicedOptimizer(optim.SGD([parameter], lr=0.5), [Piece(0, 1, 3)], [parameter], [values])
-    sliced.step_with([torch.ones(2)], rate=0.5)
+    sliced.step([torch.ones(2)], rate=0.5)
     assert values.tolist() == [1, 0.75, 0.75, 1]
-    sliced.step_with([None])
+    sliced.step([None])
     assert values.tolist() == [1, 0.75, 0.75, 1]
     assert all(owned.proxy.grad is None for owned in sliced._owned)
 

@@ -18,7 +18,7 @@ from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held, selected
 from manyhands.strategies.federated.round_core import RoundPhase
-from manyhands.strategies.federated.simulated_rounds import (
+from manyhands.strategies.federated.simulation import (
     SimulatedCourse,
     SimulatedRounds,
     simulated_rounds,
@@ -51,7 +51,7 @@ def test_by_default_everybody_who_is_drawn_counts_and_nothing_is_kept(words: str
     assert isinstance(strategy, Federated)
     for number, course in enumerate(courses(rounds, 7)):
         drawn = tuple(selected(3, number, CLIENTS, strategy.per_round(CLIENTS)))
-        assert course == SimulatedCourse(attempt=number + 1, asked=drawn, counted=drawn)
+        assert (course.attempt, course.asked, course.counted) == (number + 1, drawn, drawn)
     assert rounds.memory() == {}
     assert rounds.all_report
 

@@ -316,14 +316,13 @@ def test_a_run_of_a_killed_sweep_is_waited_for(tmp_path: Path, monkeypatch: pyte
     open_sweep(tmp_path / "s", found, resume=False)
     folder.mkdir(parents=True)
     held = RunLock(folder / "run.lock")
-    held.acquire()
     looks, let_go, is_live = 0, math.inf, RunDirectory.is_live
 
-    def look(path: Path) -> bool:
+    def look(path: Path) -> bool | None:
         """The run ends when it is found at work for the second time."""
         nonlocal looks, let_go
         live = is_live(path)
-        looks += live
+        looks += bool(live)
         if looks == 2 and live:
             let_go = time.monotonic()
             held.close()

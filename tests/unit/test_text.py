@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.text_windows import (
+from manyhands.data.file_reader import (
     VOCABULARY,
     decode,
     encode,
@@ -112,7 +112,7 @@ def test_the_standard_library_is_bounded_and_starts_at_its_first_module() -> Non
 def test_the_standard_library_is_the_same_text_every_time() -> None:
     """Another process, with another hash seed, sees the same bytes: workers must not disagree on the data."""
     script = (
-        "import zlib; from manyhands.data.text_windows import standard_library_text;"
+        "import zlib; from manyhands.data.file_reader import standard_library_text;"
         "print(zlib.crc32(standard_library_text(200_000).encode()))"
     )
     seen = {

@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.strategies.common.sharding.layer_units import UnitMemory, piece_ranges, pieces_in, units_of
+from manyhands.strategies.common.sharding.layer_units import (
+    Await,
+    Fetch,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitMemory,
+    piece_ranges,
+    pieces_in,
+    units_of,
+)
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
-from manyhands.strategies.common.sharding.visits import Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.sharded.exchange import Grant, UnitRequest, Want, grant
 from manyhands.wire.flat_layout import bucket_of
 from manyhands.workloads.tasks.language import Transformer
@@ -110,7 +119,7 @@ def test_what_is_used_outside_of_its_layer_stays_to_the_end() -> None:
     assert flow.leave(0) == []
     assert flow.enter(1) == [Fetch(1), Await(1)]
     assert flow.leave(1) == []
-    assert flow.is_here(0)
+    assert flow.touch(0) == []
     assert flow.end() == [Release(0), Release(1)]
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
 from manyhands.cli.command_options import argument, fresh_directory, from_options, option
 from manyhands.errors import UserError
@@ -35,22 +37,12 @@ def tour_command(asked: _TourOptions) -> None:
         return
     found = lesson_numbered(asked.lesson)
     if asked.exercise is not None:
-        try:
-            with asked.exercise.open("x") as file:
-                file.write(found.exercise)
-        except FileExistsError:
-            raise UserError(
-                f"--exercise {asked.exercise}: is there already; name another file, or remove it"
-            ) from None
-        except OSError as error:
-            raise UserError(f"--exercise {asked.exercise}: cannot be written: {error.strerror}") from error
-        typer.echo(
-            f"{shown_in_terminal(found.question)}\n\nChange {asked.exercise}, and run it: python {asked.exercise}"
-        )
+        _write(asked.exercise, found)
     elif asked.solution:
         for old, new in found.changes:
             typer.echo(f"- {old}\n+ {new}")
-        typer.echo(f"\n{shown_in_terminal(found.answer)}")
+        typer.echo()
+        _show(found.answer)
     else:
         _walk(found, asks=not asked.yes and sys.stdin.isatty())
 
@@ -58,10 +50,10 @@ def tour_command(asked: _TourOptions) -> None:
 def _walk(lesson: Lesson, *, asks: bool) -> None:
     """Show a lesson step by step; what its commands write is in a new folder, so that it can be taken again."""
     place = fresh_directory(f"tour-{lesson.number}")
-    typer.echo(f"{lesson.number}. {lesson.title}\n")
+    _show(f"# {lesson.number}. {lesson.title}")
     for step in lesson.steps:
         if not isinstance(step, LessonCommand):
-            typer.echo(f"{shown_in_terminal(step)}\n")
+            _show(f"{step}\n")
             continue
         typer.echo(str(step))
         if asks and not typer.confirm("run it?", default=True):
@@ -73,6 +65,24 @@ def _walk(lesson: Lesson, *, asks: bool) -> None:
         typer.echo()
     if place.exists():
         typer.echo(f"The commands ran in {place}, where their runs are.\n")
-    typer.echo(f"Exercise: {shown_in_terminal(lesson.question)}\n")
+    _show(f"**Exercise.** {lesson.question}\n")
     typer.echo(f"manyhands tour {lesson.number} --exercise mine.py writes the file to change,")
     typer.echo(f"manyhands tour {lesson.number} --solution shows what to change in it.")
+
+
+def _write(path: Path, lesson: Lesson) -> None:
+    try:
+        with path.open("x") as file:
+            file.write(lesson.exercise)
+    except FileExistsError:
+        raise UserError(f"--exercise {path}: is there already; name another file, or remove it") from None
+    except OSError as error:
+        raise UserError(f"--exercise {path}: cannot be written: {error.strerror}") from error
+    _show(lesson.question)
+    typer.echo(f"Change {path}, and run it: python {path}")
+
+
+def _show(page: str) -> None:
+    """Print part of a page as a terminal shows Markdown: wrapped, with headings, tables and emphasis."""
+    Console(highlight=False).print(Markdown(shown_in_terminal(page)))
+    typer.echo()

@@ -1,9 +1,8 @@
 """Which samples make batch k, the same for every strategy and number of workers; and the batch that they make.
 
-Epoch e visits each sample once, in an order drawn from (seed, e). The order is the stable argsort of one raw 64-bit
-Philox output per sample, seeded by `SeedSequence(seed, spawn_key=(e,))`: numpy promises the raw streams of its bit
-generators to stay the same for ever, and does not promise that of `Generator.permutation`, so a run resumed under a
-later numpy still sees the same batches.
+Epoch e visits each sample once, in the order of the stable argsort of one raw 64-bit Philox output per sample, seeded
+by (seed, e). Numpy promises the raw streams of its bit generators to stay the same for ever, which it does not of
+`Generator.permutation`: a run resumed under a later numpy still sees the same batches.
 
     epoch 0                              epoch 1
     [ batch 0  | batch 1  | batch 2 ]    [ batch 3  | batch 4  | batch 5 ]     an epoch's last may be short
@@ -72,18 +71,25 @@ class BatchSource:
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None = None, *, field: str = "data"
     ) -> None:
-        self._samples = as_dataset(data, field)
-        self._length = _length(self._samples, field)
+        self._samples = samples = as_dataset(data, field)
+        try:
+            self._length = len(samples)
+        except (
+            TypeError,
+            NotImplementedError,
+        ) as error:  # a tensor without dimensions, an unfinished dataset
+            raise UserError(
+                f"{field} is {_kind(samples)} without a length ({error}); give {_ALLOWED}"
+            ) from error
+        if self._length == 0:
+            raise UserError(f"{field} is empty; give at least one sample")
         self._collate = default_collate if collate is None else collate
-        self._gather = _gatherer(self._samples) if collate is None else None
+        self._gather = _gatherer(samples) if collate is None else None
+        # Whether the data are arrays, of which a batch is gathered at once and nothing is drawn by chance
+        self.gathers = self._gather is not None
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the data are arrays, of which a batch is gathered at once and nothing is drawn by chance."""
-        return self._gather is not None
 
     def fetch(self, indices: Sequence[int] | Indices) -> Any:
         """The collated batch of these samples, at least one: a worker with an empty share has no batch."""
@@ -118,7 +124,7 @@ def as_dataset(data: Any, field: str) -> Any:
             f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do; training data "
             "may be an IterableDataset, too"
         )
-    if isinstance(data, tuple | list) and any(map(_is_array, data)):
+    if isinstance(data, tuple | list) and any(isinstance(one, Tensor | np.ndarray) for one in data):
         _check_columns({f"{field}[{position}]": column for position, column in enumerate(data)})
         return StackDataset(*data)
     if isinstance(data, dict) and data and all(isinstance(key, str) for key in data):
@@ -132,7 +138,7 @@ def as_dataset(data: Any, field: str) -> Any:
 
 def _check_columns(columns: Mapping[str, Any]) -> None:
     for name, column in columns.items():
-        if not _is_array(column):
+        if not isinstance(column, Tensor | np.ndarray):
             raise UserError(f"{name} is {_kind(column)}; beside tensors it must be a tensor or a numpy array")
         if column.ndim == 0:
             raise UserError(f"{name} is a single number; it must have one entry per sample")
@@ -142,23 +148,22 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
         raise UserError(f"tensors of different lengths: {listed}; each must have one entry per sample")
 
 
-def _length(samples: Any, field: str) -> int:
-    try:
-        length = len(samples)
-    except (TypeError, NotImplementedError) as error:  # a tensor without dimensions, an unfinished dataset
-        raise UserError(f"{field} is {_kind(samples)} without a length ({error}); give {_ALLOWED}") from error
-    if length == 0:
-        raise UserError(f"{field} is empty; give at least one sample")
-    return length
-
-
 def _gatherer(samples: Any) -> Gather | None:
     """Whole-batch indexing for samples held as arrays; None where they must be asked for one by one.
 
-    Exact types only: a subclass may have its own `__getitem__`.
+    Exact types only: a subclass may have its own `__getitem__`. A batch is laid out as a stack of single rows:
+    contiguous, whatever the source's strides.
     """
-    if _is_array(samples):
-        return _array_gatherer(samples)
+    if isinstance(samples, Tensor):
+        if type(samples) is not Tensor or samples.layout != torch.strided or samples.is_nested:
+            return None
+        return lambda indices: samples.index_select(
+            0, torch.from_numpy(np.where(indices < 0, indices + len(samples), indices)).to(samples.device)
+        )
+    if isinstance(samples, np.ndarray):
+        if samples.dtype.kind not in "biufc" or not samples.dtype.isnative:
+            return None
+        return lambda indices: torch.from_numpy(np.asarray(np.take(samples, indices, axis=0)))
     if type(samples) is TensorDataset:
         return _column_gatherer(samples.tensors)
     if type(samples) is StackDataset:
@@ -185,24 +190,6 @@ def _column_gatherer(columns: Sequence[Any]) -> Gather | None:
     return lambda indices: [gather(indices) for gather in gathers]
 
 
-def _array_gatherer(array: Any) -> Gather | None:
-    """Rows by index, laid out as a stack of single rows: contiguous, whatever the source's strides."""
-    if isinstance(array, Tensor):
-        if type(array) is not Tensor or array.layout != torch.strided or array.is_nested:
-            return None
-        tensor = array
-        return lambda indices: tensor.index_select(
-            0, torch.from_numpy(np.where(indices < 0, indices + len(tensor), indices)).to(tensor.device)
-        )
-    if array.dtype.kind not in "biufc" or not array.dtype.isnative:
-        return None
-    return lambda indices: torch.from_numpy(np.asarray(np.take(array, indices, axis=0)))
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
-
-
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -213,8 +200,7 @@ MAX_SEED = 2**64 - 1  # what torch.manual_seed takes, so that one seed serves bo
 def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The order in which `epoch` visits the samples: a pure, version-stable function of its arguments."""
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
-    keys = bits.random_raw(num_samples)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    return np.argsort(bits.random_raw(num_samples), kind="stable").astype(np.int64, copy=False)
 
 
 def split(count: int, worker_rank: int, num_workers: int) -> range:
@@ -274,7 +260,6 @@ class BatchPlan:
         return self.indices(step)[part.start : part.stop]
 
     def _span(self, step: int) -> range:
-        """Where batch `step` lies in the order of its epoch."""
         start = (step - self.epoch(step) * self.batches_per_epoch) * self.batch_size
         return range(start, min(start + self.batch_size, self.num_samples))
 
@@ -295,21 +280,13 @@ class Share:
     """One worker's part of one global batch."""
 
     samples: int
+    batch_samples: int  # of the whole batch
     weight: float  # in the batch
     pieces: tuple[Microbatch, ...]  # none where there is nothing to compute
 
 
 class BatchShares(ABC):
-    """The shares of every global batch; `batch_samples` refers to the batch that was shared out last."""
-
-    @property
-    def gathers(self) -> bool:
-        """Whether batches are gathered from arrays in memory: that draws nothing, and takes no time to speak of."""
-        return False
-
-    @abstractmethod
-    def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`."""
+    """The shares of every global batch."""
 
     @abstractmethod
     def share(self, step: int, part: int, parts: int) -> Share:
@@ -336,17 +313,10 @@ class IndexedShares(BatchShares):
         self._source, self._plan = source, plan
         self._microbatches, self._weights = microbatches, weights
 
-    @property
-    def gathers(self) -> bool:
-        return self._source.gathers
-
-    def batch_samples(self, step: int) -> int:
-        return self._plan.size(step)
-
     def share(self, step: int, part: int, parts: int) -> Share:
-        indices = self._plan.share(step, part, parts)
+        indices, count = self._plan.share(step, part, parts), self._plan.size(step)
         if self._weights is None:
-            return share_of(indices, self._plan.size(step), self._microbatches, self._source.fetch)
+            return share_of(indices, count, self._microbatches, self._source.fetch)
         whole = float(self._weights[self._plan.indices(step)].sum())
         if not whole > 0:
             raise UserError(
@@ -361,28 +331,21 @@ class IndexedShares(BatchShares):
             weight = float(weights.sum())
             if weight > 0:
                 fetch = partial(self._source.fetch, indices[piece.start : piece.stop])
+                own = weights / weight
                 pieces.append(
-                    Microbatch(
-                        samples=len(piece),
-                        weight=weight / total,
-                        fetch=fetch,
-                        sample_weights=weights / weight,
-                    )
+                    Microbatch(samples=len(piece), weight=weight / total, fetch=fetch, sample_weights=own)
                 )
-        return Share(samples=len(indices), weight=total / whole, pieces=tuple(pieces))
+        return Share(samples=len(indices), batch_samples=count, weight=total / whole, pieces=tuple(pieces))
 
 
 def share_of(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]) -> Share:
     """This worker's share of a batch of `count` samples; `fetch` makes a batch of some of them."""
-    pieces = [
-        Microbatch(
-            samples=len(piece),
-            weight=len(piece) / len(mine),
-            fetch=partial(fetch, mine[piece.start : piece.stop]),
-        )
-        for piece in cut(len(mine), microbatches)
-    ]
-    return Share(samples=len(mine), weight=len(mine) / count, pieces=tuple(pieces))
+    samples = len(mine)
+    taken = [mine[span.start : span.stop] for span in cut(samples, microbatches)]
+    pieces = tuple(
+        Microbatch(samples=len(one), weight=len(one) / samples, fetch=partial(fetch, one)) for one in taken
+    )
+    return Share(samples=samples, batch_samples=count, weight=samples / count, pieces=pieces)
 
 
 def cut(count: int, most: int) -> list[range]:

@@ -14,11 +14,7 @@ import numpy as np
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
-    ENTRIES,
-    LINES,
     MOST_INDEX,
-    ROWS,
-    SIZE,
     TOO_LARGE,
     byte,
     end_of_line,
@@ -54,7 +50,6 @@ def most_entries(text: Any) -> int:
 
 @helper()
 def _index(text: int, at: int) -> Any:
-    """The integer at `at` and where it ends."""
     value = np.int64(0)
     while has_digit(byte(text, at)):
         if value < _LONGEST:
@@ -137,9 +132,12 @@ def _features(text: int, at: int, entry: int, shift: int, indices: Any, values: 
 
 @njit(cache=True, nogil=True)
 def parse(
-    letters: Any, shift: int, starts: Any, indices: Any, values: Any, labels: Any, weights: Any, report: Any
-) -> None:
-    """Read the lines of `letters`, which end with a line feed, into the arrays of a `Rows`; see `report`."""
+    letters: Any, shift: int, starts: Any, indices: Any, values: Any, labels: Any, weights: Any, problems: Any
+) -> Any:
+    """Read the lines of `letters`, which end with a line feed, into the arrays of a `Rows`.
+
+    Returns the number of rows, of entries and of lines, the size of the table, and that no names are numbers.
+    """
     text, at, row = letters.ctypes.data, 0, 0
     line, entry, largest = np.int64(0), np.int64(0), np.int64(-1)
     starts[0] = 0
@@ -154,7 +152,7 @@ def parse(
                 or not (ends_token(byte(text, at)) or byte(text, at) == _HASH)
                 or not np.isfinite(label)
             ):
-                keep_bad(report, line, begin, BAD_LABEL)
+                keep_bad(problems, 0, line, begin, BAD_LABEL)
             else:
                 first = at
                 at, end, most, ascends, wrong = _features(text, at, entry, shift, indices, values)
@@ -163,7 +161,7 @@ def parse(
                     if second >= 0:
                         at, wrong = second, TWICE
                 if wrong != 0:
-                    keep_bad(report, line, at, wrong)
+                    keep_bad(problems, 0, line, at, wrong)
                 else:
                     labels[row] = label
                     weights[row] = 1.0
@@ -173,4 +171,4 @@ def parse(
                     largest = max(largest, most)
         at = end_of_line(text, at) + 1
         line += 1
-    report[ROWS], report[ENTRIES], report[LINES], report[SIZE] = row, entry, line, largest + 1
+    return row, entry, line, largest + 1, (np.int64(0), np.int64(0))

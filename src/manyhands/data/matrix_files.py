@@ -1,44 +1,76 @@
-"""Files that hold a matrix, one class per format; the first bytes of a file tell the format.
+"""Matrices in files of any size, read forward as blocks of rows: LIBSVM text (plain or gzip), npy, Parquet.
 
 file = open_matrix("table.parquet", label="price")
 for block in file.blocks(1 << 24):
     learn(block.dense(file.columns), block.labels)
+
+The first bytes of a file tell the format. No more is held than a few blocks; where rows are needed again and in any
+order, as in several passes by several processes, `stored_matrix` keeps them so.
 """
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes
-from manyhands.data.row_files import Reading, RowFile
-from manyhands.errors import DataError, UserError, nearest
+from manyhands.data.file_reader import DataFile
+from manyhands.data.row_files import Reading, RowFile, Rows
+from manyhands.errors import DataError, UserError, first_line, nearest
 
-__all__ = ["LibsvmMatrix", "NpyMatrix", "ParquetMatrix", "open_matrix"]
+__all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "NpyMatrix", "OnBytes", "ParquetMatrix", "open_matrix"]
 
+OnBytes = Callable[[int], None]  # gets the bytes that have been read, a block at a time
+BLOCK_BYTES: Final = 1 << 24
 _TEXT_BLOCK_BYTES: Final = 1 << 22
-_NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _AS_SINGLE = "?", "b", "B", "h", "H", "e", "f"  # types whose values single precision holds
-# What numpy raises for a damaged head of an npy file
-_BAD_HEADS = (
-    ValueError,
-    SyntaxError,
-    TokenError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    LookupError,
-    OverflowError,
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatrixBlock:
+    """Some rows in a row; `rows` is a table of float32 or float64, or CSR where the file leaves zeros out."""
+
+    begin: int  # the number of the first, from 0
+    rows: NDArray[Any] | Rows
+    labels: NDArray[Any] | None = None  # one for each row; None where the file has none
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def dense(self, columns: int) -> NDArray[Any]:
+        """The rows as a table of `columns` columns, the zeros that CSR leaves out written down."""
+        if not isinstance(self.rows, Rows):
+            return self.rows
+        if self.rows.size > columns:
+            found = f"row {self.begin} or later has feature {self.rows.size - 1}"
+            raise DataError(f"{found}, but there are {columns} columns")
+        table = np.zeros((len(self.rows), columns), np.float32)
+        of = np.repeat(np.arange(len(self.rows)), np.diff(self.rows.starts))
+        table[of, self.rows.indices] = self.rows.values
+        return table
+
+
+class MatrixFile(ABC):
+    """A file of rows. Missing values, where a format has them, are NaN; the caller checks for them."""
+
+    path: Path
+    rows: int | None  # None where only reading tells, as of text
+    columns: int | None  # of the matrix, without labels; None where only reading tells
+    names: tuple[str, ...] | None = None  # of the columns, where they have some
+
+    @abstractmethod
+    def blocks(
+        self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
+    ) -> Iterator[MatrixBlock]:
+        """All rows from the first, in blocks of about so many bytes (at least a row); DataError says what is wrong."""
 
 
 def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
@@ -47,25 +79,15 @@ def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
     `label` is the column that holds labels: a name in Parquet, a number in npy (-1 is the last). LIBSVM has its own.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if not head:
+    with DataFile(path) as file:
+        head, is_gzip = bytes(file.up_to(8)), file.is_gzip
+    if not head and not is_gzip:
         raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
-    if head.startswith(_NPY_MAGIC):
-        return NpyMatrix(path, label)
-    if head.startswith(_PARQUET_MAGIC):
-        return ParquetMatrix(path, label)
-    if head.startswith(_GZIP_MAGIC):
-        try:
-            with gzip.open(path) as unzipped:
-                head = unzipped.read(8)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is damaged: {error}") from error
-        if head.startswith((_NPY_MAGIC, _PARQUET_MAGIC)):
-            raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
+    kind = next((kind for magic, kind in _MAPPED.items() if head.startswith(magic)), None)
+    if kind is not None and is_gzip:
+        raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
+    if kind is not None:
+        return kind(path, label)
     if label is not None:
         raise UserError(
             f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
@@ -98,20 +120,17 @@ class LibsvmMatrix(MatrixFile):
 class NpyMatrix(MatrixFile):
     """An array of two dimensions that numpy saved; it is mapped, not read."""
 
+    rows: int
     columns: int
 
     def __init__(self, path: Path, label: str | None) -> None:
         self.path = path
-        self.dtype, shape, self.is_column_major, self.offset = _npy_header(path)
-        self._shape = shape
-        self.rows, self._width = shape
+        self.dtype, self._shape, self.is_column_major, self.offset = _npy_header(path)
+        self.rows, self._width = self._shape
         self.label = _column_number(path, label, self._width)
         self.columns = self._width - (self.label is not None)
-
-    @property
-    def is_mappable(self) -> bool:
-        """Whether its rows lie in the file as a process computes with them."""
-        return self.label is None and not self.is_column_major and self.dtype.isnative
+        # Whether its rows lie in the file as a process computes with them
+        self.is_mappable = self.label is None and not self.is_column_major and self.dtype.isnative
 
     def mapped(self) -> NDArray[Any]:
         """All of it, labels too, read from the disk where it is looked at."""
@@ -148,8 +167,8 @@ class ParquetMatrix(MatrixFile):
             fields = list(file.schema_arrow)
         if chosen is not None:
             fields = [field for field in fields if field.name in (*chosen, label)]
-        if label is not None and label not in [field.name for field in fields]:
-            known = [field.name for field in fields]
+        known = [field.name for field in fields]
+        if label is not None and label not in known:
             raise UserError(f"label={label!r}: {path} has no such column; {nearest(label, known)}")
         from pyarrow import types
 
@@ -159,31 +178,32 @@ class ParquetMatrix(MatrixFile):
                 raise DataError(
                     f"{path}: column {field.name!r} is {field.type}, no number; leave it out or encode it as numbers"
                 )
-        self._columns = tuple(field.name for field in fields if field.name != label)
-        if not self.rows or not self._columns:
+        names = tuple(name for name in known if name != label)
+        if not self.rows or not names:
             raise DataError(
-                f"{path} has {self.rows} rows and {len(self._columns)} columns; give at least one of each"
+                f"{path} has {self.rows} rows and {len(names)} columns; give at least one of each"
             )
-        if len(set(self._columns)) < len(self._columns):
+        if len(set(names)) < len(names):
             raise DataError(f"{path} has two columns of the same name; give each a name of its own")
-        if chosen is not None:
-            self._columns = tuple(chosen)
+        self.names = names if chosen is None else tuple(chosen)
+        self.columns = len(self.names)
         kinds = [np.dtype(field.type.to_pandas_dtype()).char for field in fields]
         self._dtype = np.dtype(np.float32 if set(kinds) <= set(_AS_SINGLE) else np.float64)
-        self.names, self.columns = self._columns, len(self._columns)
 
     def blocks(
         self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> Iterator[MatrixBlock]:
-        """In single precision where that holds all values, else in double."""
-        row_bytes = len(self._columns) * self._dtype.itemsize
-        begin = 0
+        row_bytes, begin = self.columns * self._dtype.itemsize, 0
         with _parquet(self.path) as file:
-            wanted = [*self._columns, *([self.label] if self.label is not None else [])]
+            wanted = [*self.names, *([self.label] if self.label is not None else [])]
             batches = file.iter_batches(max(1, block_bytes // row_bytes), columns=wanted)
-            while (batch := _next_batch(self.path, batches)) is not None:
-                values = np.empty((len(batch), len(self._columns)), self._dtype)
-                for place, name in enumerate(self._columns):
+            while True:
+                with _arrow_errors(self.path):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                values = np.empty((len(batch), self.columns), self._dtype)
+                for place, name in enumerate(self.names):
                     values[:, place] = _numbers(batch, name, self._dtype)
                 labels = None if self.label is None else _numbers(batch, self.label, np.dtype(np.float64))
                 yield MatrixBlock(begin=begin, rows=values, labels=labels)
@@ -196,9 +216,8 @@ class ParquetMatrix(MatrixFile):
             )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+# Formats that are mapped or read by their columns, by the first bytes of a file
+_MAPPED: dict[bytes, type[NpyMatrix | ParquetMatrix]] = {b"\x93NUMPY": NpyMatrix, b"PAR1": ParquetMatrix}
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
@@ -217,8 +236,8 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except DataError:
         raise
-    except _BAD_HEADS as error:
-        raise DataError(f"{path}: the head of this npy file is damaged: {_first_line(error)}") from error
+    except Exception as error:  # numpy raises nearly anything for a damaged head
+        raise DataError(f"{path}: the head of this npy file is damaged: {first_line(error)}") from error
     if dtype.kind not in "biuf":
         raise DataError(f"{path} holds {dtype}, no numbers; save it as float64 or float32")
     if len(shape) != 2 or 0 in shape or any(not isinstance(size, int) or size < 0 for size in shape):
@@ -251,29 +270,23 @@ def _column_number(path: Path, label: str | None, columns: int) -> int | None:
 
 def _parquet(path: Path) -> Any:
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
             f"{path} is Parquet, and pyarrow, which reads it, is missing; pip install manyhands[parquet]"
         ) from error
-    try:
+    with _arrow_errors(path):
         return parquet.ParquetFile(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise _damaged(path, error) from error
 
 
-def _next_batch(path: Path, batches: Iterator[Any]) -> Any:
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
     import pyarrow
 
     try:
-        return next(batches, None)
+        yield
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is no Parquet file that can be read: {_first_line(error)}")
+        raise DataError(f"{path} is not a Parquet file that can be read: {first_line(error)}") from error
 
 
 def _numbers(batch: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -6,7 +6,7 @@
     a Ray Dataset                     cut into as many equal shards as there are workers
 
 Batch k is every worker's next share: as many samples as it would have of a common batch, from its own stream, which is
-gone through again and again. So nothing has to be agreed upon: who has how many samples in batch k is arithmetic.
+gone through again and again. So who has how many samples in batch k is arithmetic.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class Files(WorkerData):
 
     @property
     def is_local(self) -> bool:
-        """Whether each worker looks for its own files where it runs."""
         return "{rank}" in self.pattern
 
     def dealt(self, parts: int) -> Files:
@@ -125,10 +124,11 @@ class Files(WorkerData):
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
+        paths = self.dealt(parts).paths[part::parts]
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
-            return _FileStream(_found(pattern, f"worker {part} finds no file"), self.read)
-        return _FileStream(self.dealt(parts).paths[part::parts], self.read)
+            paths = _found(pattern, f"worker {part} finds no file")
+        return _Samples(lambda: chain.from_iterable(self.read(Path(path)) for path in paths))
 
 
 def _found(pattern: str, nothing: str) -> tuple[str, ...]:
@@ -139,17 +139,13 @@ def _found(pattern: str, nothing: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileStream:
-    """The samples of some files, in the order of the files."""
+class _Samples:
+    """A stream that is `read` from its beginning at each iteration."""
 
-    paths: tuple[str, ...]
-    read: Callable[[Path], Iterable[Any]]
+    read: Callable[[], Iterable[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.read(Path(path)) for path in self.paths)
-
-    def __str__(self) -> str:
-        return f"{self.paths[0]} and {len(self.paths) - 1} other files" if self.paths[1:] else self.paths[0]
+        return iter(self.read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +175,10 @@ class RayShards(WorkerData):
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
         assert len(self.shards) == parts, "a dataset is dealt before it is read"
-        return _Rows(self.shards[part])
+        return _Samples(self.shards[part].iter_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayShards, (None, self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of a shard, from the first one at each iteration."""
-
-    shard: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.shard.iter_rows())
 
 
 def own_data(data: Any) -> WorkerData | None:
@@ -244,7 +230,6 @@ class Parties:
             yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
 
     def split(self) -> list[NDArray[np.int64]]:
-        """The numbers of each party's samples."""
         begins = [0, *self._ends[:-1]]
         return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
 

@@ -1,9 +1,9 @@
 """Compiled parts of the readers of sparse text: numbers, and features that become indices.
 
 A block of text ends with a line feed, so that no loop needs to look for the block's end: every loop stops there; and
-PADDING bytes of the caller's come after it, so that eight bytes may be read at once anywhere. What
-a parser found out is in one array of int64, `report`; the names below are its places. A line that is wrong is left out
-and counted, and the first one's place is kept; what to do about it is the caller's business.
+PADDING bytes of the caller's come after it, so that eight bytes may be read at once anywhere. A line that is wrong is
+left out, and `problems` gets two rows of (how many, the first one's line, place and code): of lines that are wrong by
+themselves, and of lines that the settings of reading reject, which are never skipped.
 """
 
 from __future__ import annotations
@@ -19,22 +19,10 @@ from manyhands.native.decorators import helper, inlined
 
 __all__ = [
     "BAD_LABEL",
-    "BAD_LINES",
     "BAD_VALUE",
-    "CODE",
-    "ENTRIES",
-    "FIRST_BAD_AT",
-    "FIRST_BAD_LINE",
     "GOLDEN",
-    "LINES",
     "MOST_INDEX",
     "PADDING",
-    "REFUSED_AT",
-    "REFUSED_CODE",
-    "REFUSED_CONTROL",
-    "REPORT_SIZE",
-    "ROWS",
-    "SIZE",
     "TOO_LARGE",
     "byte",
     "end_of_line",
@@ -45,11 +33,6 @@ __all__ = [
     "number",
     "place_of",
 ]
-
-ROWS, ENTRIES, LINES, BAD_LINES, FIRST_BAD_LINE, FIRST_BAD_AT, CODE, SIZE = range(8)
-# What is wrong with how the file is read rather than with one line of it: never skipped
-REFUSED_CONTROL, REFUSED_AT, REFUSED_CODE = 8, 9, 10
-REPORT_SIZE = 16  # the places after these are each format's own
 
 BAD_LABEL, BAD_VALUE, TOO_LARGE = 1, 2, 3  # codes of what is wrong with a line; each format has more
 
@@ -88,14 +71,13 @@ def has_digit(letter: int) -> Any:
 
 @inlined()
 def is_blank(letter: int) -> bool:
-    """Whether a byte stands between two tokens of a line: space, tab, return (and any other control)."""
+    # Between two tokens of a line: space, tab, return (and any other control)
     return letter <= _SPACE and letter != _LINE_FEED
 
 
 @inlined()
 def ends_token(letter: int) -> bool:
-    """Whether a byte is blank or ends the line."""
-    return letter <= _SPACE
+    return letter <= _SPACE  # blank, or the end of the line
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -141,7 +123,6 @@ def _digits(address: int) -> Any:
 
 @helper()
 def end_of_line(text: int, at: int) -> int:
-    """Where the line that `at` is in ends: the place of its line feed."""
     while byte(text, at) != _LINE_FEED:
         at += 1
     return at
@@ -191,9 +172,7 @@ def number(text: int, at: int) -> Any:
         at += 1
     first, mantissa = at, np.int64(0)
     while has_digit(byte(text, at)):
-        mantissa = mantissa * 10 + (
-            np.int64(byte(text, at)) - 48
-        )  # wraps where there are too many: see below
+        mantissa = mantissa * 10 + (np.int64(byte(text, at)) - 48)  # too many wrap: see below
         at += 1
     count, exponent = at - first, 0
     if byte(text, at) == _POINT:
@@ -253,8 +232,8 @@ def place_of(key: int, shift: int) -> Any:
 
 
 @inlined()
-def keep_bad(report: Any, line: int, at: int, code: int) -> None:
-    """Count a line that is wrong, and keep the place of the first."""
-    if report[BAD_LINES] == 0:
-        report[FIRST_BAD_LINE], report[FIRST_BAD_AT], report[CODE] = line, at, code
-    report[BAD_LINES] += 1
+def keep_bad(problems: Any, kind: int, line: int, at: int, code: int) -> None:
+    """Count a line that is wrong (`kind` 0) or rejected (1), and keep the place of the first."""
+    if problems[kind, 0] == 0:
+        problems[kind, 1], problems[kind, 2], problems[kind, 3] = line, at, code
+    problems[kind, 0] += 1

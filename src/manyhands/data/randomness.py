@@ -54,7 +54,6 @@ def seed_all(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seed the generators of this process, without those of GPUs."""
     torch.default_generator.manual_seed(seed & (_MASK >> 1))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

@@ -24,7 +24,6 @@ from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
 from manyhands.errors import UserError
 
 __all__ = [
-    "BatchReading",
     "Key",
     "Loading",
     "OwnShares",
@@ -32,6 +31,7 @@ __all__ = [
     "ShareReader",
     "StreamShares",
     "Upcoming",
+    "batch_shares",
     "sample_weights",
 ]
 
@@ -39,33 +39,29 @@ __all__ = [
 _READING, _MAKING = 1, 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchReading:
-    """The data of a task, and how its batches are made of them."""
-
-    data: Any
-    streams: bool  # whether the data can only be iterated
-    collate: Callable[[list[Any]], Any] | None
-    batch_size: int
-    microbatches: int
-    weights: Any | None
-    seed: int
-
-    def shares(self) -> BatchShares:
-        seed, own, sizes = self.seed, own_data(self.data), (self.batch_size, self.microbatches)
-        shares: BatchShares
-        if own is not None:
-            shares = OwnShares(
-                own, self.collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING))
-            )
-        elif self.streams:
-            shares = StreamShares(self.data, self.collate, *sizes, lambda step: seed_all(mix(seed, step)))
-        else:
-            source = BatchSource(self.data, self.collate)
-            weights = sample_weights(self.weights, len(source)) if self.weights is not None else None
-            plan = BatchPlan(len(source), self.batch_size, seed)
-            shares = IndexedShares(source, plan, self.microbatches, weights)
-        return shares if shares.gathers else _DrawnApart(shares, seed)
+def batch_shares(
+    data: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    batch_size: int,
+    microbatches: int,
+    weights: Any | None,
+    seed: int,
+    *,
+    streams: bool,
+) -> BatchShares:
+    """The batches of a task's data, which can only be iterated where it `streams`."""
+    own, sizes = own_data(data), (batch_size, microbatches)
+    shares: BatchShares | None = None
+    if own is not None:
+        shares = OwnShares(own, collate, *sizes, lambda step, part: seed_all(mix(seed, step, part, _READING)))
+    elif streams:
+        shares = StreamShares(data, collate, *sizes, lambda step: seed_all(mix(seed, step)))
+    if shares is not None:
+        return _DrawnApart(shares, seed)
+    source = BatchSource(data, collate)
+    found = sample_weights(weights, len(source)) if weights is not None else None
+    indexed = IndexedShares(source, BatchPlan(len(source), batch_size, seed), microbatches, found)
+    return indexed if source.gathers else _DrawnApart(indexed, seed)
 
 
 class _DrawnApart(BatchShares):
@@ -77,9 +73,6 @@ class _DrawnApart(BatchShares):
 
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed
-
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
 
     def keep_from(self, step: int) -> None:
         self._shares.keep_from(step)
@@ -103,7 +96,6 @@ class _DrawnApart(BatchShares):
 class ReadShare:
     """One worker's share of a global batch, as a loader process delivers it."""
 
-    batch_samples: int  # in the global batch
     share: Share  # whose pieces fetch nothing any more: see `batches`
     batches: list[Any]  # of each piece
 
@@ -111,8 +103,8 @@ class ReadShare:
 class ShareReader:
     """Reads shares in a loader process."""
 
-    def __init__(self, reading: BatchReading) -> None:
-        self._shares = reading.shares()
+    def __init__(self, shares: Callable[[], BatchShares]) -> None:
+        self._shares = shares()
 
     def read(self, key: Key, kept_from: int) -> ReadShare:
         """One share; none of a step before `kept_from` is asked for any more."""
@@ -121,7 +113,7 @@ class ShareReader:
         batches = [piece.fetch() for piece in share.pieces]
         # The batches of a share that was read lie beside it; what fetches them is not sent.
         bare = replace(share, pieces=tuple(replace(piece, fetch=tuple) for piece in share.pieces))
-        return ReadShare(batch_samples=self._shares.batch_samples(key[0]), share=bare, batches=batches)
+        return ReadShare(share=bare, batches=batches)
 
 
 class StreamShares(BatchShares):
@@ -141,14 +133,10 @@ class StreamShares(BatchShares):
         seeded: Callable[[int], None],
     ) -> None:
         self._drawing = _Drawing(stream, batch_size, seeded, across=False)
-        self._collate = default_collate if collate is None else collate
-        self._microbatches = microbatches
+        self._collate, self._microbatches = collate or default_collate, microbatches
 
     def keep_from(self, step: int) -> None:
         self._drawing.kept_from = step
-
-    def batch_samples(self, step: int) -> int:
-        return len(self._drawing.batch(step))
 
     def share(self, step: int, part: int, parts: int) -> Share:
         batch = self._drawing.batch(step)
@@ -171,18 +159,13 @@ class OwnShares(BatchShares):
         microbatches: int,
         seeded: Callable[[int, int], None],
     ) -> None:
-        self._data, self._seeded = data, seeded
-        self._collate = default_collate if collate is None else collate
+        self._data, self._seeded, self._collate = data, seeded, collate or default_collate
         self._batch_size, self._microbatches = batch_size, microbatches
         self._drawings: dict[tuple[int, int], _Drawing] = {}
         self._kept_from: int | None = None
 
     def keep_from(self, step: int) -> None:
         self._kept_from = step
-
-    def batch_samples(self, step: int) -> int:
-        del step
-        return self._batch_size
 
     def share(self, step: int, part: int, parts: int) -> Share:
         drawing = self._drawings.get((part, parts))

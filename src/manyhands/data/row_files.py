@@ -12,7 +12,7 @@ import io
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,24 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manyhands.data import libsvm, vowpal
-from manyhands.data.matrix import Rows
-from manyhands.data.parse_kernels import (
-    BAD_LINES,
-    CODE,
-    ENTRIES,
-    FIRST_BAD_AT,
-    FIRST_BAD_LINE,
-    LINES,
-    PADDING,
-    REFUSED_AT,
-    REFUSED_CODE,
-    REFUSED_CONTROL,
-    REPORT_SIZE,
-    ROWS,
-    SIZE,
-)
+from manyhands.data.parse_kernels import PADDING
 from manyhands.errors import DataError, UserError, format_bytes, nearest
 from manyhands.native.warming import prepare
 
@@ -50,6 +36,7 @@ __all__ = [
     "Reading",
     "RowFile",
     "RowText",
+    "Rows",
     "warm_libsvm",
     "warm_vowpal",
 ]
@@ -61,6 +48,42 @@ MOST_LINE_BYTES = 1 << 28
 STDIN = "-"
 _PADDING = bytes(PADDING)
 _GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Row i has the features `indices[starts[i]:starts[i + 1]]` and their `values`; arrays are contiguous.
+
+    `labels` are as the file has them, NaN where it has none. `weights` say how often a row counts. `size` is one more
+    than the largest feature.
+    """
+
+    starts: NDArray[np.int64]
+    indices: NDArray[np.int32]
+    values: NDArray[np.float32]
+    labels: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.starts, self.indices, self.values, self.labels, self.weights)
+        return sum(array.nbytes for array in arrays)
+
+    @staticmethod
+    def join(blocks: Sequence[Rows]) -> Rows:
+        ends = np.cumsum([0, *(len(block.indices) for block in blocks)])
+        starts = [block.starts[:-1] + end for block, end in zip(blocks, ends[:-1], strict=True)]
+        kinds = {"indices": np.int32, "values": np.float32, "labels": np.float32, "weights": np.float32}
+        joined: dict[str, Any] = {
+            name: np.concatenate([np.empty(0, kind), *(getattr(block, name) for block in blocks)])
+            for name, kind in kinds.items()
+        }
+        size = max((block.size for block in blocks), default=0)
+        return Rows(starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64), **joined, size=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +118,10 @@ class _Block:
     rows: Rows
     lines: int
     bad_lines: int
-    # Malformed lines: the number in the block (from 0), and the column (from 1) with a sentence about it
+    # The first malformed line, and the first that the settings reject: the number in the block (from 0), and the
+    # column (from 1) with a sentence about it
     bad: tuple[int, str] | None
-    refused: tuple[int, str] | None
+    rejected: tuple[int, str] | None
     # The namespace whose features are numbers; None where there is none, or no namespaces
     numbered_in: int | None
     num_bytes: int
@@ -131,8 +155,9 @@ class RowFile:
         self.lines = self.bad_lines = 0
         found, numbered_in = False, None
         for block in self._parsed():
-            if block.refused is not None:
-                raise self._error(block.refused)
+            problem = block.rejected or (block.bad if not self.reading.skip_bad else None)
+            if problem is not None:
+                raise DataError(f"{self.name}, line {self.lines + problem[0] + 1}, {problem[1]}")
             if block.numbered_in is not None:
                 if numbered_in is not None and numbered_in != block.numbered_in:
                     raise DataError(
@@ -140,8 +165,6 @@ class RowFile:
                         "hash=all and a number of bits, and they are kept apart"
                     )
                 numbered_in = block.numbered_in
-            if block.bad is not None and not self.reading.skip_bad:
-                raise self._error(block.bad)
             self.lines += block.lines
             self.bad_lines += block.bad_lines
             if on_bytes is not None:
@@ -151,9 +174,6 @@ class RowFile:
                 yield block.rows
         if not found:
             raise DataError(f"{self.name} holds no example; give a file with at least one")
-
-    def _error(self, problem: tuple[int, str]) -> DataError:
-        return DataError(f"{self.name}, line {self.lines + problem[0] + 1}, {problem[1]}")
 
     def _parsed(self) -> Iterator[_Block]:
         with ExitStack() as stack:
@@ -241,16 +261,14 @@ def warm_vowpal() -> None:
 def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
     view = np.frombuffer(text, np.uint8)[:-PADDING]
     most_rows, most = int(np.count_nonzero(view == 10)), module.most_entries(view)
-    starts, report = np.empty(most_rows + 1, np.int64), np.zeros(REPORT_SIZE, np.int64)
+    starts, problems = np.empty(most_rows + 1, np.int64), np.zeros((2, 4), np.int64)
     indices, values = np.empty(most, np.int32), np.empty(most, np.float32)
     labels, weights = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
     shift = 0 if reading.bits is None else 64 - reading.bits
     mode = (HASHES.index(reading.hash),) if module is vowpal else ()
-    module.parse(view, shift, *mode, starts, indices, values, labels, weights, report)
-    rows, entries = report[ROWS], report[ENTRIES]
-    bad = _problem(module, text, report[FIRST_BAD_LINE], report[FIRST_BAD_AT], report[CODE])
-    refused = _problem(module, text, report[REFUSED_CONTROL], report[REFUSED_AT], report[REFUSED_CODE])
-    is_numbered = module is vowpal and report[vowpal.NUMBERED]
+    arrays = starts, indices, values, labels, weights
+    rows, entries, lines, size, numbered = module.parse(view, shift, *mode, *arrays, problems)
+    bad, rejected = (_problem(module, text, *found[1:].tolist()) for found in problems)
     return _Block(
         rows=Rows(
             starts=starts[: rows + 1],
@@ -258,13 +276,13 @@ def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
             values=values[:entries],
             labels=labels[:rows],
             weights=weights[:rows],
-            size=int(report[SIZE]) if reading.bits is None else 1 << reading.bits,
+            size=size if reading.bits is None else 1 << reading.bits,
         ),
-        lines=int(report[LINES]),
-        bad_lines=int(report[BAD_LINES]),
+        lines=lines,
+        bad_lines=int(problems[0, 0]),
         bad=bad,
-        refused=refused,
-        numbered_in=int(report[vowpal.NUMBERED_IN]) if is_numbered else None,
+        rejected=rejected,
+        numbered_in=numbered[1] if numbered[0] else None,
         num_bytes=len(view),
     )
 
@@ -272,8 +290,8 @@ def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
 def _problem(module: Any, text: bytes, line: int, at: int, code: int) -> tuple[int, str] | None:
     if not code:
         return None
-    column = int(at) - (text.rfind(b"\n", 0, int(at)) + 1)
+    column = at - text.rfind(b"\n", 0, at)
     token = text[at : at + 200].split(None, 1)
     shown = token[0].decode("utf-8", "replace") if token else ""
     shown = shown if len(shown) <= 60 else shown[:60] + "…"
-    return int(line), f"column {column + 1}: {module.WRONG[int(code)].format(token=repr(shown))}"
+    return line, f"column {column}: {module.WRONG[code].format(token=repr(shown))}"

@@ -13,20 +13,20 @@ from __future__ import annotations
 import errno
 import mmap
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes, Rows
-from manyhands.data.matrix_files import NpyMatrix
+from manyhands.data.matrix_files import BLOCK_BYTES, MatrixBlock, MatrixFile, NpyMatrix, OnBytes
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, ManyhandsError
+from manyhands.native.closeable import Closeable
 
 __all__ = ["MatrixStore", "OpenedMatrix", "StoredMatrix"]
 
@@ -56,42 +56,23 @@ class StoredMatrix:
 
     def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
         """Mapped in this process; pages that were read leave its memory at once unless they are `kept_in_memory`."""
-        return (_MappedRows if self.is_sparse else _MappedTable)(self, kept_in_memory)
+        return OpenedMatrix(self, kept_in_memory)
 
 
-class OpenedMatrix(ABC):
-    """A mapped matrix; `close` is idempotent."""
-
-    @abstractmethod
-    def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
-        """Rows `begin` to `end` in blocks of at most so many bytes (at least a row); each is good until the next."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Unmap, once no block is in use."""
-
-
-class MatrixStore:
+class MatrixStore(Closeable):
     """A context manager that makes matrices mappable; the files it wrote are removed on exit."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._count = 0
-        self._folder: Path | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._stack.close()
-        self._folder = None
 
     def keep(
         self, file: MatrixFile, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> StoredMatrix:
         """The matrix of a file, without its labels; ManyhandsError says when the disk is full."""
         if isinstance(file, NpyMatrix) and file.is_mappable:
-            assert file.rows is not None
             return StoredMatrix(
                 path=str(file.path.absolute()),
                 rows=file.rows,
@@ -106,17 +87,19 @@ class MatrixStore:
         return self._written(iter([MatrixBlock(begin=0, rows=np.ascontiguousarray(table))]), "a table")
 
     def _written(self, blocks: Iterator[MatrixBlock], name: str) -> StoredMatrix:
-        if self._folder is None:
-            temporary = tempfile.TemporaryDirectory(prefix="manyhands-matrix-")
-            self._folder = Path(self._stack.enter_context(temporary))
-        self._count += 1
-        folder = self._folder / str(self._count)
-        folder.mkdir()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-matrix-")))
         try:
             first = next(blocks)
             if isinstance(first.rows, Rows):
-                return _write_sparse(folder, first, blocks)
-            return _write_dense(folder, first, blocks)
+                return _write_sparse(folder, chain([first], blocks))
+            rows, columns, path = 0, first.rows.shape[1], folder / "table"
+            with path.open("wb") as out:
+                for block in chain([first], blocks):
+                    assert not isinstance(block.rows, Rows), "one kind"
+                    out.write(block.rows.data)
+                    rows += len(block)
+            entries, dtype = rows * columns, first.rows.dtype.str
+            return StoredMatrix(path=str(path), rows=rows, columns=columns, entries=entries, dtype=dtype)
         except StopIteration:
             raise DataError(f"{name} holds no rows; give a matrix with at least one") from None
         except OSError as error:
@@ -126,44 +109,12 @@ class MatrixStore:
             ) from error
 
 
-def _write_dense(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
-    assert not isinstance(first.rows, Rows), "a table"
-    rows, columns, dtype = 0, first.rows.shape[1], first.rows.dtype
-    with (folder / "table").open("wb") as out:
-        for block in chain([first], more):
-            assert not isinstance(block.rows, Rows), "one kind"
-            out.write(block.rows.data)
-            rows += len(block)
-    path, entries = str(folder / "table"), rows * columns
-    return StoredMatrix(path=path, rows=rows, columns=columns, entries=entries, dtype=dtype.str)
-
-
-class _MappedTable(OpenedMatrix):
-    def __init__(self, matrix: StoredMatrix, kept_in_memory: bool) -> None:
-        self._map = _Map(
-            Path(matrix.path), np.dtype(matrix.dtype), matrix.offset, matrix.entries, kept_in_memory
-        )
-        self._columns = matrix.columns
-
-    def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
-        width = self._columns
-        count = max(1, block_bytes // (width * self._map.dtype.itemsize))
-        for first in range(begin, end, count):
-            last = min(first + count, end)
-            span = first * width, last * width
-            yield MatrixBlock(begin=first, rows=self._map.items(*span).reshape(-1, width))
-            self._map.done(*span)
-
-    def close(self) -> None:
-        self._map.close()
-
-
-def _write_sparse(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
+def _write_sparse(folder: Path, blocks: Iterator[MatrixBlock]) -> StoredMatrix:
     rows = entries = columns = 0
     with ExitStack() as stack:
         out: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in _CSR}
         out["starts"].write(np.zeros(1, np.int64).data)
-        for block in chain([first], more):
+        for block in blocks:
             part = block.rows
             assert isinstance(part, Rows), "one kind"
             out["starts"].write((part.starts[1:] + entries).data)
@@ -175,17 +126,35 @@ def _write_sparse(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock])
     return StoredMatrix(path=str(folder), rows=rows, columns=columns, entries=entries)
 
 
-class _MappedRows(OpenedMatrix):
+class OpenedMatrix:
+    """A mapped matrix; `close` is idempotent."""
+
     def __init__(self, matrix: StoredMatrix, kept_in_memory: bool) -> None:
-        counts = {"starts": matrix.rows + 1, "indices": matrix.entries, "values": matrix.entries}
-        self._maps = {
-            name: _Map(Path(matrix.path, name), np.dtype(kind), 0, counts[name], kept_in_memory)
-            for name, kind in _CSR.items()
-        }
-        self._columns = matrix.columns
+        self._columns, self._is_sparse = matrix.columns, matrix.is_sparse
+        if matrix.is_sparse:
+            counts = {"starts": matrix.rows + 1, "indices": matrix.entries, "values": matrix.entries}
+            self._maps = [
+                _Map(Path(matrix.path, name), np.dtype(kind), 0, counts[name], kept_in_memory)
+                for name, kind in _CSR.items()
+            ]
+        else:
+            path, dtype = Path(matrix.path), np.dtype(matrix.dtype)
+            self._maps = [_Map(path, dtype, matrix.offset, matrix.entries, kept_in_memory)]
 
     def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
-        starts, indices, values = (self._maps[name] for name in _CSR)
+        """Rows `begin` to `end` in blocks of at most so many bytes (at least a row); each is good until the next."""
+        if self._is_sparse:
+            yield from self._sparse_blocks(begin, end, block_bytes)
+            return
+        (table,), width = self._maps, self._columns
+        count = max(1, block_bytes // (width * table.dtype.itemsize))
+        for first in range(begin, end, count):
+            span = first * width, min(first + count, end) * width
+            yield MatrixBlock(begin=first, rows=table.items(*span).reshape(-1, width))
+            table.done(*span)
+
+    def _sparse_blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
+        starts, indices, values = self._maps
         most = max(1, block_bytes // 16)  # rows, and entries
         while begin < end:
             begins = starts.items(begin, min(end, begin + most) + 1)
@@ -203,13 +172,14 @@ class _MappedRows(OpenedMatrix):
                 size=self._columns,
             )
             yield MatrixBlock(begin=begin, rows=rows)
-            for mapped in (indices, values):
-                mapped.done(first_entry, last_entry)
+            indices.done(first_entry, last_entry)
+            values.done(first_entry, last_entry)
             starts.done(begin, last)
             begin = last
 
     def close(self) -> None:
-        for mapped in self._maps.values():
+        """Unmap, once no block is in use."""
+        for mapped in self._maps:
             mapped.close()
 
 

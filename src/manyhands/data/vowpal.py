@@ -18,14 +18,7 @@ from numba import uint64
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
-    ENTRIES,
-    LINES,
     MOST_INDEX,
-    REFUSED_AT,
-    REFUSED_CODE,
-    REFUSED_CONTROL,
-    ROWS,
-    SIZE,
     TOO_LARGE,
     byte,
     end_of_line,
@@ -38,7 +31,7 @@ from manyhands.data.parse_kernels import (
 )
 from manyhands.native.decorators import helper, inlined, njit
 
-__all__ = ["NUMBERED", "NUMBERED_IN", "NUMBERS", "WRONG", "most_entries", "parse"]
+__all__ = ["NUMBERS", "WRONG", "most_entries", "parse"]
 
 BAD_IMPORTANCE, BASE, NO_BAR, NO_NAME, BAD_SCALE, NEEDS_BITS, TWO_SPACES = 20, 21, 22, 23, 24, 25, 26
 WRONG = {
@@ -56,8 +49,6 @@ WRONG = {
         "of bits, and they are kept apart"
     ),
 }  # by code, what is wrong with a line
-
-NUMBERED, NUMBERED_IN = 12, 13  # in a report: whether names are numbers, and the hash of their namespace
 
 NUMBERS, ALL = 0, 1  # how names that are all digits are taken: as they stand, or hashed like the others
 
@@ -95,7 +86,6 @@ def _scale(text: int, at: int) -> Any:
 
 @helper()
 def _has_bar(text: int, at: int) -> bool:
-    """Whether there is a bar between `at` and the end of its line."""
     while byte(text, at) != _LINE_FEED:
         if byte(text, at) == _BAR:
             return True
@@ -207,9 +197,9 @@ def parse(
     values: Any,
     labels: Any,
     weights: Any,
-    report: Any,
-) -> None:
-    """Read the lines of `letters`, which end with a line feed, into the arrays of a `Rows`; see `report`."""
+    problems: Any,
+) -> Any:
+    """As `libsvm.parse`; the last result says whether names are numbers, and the hash of their namespace."""
     text, at, row = letters.ctypes.data, 0, 0
     line, entry, largest = np.int64(0), np.int64(0), np.int64(-1)
     numbered = (np.int64(0), np.int64(0))
@@ -233,11 +223,8 @@ def parse(
                 row += 1
                 starts[row] = entry
                 largest = max(largest, most)
-            elif wrong != NEEDS_BITS and wrong != TWO_SPACES:
-                keep_bad(report, line, at, wrong)
-            elif report[REFUSED_CODE] == 0:
-                report[REFUSED_CONTROL], report[REFUSED_AT], report[REFUSED_CODE] = line, at, wrong
+            else:
+                keep_bad(problems, int(wrong in (NEEDS_BITS, TWO_SPACES)), line, at, wrong)
         at = end_of_line(text, at) + 1
         line += 1
-    report[ROWS], report[ENTRIES], report[LINES], report[SIZE] = row, entry, line, largest + 1
-    report[NUMBERED], report[NUMBERED_IN] = numbered
+    return row, entry, line, largest + 1, numbered

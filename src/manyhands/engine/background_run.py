@@ -17,7 +17,7 @@ from manyhands.errors import Aborted, UserError
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.draw.showing import showing
 from manyhands.places.local.template import warm
-from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.places.place import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
@@ -116,24 +116,24 @@ class Running:
     def __repr__(self) -> str:
         from manyhands.observe.draw.notebook import running_line
 
-        return f"Running({self._ended or running_line(str(self._strategy), self._slots, self._steps, self._now)})"
+        return f"Running({self._ended or running_line(*self._state)})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how far it is, and every slot; the run itself once it has ended."""
         from manyhands.observe.draw.notebook import ended_html, running_html
 
         if self._ended is None:
-            return running_html(str(self._strategy), self._slots, self._steps, self._now)
+            return running_html(*self._state)
         failed = self._run.exception() is not None
         return ended_html(self._ended) if failed else self._run.result()._repr_html_()
 
     @property
-    def _now(self) -> TotalsSnapshot | None:
-        return self._snapshot() if self._snapshot is not None else None
+    def _state(self) -> tuple[str, tuple[int, ...], int, TotalsSnapshot | None]:
+        now = self._snapshot() if self._snapshot is not None else None
+        return str(self._strategy), self._slots, self._steps, now
 
     @property
     def _ended(self) -> str | None:
-        """The outcome in words; None while the run is under way."""
         if not self._run.done():
             return None
         error = self._run.exception()

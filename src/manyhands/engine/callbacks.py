@@ -1,12 +1,12 @@
 """Callbacks: code of the user's own that hears of a run while it goes on, and may ask it to stop.
 
 They live in the process that called `fit` and are called in its thread, whatever the strategy: so they may hold the
-state of a notebook, print, and write files, and nothing of them is sent to a worker. `Listeners` is the pure part:
-which callback hears what, in which order, and what follows from what it returns or raises.
+state of a notebook, print, and write files, and nothing of them is sent to a worker.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,10 @@ class Beginning:
 
     config: Mapping[str, Any]
     """What `config.json` holds: task, strategy, workers, steps, seed, batch size, versions."""
-
     history: Sequence[Mapping[str, Any]]
     """The rows of the run that this one continues; empty where nothing was done yet."""
-
     resumed: bool
     """Whether a run goes on that was begun before."""
-
     path: Path | None
     """The run directory, where there is one."""
 
@@ -89,22 +86,21 @@ class Listeners:
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
-            step = int(row["step"])
-            self._reached = max(self._reached, step)
+            self._reached = max(self._reached, int(row["step"]))
             for callback in self._callbacks:
                 hears = callback.on_step if "loss" in row else callback.on_evaluate
-                self._ask(callback, hears, step, row)
-        self._tell_saved(self._reached)
+                self._call(callback, hears, row, step=int(row["step"]))
+        self._report_saved(self._reached)
 
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint was written; it is reported after the steps that it has seen."""
         self._saved.append((step, path))
-        self._tell_saved(self._reached)
+        self._report_saved(self._reached)
 
     def end(self, run: Run | None, error: BaseException | None) -> None:
         """The run has ended: every callback hears of that, whatever another raises then."""
         if self.broken is None and error is None:
-            self._tell_saved(None)
+            self._report_saved(math.inf)
         raised = error
         for callback in self._callbacks:
             try:
@@ -117,30 +113,25 @@ class Listeners:
         if raised is not None and error is None:
             raise raised
 
-    def _tell_saved(self, reached: int | None) -> None:
-        while self._saved and (reached is None or self._saved[0][0] <= reached):
+    def _report_saved(self, reached: float) -> None:
+        while self._saved and self._saved[0][0] <= reached:
             step, path = self._saved.pop(0)
             for callback in self._callbacks:
-                self._ask(callback, callback.on_checkpoint, step, step, path)
+                self._call(callback, callback.on_checkpoint, step, path, step=step)
 
-    def _ask(
-        self, callback: Callback, method: Callable[..., bool | None], step: int, *arguments: Any
+    def _call(
+        self, callback: Callback, method: Callable[..., Any], *arguments: Any, step: int | None = None
     ) -> None:
-        answer = self._call(callback, method, *arguments)
-        if answer is True and self.stop_request is None:
-            self.stop_request = StopRequest(name=type(callback).__name__, step=step)
-
-    def _call(self, callback: Callback, method: Callable[..., Any], *arguments: Any) -> Any:
         if self.broken is not None:
-            return None
+            return
+        name = type(callback).__name__
         try:
             answer = method(*arguments)
             if answer is not None and not isinstance(answer, bool):
-                called = f"{type(callback).__name__}.{method.__name__}"
-                raise UserError(
-                    f"{called} returned {answer!r}; return True to ask the run to stop, or nothing"
-                )
+                called = f"{name}.{method.__name__} returned {answer!r}"
+                raise UserError(f"{called}; return True to ask the run to stop, or nothing")
         except BaseException:
             self.broken = callback
             raise
-        return answer
+        if answer is True and step is not None and self.stop_request is None:
+            self.stop_request = StopRequest(name=name, step=step)

@@ -21,7 +21,6 @@ _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def check_clipping(task: AnyTask, strategy: Strategy) -> None:
-    """UserError where this strategy cannot clip as the task asks."""
     if not isinstance(task, Task) or not task.clips:
         return
     name = "clip_norm" if task.clip_norm is not None else "clip_value"

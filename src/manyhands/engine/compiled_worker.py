@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Meter, SentFor, Traffic
 from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
@@ -31,7 +30,7 @@ from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
 from manyhands.engine.worker_resources import Resources
-from manyhands.errors import NonFinite, UserError
+from manyhands.errors import NonFinite
 from manyhands.native.counters import Counter
 from manyhands.native.group.gate import FREE
 from manyhands.native.group.shared_group import SharedGroup
@@ -41,7 +40,7 @@ from manyhands.places.local.status import State
 from manyhands.strategy import Strategy
 from manyhands.transport.link.wire import Wire
 
-__all__ = ["Control", "KernelProcesses", "KernelTrainer", "kernel_task", "require_same_options"]
+__all__ = ["Control", "KernelProcesses", "KernelTrainer", "kernel_task"]
 
 _TALLY_ITEMS = CACHE_LINE // 8
 
@@ -61,7 +60,6 @@ class Control:
 
     @staticmethod
     def num_bytes(world: int) -> int:
-        """The bytes that the block takes; the memory behind it is for the step."""
         return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
 
     def sums(self, *values: float) -> list[float]:
@@ -95,7 +93,7 @@ class KernelTrainer:
         self._control, self._group = control, control.group
         self.rank, self.world = self._group.rank, self._group.world
         self._in_lockstep = isinstance(control.order, Together)
-        self._is_free = not self._in_lockstep and control.order.turn.order == FREE
+        self._is_free = not self._in_lockstep and control.order.compiled_gate.order == FREE
         self._worker_context = worker_context
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
@@ -205,45 +203,29 @@ class KernelTrainer:
                 self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=at_s)
 
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
-        """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
         begin, end = span_ns
         book = StepBook(self._worker_context.record, step, begin)
         book.input(taken.input_ns, taken.samples)
+        sent = Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
         if self.world > 1:
             stats = self._group.take_stats()
             book.waits({peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited})
             if self._in_lockstep:
-                sent = Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
                 book.exchange(book.at_ns + stats.reducing_ns, sent, Wire.MEMORY)
         book.compute(end)
         book.end(end, taken.samples, loss)
         self._samples += taken.samples
         if taken.bytes_sent:
-            self.sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+            self.sent += sent
 
     def _trained(self, step: int, stopped: bool) -> Trained:
-        return Trained(
-            model=self._kernel.model,
-            steps_done=step,
-            samples=self._samples,
-            seconds=self._reporter.seconds,
-            stopped_early=stopped,
-        )
+        model, samples, seconds = self._kernel.model, self._samples, self._reporter.seconds
+        return Trained(model=model, steps_done=step, samples=samples, seconds=seconds, stopped_early=stopped)
 
 
 def kernel_task(plan: TrainingPlan) -> KernelTask:
     assert isinstance(plan.task, KernelTask), "the registry leads here with compiled tasks alone"
     return plan.task
-
-
-def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
-    before, now = directory.config.get("task_options") or {}, config["task_options"]
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise UserError(
-                f"{directory.path} cannot be resumed: {name} is {value!r}, but the run was started with "
-                f"{before.get(name)!r}; resume with that"
-            )
 
 
 class KernelProcesses(ProcessTraining):
@@ -253,10 +235,6 @@ class KernelProcesses(ProcessTraining):
     @abstractmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
         """Collective, in a worker's process: its compiled step, and the control block that the workers share."""
-
-    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        require_same_options(directory, config)
-        return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
         """Compile once in the launcher, so that workers do not each compile, then run."""

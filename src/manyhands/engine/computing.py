@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.reading import BatchReading, Key, ReadShare, ShareReader, Upcoming
+from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_shares
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
@@ -37,7 +37,6 @@ __all__ = [
     "Computer",
     "NumberReader",
     "TrainingPlan",
-    "loaded_ahead",
     "require_loss",
     "worker_environment",
 ]
@@ -92,16 +91,10 @@ class Computer:
         self.device = device_of(plan.device, worker_rank)
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
-        self._reading = BatchReading(
-            data=task.data,
-            streams=task.streams,
-            collate=task.collate,
-            batch_size=task.batch_size,
-            microbatches=task.microbatches,
-            weights=task.weights,
-            seed=plan.seed,
-        )
-        self._shares = self._reading.shares()
+        made_of = task.data, task.collate, task.batch_size, task.microbatches, task.weights, plan.seed
+        self._make_shares = partial(batch_shares, *made_of, streams=task.streams)
+        self._shares = self._make_shares()
+        self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
@@ -121,42 +114,42 @@ class Computer:
                 f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
                 "computes it once for each; use another optimizer, such as AdamW"
             )
-        built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
-        if built.scheduler is not None:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
-            for _ in range(first_step):
-                built.scheduler.step()
-        return built
-
-    def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
-        if self.task.scheduler is None:
-            return {}
-        scheduler = self.task.scheduler(optimizer)
+        scheduler = self.task.scheduler(optimizer) if self.task.scheduler is not None else None
         if self.task.scheduler_metric is not None:
-            return {"metric_scheduler": scheduler}
+            return Built(model=model, optimizer=optimizer, metric_scheduler=scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UserError(
                 "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
                 "scheduler_metric='evaluation_loss'"
             )
-        return {"scheduler": scheduler}
+        if scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+            for _ in range(first_step):
+                scheduler.step()
+        return Built(model=model, optimizer=optimizer, scheduler=scheduler)
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        shares, owner = self._shares, f"worker {self._rank}"
-        if not self.task.loaders:
+        """While this is open, the task's loader processes read batches ahead; they end on exit."""
+        task, shares = self.task, self._shares
+        if not task.loaders:
             yield
             return
-        with loaded_ahead(
-            self._reading, self.task, shares, steps=self.plan.steps, owner=owner, device=self.device
-        ) as self._shares:
+
+        def pinned(found: ReadShare) -> ReadShare:
+            from torch.utils.data._utils.pin_memory import pin_memory
+
+            return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]
+
+        prepare = pinned if task.loading.pinned and self.device.type == "cuda" else None
+        read, owner = partial(ShareReader, self._make_shares), f"worker {self._rank}"
+        with Loaders[Key](read, task.loading, task.loaders, owner, prepare) as loaders:
+            known = None if task.streams else shares
+            self._shares = _SharesAhead(known, loaders, Upcoming(self.plan.steps))
             try:
                 yield
             finally:
                 self._shares = shares
-
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
 
     def compute(
         self,
@@ -176,7 +169,7 @@ class Computer:
         """
         begin = time.monotonic()
         asked_ns = time.monotonic_ns()
-        share = self._shares.share(step, part, parts)
+        share = self.share(step, part, parts)
         value, input_ns = 0.0, time.monotonic_ns() - asked_ns
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
@@ -196,7 +189,9 @@ class Computer:
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        return self._shares.share(step, part, parts)
+        share = self._shares.share(step, part, parts)
+        self.batch_samples = share.batch_samples
+        return share
 
     def fetch(self, piece: Microbatch) -> Any:
         batch = piece.fetch()
@@ -311,15 +306,14 @@ def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) 
 
 
 def require_loss(loss: object) -> None:
-    """UserError where `loss` is not one number that depends on the model."""
     if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
         raise UserError(
-            f"task.loss returned a {type(loss).__name__}; return a tensor of one number that was computed from model(…)"
+            f"task.loss returned a {kind}; return a tensor of one number that was computed from model(…)"
         )
     if loss.numel() != 1:
-        raise UserError(
-            f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
-        )
+        shape = tuple(loss.shape)
+        raise UserError(f"task.loss returned a tensor of shape {shape}; return one number, as .mean() gives")
     _require_graph(loss)
 
 
@@ -331,22 +325,14 @@ def _require_graph(loss: Tensor) -> None:
         )
 
 
-@contextmanager
-def loaded_ahead(
-    reading: BatchReading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
-) -> Iterator[BatchShares]:
-    """Yield `shares` of `reading` as the task's loader processes read them; the processes end on exit."""
-    loading = task.loading
-    prepare = _pinned if loading.pinned and device.type == "cuda" else None
-    with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
-        kind = _StreamAhead if reading.streams else _IndexedAhead
-        yield kind(shares, loaders, Upcoming(steps))
+class _SharesAhead(BatchShares):
+    """Requests shares from a loader process and keeps the one that was requested last.
 
+    The sizes of shares of indexed samples are known here, and only what is fetched is loaded. Only the loader process
+    draws from a stream (then `shares` is None), and reports how large a batch is.
+    """
 
-class _Ahead(BatchShares):
-    """Requests shares from a loader process and keeps the one that was requested last."""
-
-    def __init__(self, shares: BatchShares, loaders: Loaders[Key], upcoming: Upcoming) -> None:
+    def __init__(self, shares: BatchShares | None, loaders: Loaders[Key], upcoming: Upcoming) -> None:
         self._shares, self._loaders, self._upcoming = shares, loaders, upcoming
         self._key: Key | None = None
         self._held: ReadShare | None = None
@@ -358,43 +344,12 @@ class _Ahead(BatchShares):
             self._held, self._key = self._loaders.get(key, upcoming, kept_from=key[0]), key
         return self._held
 
-    def _fetched(self, share: Share, key: Key) -> Share:
-        """The same share, with samples that come from a loader process."""
+    def share(self, step: int, part: int, parts: int) -> Share:
+        key = step, part, parts
+        share = self._shares.share(*key) if self._shares is not None else self._read(key).share
 
         def piece_of(number: int) -> Any:
             return self._read(key).batches[number]
 
-        pieces = (
-            replace(piece, fetch=partial(piece_of, number)) for number, piece in enumerate(share.pieces)
-        )
-        return replace(share, pieces=tuple(pieces))
-
-
-class _IndexedAhead(_Ahead):
-    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
-
-    def batch_samples(self, step: int) -> int:
-        return self._shares.batch_samples(step)
-
-    def share(self, step: int, part: int, parts: int) -> Share:
-        return self._fetched(self._shares.share(step, part, parts), (step, part, parts))
-
-
-class _StreamAhead(_Ahead):
-    """Prefetch of a stream: only the loader process draws from it, and reports how large a batch is."""
-
-    def batch_samples(self, step: int) -> int:
-        held = self._held
-        assert held is not None, "the share of a batch comes first"
-        assert self._key is not None and self._key[0] == step, "the last batch is the one at hand"  # noqa: PT018
-        return held.batch_samples
-
-    def share(self, step: int, part: int, parts: int) -> Share:
-        key = step, part, parts
-        return self._fetched(self._read(key).share, key)
-
-
-def _pinned(found: ReadShare) -> ReadShare:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]
+        pieces = enumerate(share.pieces)
+        return replace(share, pieces=tuple(replace(one, fetch=partial(piece_of, at)) for at, one in pieces))

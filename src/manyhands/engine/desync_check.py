@@ -1,13 +1,10 @@
 """Desync check: parameter hashes are compared at intervals, and the first difference is named.
 
-Where every worker holds the model (`mirrored`, `allreduce`) all take the same step from the same sum, so parameters are
-the same to the last bit on every worker, for ever; if they are not, some worker went its own way: a step left out, a
-random number that depends on the rank, a broken machine. Nothing else would show it, and the weights would be worth
-nothing. Where a model is split (`pipeline data=2`), each part is compared with its copies.
-
-One check is one 64-bit hash over all parameters of a worker and one small sum over workers; only when that differs is
-each parameter's own hash exchanged. Buffers are not compared: between evaluations, running statistics are each worker's
-own.
+Where every worker holds the model, all take the same step from the same sum, so parameters are the same to the last bit
+on every worker; if they are not, some worker went its own way, and nothing else would show it. Where a model is split
+(`pipeline data=2`), each part is compared with its copies. One check is one 64-bit hash over all parameters of a worker
+and one small sum over workers; only when that differs is each parameter's own hash exchanged. Buffers are not compared:
+between evaluations, running statistics are each worker's own.
 """
 
 from __future__ import annotations
@@ -58,21 +55,18 @@ class Agreement:
         named = dict(self._named())
         mine = parameter_hashes(named.items())
         whole = np.array([xxh64(mine.view(np.uint8))], np.uint64)
-        if self._first_unlike(self._exchanged(whole)) is None:
+        hashes = self._exchanged(whole)
+        if not any((hashes[group] != hashes[group[0]]).any() for group in self._copies):
             self._agreed_step = step
             return
         hashes = self._exchanged(mine)
-        unlike = self._first_unlike(hashes)
-        assert unlike is not None, "their hashes differ, or that of all together would not"
+        unlike = next(group for group in self._copies if (hashes[group] != hashes[group[0]]).any())
         found = describe_difference(list(named), hashes[unlike], unlike)
         raise Desync(
             f"after step {step} the workers no longer hold the same parameters: {found}; after step "
             f"{self._agreed_step} they still did; look for a step that a worker leaves out, and for random numbers or "
             "changes of the model that depend on the rank"
         )
-
-    def _first_unlike(self, hashes: Hashes) -> list[int] | None:
-        return next((group for group in self._copies if (hashes[group] != hashes[group[0]]).any()), None)
 
     def _exchanged(self, mine: Hashes) -> Hashes:
         """Everyone's hashes, one row per worker: halves of 32 bits, which a float64 holds exactly."""
@@ -102,19 +96,17 @@ def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[in
     first = int(np.argmax(differs))
     more = int(differs.sum()) - 1
     others = "" if more == 0 else f" and in {more} other parameter{'s' if more > 1 else ''}"
-    return f"{_who(hashes[:, first].tolist(), ranks)} in {names[first]!r}{others}"
-
-
-def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
+    values: list[int] = hashes[:, first].tolist()
     (common, count), (_, next_count) = Counter(values).most_common(2)
     pairs = list(zip(ranks, values, strict=True))
-    if count == next_count:
-        if len(values) == 2:
-            return f"ranks {ranks[0]} and {ranks[1]} differ"
-        groups = [[rank for rank, value in pairs if value == one] for one in dict.fromkeys(values)]
-        return f"{', '.join(map(_ranks, groups[:-1]))} and {_ranks(groups[-1])} differ from each other"
     odd = [rank for rank, value in pairs if value != common]
-    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {count}"
+    who = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {count}"
+    if count == next_count and len(values) == 2:
+        who = f"ranks {ranks[0]} and {ranks[1]} differ"
+    elif count == next_count:
+        groups = [[rank for rank, value in pairs if value == one] for one in dict.fromkeys(values)]
+        who = f"{', '.join(map(_ranks, groups[:-1]))} and {_ranks(groups[-1])} differ from each other"
+    return f"{who} in {names[first]!r}{others}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,10 +1,9 @@
 """`torch._dynamo` when somebody compiles, and not before: torch imports it to make and step any optimizer.
 
 That import takes 2.3 s of processor time before the first step, nearly as long as torch's own, and a worker that trains
-eagerly uses a few functions of it, which do nothing there: `graph_break`, `disable`, which keeps the compiler away from
-code, and what `torch.func`, process groups and DistributedDataParallel ask of three submodules. So the process that
-workers come from puts a stand-in in its place that has these. Whatever else is asked of it (`torch.compile`, a
-submodule, a setting) imports the real module first, and the stand-in is gone for good.
+eagerly uses a few functions of it, which do nothing there. So the process that workers come from puts a stand-in in its
+place that has these. Whatever else is asked of it (`torch.compile`, a submodule, a setting) imports the real module
+first, and the stand-in is gone for good.
 
 Only processes of ours are treated so; the caller's own is left as it is. There an optimizer may be made to be looked at
 and not stepped: `optimizer_of` does that without the import.
@@ -122,18 +121,15 @@ class _Part:
     """Stand-in for a submodule: `idle` attributes work while nothing is compiled; others come from the real one."""
 
     def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
-        vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
+        vars(self).update(_real=lambda: getattr(stand_in.real(), name), _idle=idle)
 
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["_idle"] and is_deferred():
             return vars(self)["_idle"][name]
-        return getattr(self._real(), name)
+        return getattr(vars(self)["_real"](), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._real(), name, value)
-
-    def _real(self) -> Any:
-        return getattr(vars(self)["_stand_in"].real(), vars(self)["_name"])
+        setattr(vars(self)["_real"](), name, value)
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

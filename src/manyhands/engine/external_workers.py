@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
@@ -56,7 +56,6 @@ __all__ = [
     "ORDERS",
     "BeginTraining",
     "ControlListener",
-    "ExternalWorker",
     "LeadingWorker",
     "MemberWorker",
     "connect_worker",
@@ -81,17 +80,18 @@ ORDERS: Final = TypedNotes(BeginTraining)
 
 def wait_for_orders(member: GroupMember) -> BeginTraining:
     """Wait for the leader's first message; PeerTimeout if it does not come, Aborted if the run is over."""
-    line, deadline = member.connection, time.monotonic() + member.timeout_s
+    connection, deadline = member.connection, time.monotonic() + member.timeout_s
     while True:
-        for payload in line.received(min(1.0, member.timeout_s)):
+        for payload in connection.received(min(1.0, member.timeout_s)):
             order = ORDERS.read(payload)
             assert isinstance(order, BeginTraining)
             return order
-        if line.over is not None:
-            raise Aborted(line.over.sentence)
+        if connection.over is not None:
+            raise Aborted(connection.over.sentence)
         if time.monotonic() >= deadline:
+            leader, seconds = connection.leader, member.timeout_s
             raise PeerTimeout(
-                f"{line.name}: the leader, {line.leader}, did not begin within {member.timeout_s:.0f} s", 0
+                f"{connection.name}: the leader, {leader}, did not begin within {seconds:.0f} s", 0
             )
 
 
@@ -103,24 +103,20 @@ class ControlListener:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._process_group = process_group
-        self._on_failure: list[Callable[[int, str], None]] = []
+        self._act: Callable[[int, str], None] | None = None  # at the first failure
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._suspect: tuple[Failure, float] | None = None
         self.failure: Failure | None = None  # what ended the run, once that is known
-
         self.finished: dict[int, Mapping[str, Any]] = {}  # what each other worker reported at its end
-
         # Notes of others, and remarks about them, for the thread of `fit`
         self.said: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="manyhands listener", daemon=True)
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
         """Call `act(rank, sentence)` at the first failure; at once if it has happened."""
         with self._changed:
-            failure = self.failure
-            if failure is None:
-                self._on_failure.append(act)
+            self._act, failure = act, self.failure
         if failure is not None:
             act(failure.rank, failure.sentence)
 
@@ -161,10 +157,10 @@ class ControlListener:
                 for event in group.control_server.poll(_TICK_S):
                     self._take(event)
                 if self._suspect is not None and time.monotonic() >= self._suspect[1]:
-                    self._settle(self._suspect[0])
+                    self._fail(self._suspect[0])
         except Exception as error:
-            sentence = f"{group.place.name}, which leads, could not hear the others any more: {error!r}"
-            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=report(error, 0)))
+            sentence = f"{group.place.name}, which leads, cannot listen to the others any more: {error!r}"
+            self._fail(Failure(rank=0, sentence=sentence, name="worker 0", reported=report(error, 0)))
 
     def _take(self, event: ControlEvent) -> None:
         match event:
@@ -177,19 +173,18 @@ class ControlListener:
                     self.finished[rank] = payload or {}
                     self._changed.notify_all()
             case Ended(failure=Failure() as failure) if not failure.is_consequence:
-                self._settle(failure)
+                self._fail(failure)
             case Ended(failure=Failure() as failure) if self._suspect is None:
                 # It may follow from another's failure: it is reported if no cause arrives.
                 self._suspect = failure, time.monotonic() + _CAUSE_S
 
-    def _settle(self, failure: Failure) -> None:
+    def _fail(self, failure: Failure) -> None:
         with self._changed:
             if self.failure is not None:
                 return  # the first failure stands: later ones may follow from it
-            self.failure = failure
-            acts, self._on_failure = self._on_failure, []
+            self.failure, act = failure, self._act
             self._changed.notify_all()
-        for act in acts:
+        if act is not None:
             act(failure.rank, failure.sentence)
         self._process_group.control_server.break_off(failure.rank, failure.sentence)
 
@@ -200,20 +195,17 @@ class ExternalWorker(ABC):
     Signals are polled between steps and not raised elsewhere, because the other workers must be told first.
     """
 
-    def __init__(self, ring: EventRing) -> None:
-        self.record = ring.record
+    def __init__(self, ring: EventRing, on_failure: Callable[[Callable[[int, str], None]], None]) -> None:
+        """`on_failure` registers what ends this worker's waits when another has failed: `act(rank, sentence)`."""
+        self.record, self._on_failure = ring.record, on_failure
         self._stack = ExitStack()
         self._signals: list[int] = []
         self._worker_links: WorkerLinks | None = None
 
-    def linked_by(self, worker_links: WorkerLinks) -> None:
-        """Connect this worker's waits to its links: a worker that fails or misses heartbeats ends them."""
+    def connect(self, worker_links: WorkerLinks) -> None:
+        """A worker that fails or misses heartbeats ends this one's waits on its links."""
         self._worker_links = worker_links
-        self.on_failure(worker_links.abort)
-
-    @abstractmethod
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Register `act(rank, sentence)`, which ends this worker's waits when another has failed."""
+        self._on_failure(worker_links.abort)
 
     @abstractmethod
     def _end(self, error: BaseException) -> BaseException:
@@ -250,12 +242,9 @@ class LeadingWorker(ExternalWorker):
         ring: EventRing,
         rows: RowsInOrder,
     ) -> None:
-        super().__init__(ring)
+        super().__init__(ring, listener.on_failure)
         self._stage, self._process_group, self._listener, self._rows = stage, process_group, listener, rows
         self._step, self._asked_to_stop = 0, False
-
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        self._listener.on_failure(act)
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         del state, place
@@ -286,13 +275,13 @@ class LeadingWorker(ExternalWorker):
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
-        silent = self._worker_links.silent if self._worker_links is not None else None
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        silent = self._worker_links.silent if follows and self._worker_links else None
         patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _REPORT_S
         failure = self._listener.wait_for_failure(patience_s)
         if failure is None and self._signals:  # torchrun ends the others when one has failed
             failure = self._listener.wait_for_failure(_CAUSE_S)
-        if follows and silent is not None and (failure is None or failure.is_consequence):
+        if silent is not None and (failure is None or failure.is_consequence):
             return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
             return failure.error()
@@ -307,36 +296,36 @@ class LeadingWorker(ExternalWorker):
 class MemberWorker(ExternalWorker):
     """A worker other than the leader: it reports over its control connection."""
 
-    def __init__(self, line: ControlConnection) -> None:
-        super().__init__(line.ring)
-        self._line = line
+    def __init__(self, connection: ControlConnection) -> None:
+        def on_failure(act: Callable[[int, str], None]) -> None:
+            connection.on_over(lambda broken: act(broken.rank, broken.sentence))
+
+        super().__init__(connection.ring, on_failure)
+        self._connection = connection
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        self._line.mark(step, state, place=place)
+        self._connection.mark(step, state, place=place)
 
     def note(self, note: WorkerNote) -> None:
-        self._line.send(NOTES.write(note))
-
-    def on_failure(self, act: Callable[[int, str], None]) -> None:
-        self._line.on_over(lambda broken: act(broken.rank, broken.sentence))
+        self._connection.send(NOTES.write(note))
 
     def stop_requested(self) -> bool:
         self._raise_signals()
-        return self._line.stop_requested()
+        return self._connection.stop_requested()
 
     def _end(self, error: BaseException) -> BaseException:
         """Report to the leader what ended this process; what to raise is the run's failure if this follows from it.
 
         A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
         """
-        line, follows = self._line, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        connection, follows = self._connection, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
         is_signal = isinstance(error, SystemExit | KeyboardInterrupt)
-        over, missed = line.over, self._worker_links.silent if follows and self._worker_links else None
+        over, missed = connection.over, self._worker_links.silent if follows and self._worker_links else None
         if over is None:
-            reported = Aborted(f"{line.name} was ended by a signal") if is_signal else error
-            line.fail(reported if missed is None else Aborted(missed[1]))
+            reported = Aborted(f"{connection.name} was ended by a signal") if is_signal else error
+            connection.fail(reported if missed is None else Aborted(missed[1]))
             if follows:
-                over = line.wait_over(_REPORT_S if missed is None else _CAUSE_S)
+                over = connection.wait_over(_REPORT_S if missed is None else _CAUSE_S)
         if missed is not None and (over is None or over.is_lost):
             return WorkerFailed(missed[1], worker_rank=missed[0])
         if over is None or is_signal:
@@ -344,35 +333,30 @@ class MemberWorker(ExternalWorker):
         return WorkerFailed(over.sentence, worker_rank=over.rank)
 
 
+@dataclass(kw_only=True)
 class WorkerLinks:
     """One worker's connections to the others; made by `connect_worker`."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        rendezvous: Rendezvous,
-        files: SharedGroupFiles | None,
-        alarm: Alarm,
-        far: Sequence[TcpLink],
-    ) -> None:
-        self.resources, self._rendezvous, self._files = resources, rendezvous, files
-        self._alarm, self._far = alarm, far
-        self._lock = threading.Lock()
-        self._closed = False
-        # The rank that fell silent, and the sentence on it; None while everybody is heard
-        self.silent: tuple[int, str] | None = None
+    resources: Resources
+    rendezvous: Rendezvous
+    files: SharedGroupFiles | None
+    alarm: Alarm
+    silent: tuple[int, str] | None = None  # the rank that missed its heartbeats, and the sentence on it
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def abort(self, rank: int, sentence: str) -> None:
         """From any thread: end this host's waits because `rank` has failed; idempotent."""
         with self._lock:
             if self._closed:
                 return
-            self._alarm.ring(rank, sentence)
-            if self._files is not None:
-                here = self._rendezvous.here
-                self._files.abort(here.index(rank) if rank in here else None)
-            for link in self._far:
-                link.interrupt()
+            self.alarm.ring(rank, sentence)
+            if self.files is not None:
+                here = self.rendezvous.here
+                self.files.abort(here.index(rank) if rank in here else None)
+            for link in self.resources.links().values():
+                if isinstance(link, TcpLink):
+                    link.interrupt()
 
     def missed(self, rank: int, sentence: str) -> None:
         """From the heartbeat thread: `rank` missed its heartbeats. Reported at once; this host's waits end."""
@@ -417,12 +401,10 @@ def connect_worker(
             if lost is not None:
                 raise WorkerFailed(lost[1], lost[0])
 
-        if several:
-            _require_hosts(strategy, rendezvous, store)
+        _open_links(links, party, store, strategy, rendezvous, timeout_s)
         if not helpers:  # the members of the group
             files = stack.enter_context(share_group_files(rendezvous, "gradients", timeout_s))
             group = partial(attach_group, files, rendezvous, timeout_s)
-        _open_into(links, party, store, strategy, rendezvous, timeout_s)
         resources = Resources(
             rank=place.rank,
             world=place.world - helpers,
@@ -439,8 +421,7 @@ def connect_worker(
             in_the_clear=party.security.anywhere and not party.security.tls,
             alarm=alarm,
         )
-        far = [link for link in links.values() if isinstance(link, TcpLink)]
-        worker_links = WorkerLinks(resources, rendezvous, files, alarm, far)
+        worker_links = WorkerLinks(resources=resources, rendezvous=rendezvous, files=files, alarm=alarm)
         stack.callback(worker_links.close)
         heartbeats = open_heartbeats(
             rendezvous.rank,
@@ -456,7 +437,7 @@ def connect_worker(
             yield worker_links
 
 
-def _open_into(
+def _open_links(
     links: dict[int, Link],
     party: ProcessGroup | GroupMember,
     store: RendezvousStore,
@@ -464,8 +445,19 @@ def _open_into(
     rendezvous: Rendezvous,
     timeout_s: float,
 ) -> None:
-    """Collective: add the links that this worker needs; the caller closes those that are there if one fails."""
+    """Collective: add the links that this worker needs; the caller closes those that are there if one fails.
+
+    UserError where the strategy cannot span these hosts. No worker raises it before all have reached this point: an
+    earlier error would end the run for workers that are still connecting, and those that already accept connections
+    would wait in vain.
+    """
     if len(rendezvous.hosts) > 1:
+        try:
+            strategy.across_hosts(rendezvous.hosts)
+        except UserError:
+            store.add("refused", 1)
+            comes_true(lambda: int(store.get("refused")) >= rendezvous.world, _ALL_MET_S)
+            raise
         links.update(share_links(rendezvous, timeout_s))
         links.update(
             open_links(
@@ -482,23 +474,9 @@ def _open_into(
         links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
 
 
-def _require_hosts(strategy: Strategy, rendezvous: Rendezvous, store: RendezvousStore) -> None:
-    """Collective: UserError where the strategy cannot span these hosts, before anything is opened.
-
-    No worker raises it before all have reached this point. An earlier error would end the run for workers that are
-    still connecting, and those that already accept connections would wait in vain.
-    """
-    try:
-        strategy.across_hosts(rendezvous.hosts)
-    except UserError:
-        store.add("refused", 1)
-        comes_true(lambda: int(store.get("refused")) >= rendezvous.world, _ALL_MET_S)
-        raise
-
-
 def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:
     """Close links that an exchange left open; without a goodbye where this worker failed, so that no peer waits."""
     for link in links.values():
         if kind is not None and isinstance(link, TcpLink):
-            link.abandon()
+            link.close(silently=True)
         link.close()

@@ -1,9 +1,8 @@
 """Tasks whose step is compiled: a block of memory, a step that moves it, a reader of records.
 
-A `Task` is PyTorch: a strategy moves its gradients. A `KernelTask` is for workloads that go through millions of records
-a second, where a step in Python would cost more than the work. It says what it keeps in memory and how a portion of its
-records moves that; the strategy says who takes which portion, on which memory, and `fit` does the rest: run directory,
-events, progress, checkpoints, resume. Where a strategy moves gradients, as `ps` does, it gives itself as a `Task`.
+A `KernelTask` is for workloads that go through millions of records a second, where a step in Python would cost more
+than the work. It says what it keeps in memory and how a portion of its records moves that; the strategy says who takes
+which portion, on which memory. Where a strategy moves gradients, as `ps` does, it gives itself as a `Task`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
-from manyhands.native.group.gate import Turn
+from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
@@ -85,14 +84,12 @@ class KernelStep(ABC):
         """Initialize the memory for a new run; worker 0 does so where all share it."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Fill the memory from a checkpoint's `state`."""
         self.model.load_state_dict(state)
 
     def gather(self) -> None:  # noqa: B027 - where one memory is all there is
         """Collective: complete `model` on worker 0, where workers hold parts of it."""
 
     def close(self) -> None:
-        """Release files and shared memory."""
         if self.segment is not None:
             self.segment.close()
 
@@ -151,8 +148,8 @@ class KernelTask(ABC):
         """The bytes that `shared_model` takes."""
 
     @abstractmethod
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """The step on this memory, which others may be changing; `turn` describes the gate that orders steps."""
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
+        """The step on this memory, which others may be changing; `gate` describes the gate that orders steps."""
 
     @abstractmethod
     def warm(self) -> None:
@@ -163,15 +160,12 @@ class KernelTask(ABC):
         return step
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has a copy and a part of each batch; `compiled_for` says whether it exists."""
-        raise self._refusal(group, control_bytes)
+        """The step where every worker has a copy and a part of each batch; `for_strategy` says whether it exists."""
+        raise NotImplementedError
 
     def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has some dimensions; `compiled_for` says whether it exists."""
-        raise self._refusal(group, control_bytes)
-
-    def _refusal(self, *_: object) -> UserError:
-        return UserError(f"{self.name} has no compiled step of this kind")
+        """The step where every worker has some dimensions; `for_strategy` says whether it exists."""
+        raise NotImplementedError
 
     @abstractmethod
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
@@ -186,7 +180,6 @@ class KernelTask(ABC):
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:
-        """The records of step `step` of a run, from 0."""
         passed, number = divmod(step, self.passes.steps)
         begin = number * self.batch_size
         return Portion(begin, min(begin + self.batch_size, self.samples), passed)

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.run import RowsInOrder, overlap_report
 from manyhands.engine.training import Result, Stage, Training
@@ -34,10 +33,6 @@ _LOOK_S = 0.2  # the interval at which signals are polled
 
 class KernelThreads(Training):
     """Trains a kernel task in threads, in the strategy's order."""
-
-    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        require_same_options(directory, config)
-        return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
         kernel_task(self._request.plan).warm()  # compiling is not part of the measured time
@@ -80,7 +75,7 @@ class KernelThreads(Training):
         with closing(group):
             with group.share(Control.num_bytes(files.world), "who takes which step") as segment:
                 control = Control(segment, group, order, task)
-                with closing(task.step(self._model, control.order.turn)) as step:
+                with closing(task.step(self._model, control.order.compiled_gate)) as step:
                     worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
                     trainer = KernelTrainer(request.plan, step, control, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
@@ -110,9 +105,10 @@ class _WorkerThreads:
             finally:
                 self.notes.put(None)
 
+        names = [f"manyhands-worker-{rank}" for rank in range(self.files.world)]
         threads = [
-            threading.Thread(target=life, args=(rank,), name=f"manyhands-worker-{rank}", daemon=True)
-            for rank in range(self.files.world)
+            threading.Thread(target=life, args=(rank,), name=name, daemon=True)
+            for rank, name in enumerate(names)
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:

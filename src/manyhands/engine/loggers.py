@@ -32,8 +32,7 @@ class _RowLogger(Callback):
 
     def __init__(self, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
-            name = type(self).__name__
-            raise UserError(f"{name}: every is {every!r}; it must be an integer of at least 1")
+            raise UserError(f"{type(self).__name__}: every is {every!r}; it must be an integer of at least 1")
         self._every = every
 
     def on_step(self, row: Mapping[str, Any]) -> bool | None:
@@ -72,9 +71,10 @@ class CsvLogger(_RowLogger):
                 f"CsvLogger: {self._path} is there already; choose another path, resume its run, or give overwrite=True"
             )
         rows = [_flat(row) for row in beginning.history]
+        columns = dict.fromkeys((*_FIRST_COLUMNS, *(name for row in rows for name in row)))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._write_anew([*_FIRST_COLUMNS, *_names(rows)], rows)
+            self._write_anew([*columns], rows)
         except (OSError, WriteFailed) as error:
             raise UserError(f"CsvLogger: {self._path} cannot be written: {_why(error)}") from error
 
@@ -88,7 +88,7 @@ class CsvLogger(_RowLogger):
         """Write a line; a full disk costs the file and not the run."""
         if self._file is None:
             return
-        new = [name for name in _names([row]) if name not in self._columns]
+        new = [name for name in row if name not in self._columns]
         try:
             if new:
                 with self._path.open(newline="", encoding="utf-8") as file:
@@ -101,8 +101,9 @@ class CsvLogger(_RowLogger):
             with suppress(OSError):  # it says once more what is said here
                 self._file.close()
             self._file = None
-            path, why = self._path, _why(error)
-            _log.warning("CsvLogger: %s cannot be written: %s; the run continues without it", path, why)
+            _log.warning(
+                f"CsvLogger: {self._path} cannot be written: {_why(error)}; the run continues without it"
+            )
 
     def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the whole file atomically: a reader sees the old file or the new one."""
@@ -136,7 +137,6 @@ class WandbLogger(_RowLogger):
         self._wandb = wandb if wandb is not None or run is not None else _import("WandbLogger", "wandb")
 
     def on_begin(self, beginning: Beginning) -> None:
-        """Make the run, or tell the one that was given what is trained."""
         config = dict(beginning.config)
         if self._run is None:
             assert self._wandb is not None, "what has no run makes one"
@@ -148,7 +148,6 @@ class WandbLogger(_RowLogger):
         self._run.define_metric("*", step_metric="step")
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """Tell what came out, and finish the run if it is ours."""
         if self._run is None:
             return
         if run is not None:
@@ -190,15 +189,14 @@ class MlflowLogger(_RowLogger):
             self._mlflow.set_experiment(self._experiment)
         self._run_id = self._mlflow.start_run(**self._settings).info.run_id
         if not beginning.resumed:  # parameters cannot be changed, and steps may be more than they were
-            config, left_out = beginning.config, ("parameters", "task_options", "versions")
-            flat = {name: value for name, value in config.items() if name not in left_out}
-            flat |= {f"version/{name}": value for name, value in config.get("versions", {}).items()}
-            flat |= {f"task/{name}": value for name, value in (config.get("task_options") or {}).items()}
+            flat = {name: value for name, value in beginning.config.items() if name != "parameters"}
+            versions, options = flat.pop("versions", {}), flat.pop("task_options", None) or {}
+            flat |= {f"version/{name}": value for name, value in versions.items()}
+            flat |= {f"task/{name}": value for name, value in options.items()}
             short = {name: str(value)[:_MLFLOW_VALUE_LENGTH] for name, value in flat.items()}
             self._mlflow.log_params(short)
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """End the run with MLflow's status word."""
         del run
         if self._run_id is None:
             return
@@ -227,19 +225,14 @@ def _import(logger: str, name: str) -> Any:
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a flat row by name, without its step; a loss that is not reported is left out."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    return {name: value for name, value in numbers.items() if name not in ("step", "at_s")}
+    names = [name for name, value in row.items() if isinstance(value, int | float)]
+    return {name: row[name] for name in names if name not in ("step", "at_s")}
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the history with its metrics as columns; lists and tables are left out."""
     plain = {name: value for name, value in row.items() if not isinstance(value, list | Mapping)}
     return {**plain, **row.get("metrics", {})}
-
-
-def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of all columns besides the fixed ones, in order of appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row if name not in _FIRST_COLUMNS))
 
 
 def _lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from manyhands.places.local.host import check_watchdog_s
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.totals import TotalsSnapshot
-    from manyhands.places.run_commands import Command
+    from manyhands.places.place import Command
     from manyhands.transport.security import Security
 
 __all__ = [
@@ -56,84 +56,60 @@ class Options:
 
     evaluate_every: int | None = None
     """Evaluate after every so many steps (None: after each epoch), and at the end."""
-
     checkpoint_every: int | None = None
     """Save after every so many steps (None: ten times a run, more seldom where that costs much), and at the end; needs
     `out`."""
-
     keep_checkpoints: int = 3
     """How many of the last checkpoints to keep; the best one is kept besides."""
-
     early_stopping: EarlyStopping | None = None
     """End the run when a metric of its evaluations no longer improves."""
-
     slow: Slowdown | None = None
     """Slow a worker on purpose."""
-
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
-
     autocast: bool = False
     """Compute in bfloat16 where torch's autocast finds that safe."""
-
     compile: bool = False
     """Let torch.compile make the model faster."""
-
     buffers: str = "broadcast"
     """How the workers' buffers, such as the running statistics of batch norm, become the same before an evaluation, a
     checkpoint and the end: `broadcast` takes those of worker 0, `mean` their mean; with `synchronize` batch norm
     computes with the statistics of the whole global batch, as one process does."""
-
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
-
     check_every: int = 100
     """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
-
     watchdog_s: float = 60.0
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
-
     min_workers: int | None = None
     """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost. Under
     `ps` on a cluster that shrinks: down to so many (None: the number that was asked for)."""
-
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
-
     resume_command: str | None = None
     """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
-
     tells_interruption: bool = True
     """Whether `fit` says what an interruption left; a caller who says more turns it off."""
-
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
-
     own_files: frozenset[str] = frozenset()
     """Names of files in `out` that are the caller's, and may be there before the run is."""
-
     callbacks: Sequence[Callback] = ()
     """Hear of steps, evaluations, checkpoints and the end, in the thread of `fit`, and may ask to stop."""
-
     on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
     """Hears rows of the history as they come, in the thread of `fit`."""
-
     progress: str = "auto"
     """How the run shows on stderr how far it is: `bar`, `lines` (one every few seconds) or `none`. `auto` is a bar in a
     terminal or a notebook, lines where stderr is redirected, nothing in a test or beside the main thread; a run of a
     second shows nothing."""
-
     tls: str | Path | None = None
     """The folder with this host's certificate, key and the run's token (`manyhands certificates`), with which every TCP
     connection between hosts is encrypted and both ends known; None: what the environment's MANYHANDS_TLS says."""
-
     insecure: bool = False
     """Let connections between hosts go in the clear, where everybody on the network may read and change what is
     trained."""
-
     view: View | None = None
     """Shows the run while it goes on, in the place of `progress`."""
-
     max_workers: int | None = None
     """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
 
@@ -245,12 +221,10 @@ class EarlyStopping:
 
     metric: str = "evaluation_loss"
     """The name of a metric of the task, or `evaluation_loss`."""
-
     patience: int = 3
     """How many evaluations in a row without a better one end the run."""
     min_delta: float = 0.0
     """What counts as better is better by more than this."""
-
     mode: str = "min"
     """Whether lower (`min`) or higher (`max`) is better."""
 

@@ -32,7 +32,7 @@ from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import terms_of
 from manyhands.places.external.process_group import GroupMember, join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategy import Strategy
 
 __all__ = ["RequestedRun", "spoken_by"]

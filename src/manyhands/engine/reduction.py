@@ -63,15 +63,9 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
 
     with preserved():
         for parts in (1, *counts):
-            trial = replace(
-                task,
-                loss=tried,
-                evaluation=samples,
-                batch_size=len(samples) // parts,
-                metrics={},
-                scheduler=None,
-                scheduler_metric=None,
-            )
+            bare: dict[str, Any] = {"metrics": {}, "scheduler": None, "scheduler_metric": None}
+            size = len(samples) // parts
+            trial = replace(task, loss=tried, evaluation=samples, batch_size=size, **bare)
             seed_all(computer.plan.seed)
             means = evaluate(Computer(replace(computer.plan, task=trial), worker))
             losses.append(means[0]["evaluation_loss"] if means is not None else math.nan)
@@ -82,7 +76,6 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
 
 
 def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[int]) -> None:
-    """Judge the loss of all samples against the mean loss of `counts` parts of them; raises UserError."""
     whole, *parts = losses
     if not (math.isfinite(whole) and whole):
         return

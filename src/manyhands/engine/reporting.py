@@ -18,7 +18,7 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
 from manyhands.engine.options import StoppingCount
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext, TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
@@ -65,21 +65,9 @@ NOTES = TypedNotes(WorkerNote)
 class WorkerContext(Protocol):
     """A worker's interface to the process that started it, for reports and stop requests; `fit` provides it."""
 
-    def record(
-        self,
-        kind: EventKind,
-        start_ns: int,
-        duration_ns: int = 0,
-        *,
-        step: int = NO_STEP,
-        peer: int = NOBODY,
-        num_bytes: int = 0,
-        count: int = 0,
-        value: float = 0.0,
-        message: int = 0,
-        wire: int = 0,
-    ) -> bool:
-        """Write one event; its step is the global batch, from 0."""
+    @property
+    def record(self) -> Callable[..., bool]:
+        """Write one event, as `EventRing.record` does; its step is the global batch, from 0."""
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Set this worker's status, which waiting peers show; in a pipeline with its (stage, micro-batch)."""
@@ -150,28 +138,24 @@ class Reporter:
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._scheduler: LRScheduler | None = None
         self.saving = Traffic()  # what this worker sent for checkpoints
-
         # Of the newest steps: what a checkpoint is judged by where there is no evaluation
         self.loss = math.nan
 
     def begin(
-        self,
-        step: int = 0,
-        extra: Mapping[str, Any] | None = None,
-        scheduler: LRScheduler | None = None,
+        self, step: int = 0, extra: Mapping[str, Any] | None = None, scheduler: LRScheduler | None = None
     ) -> None:
         """Start the clock of training, with `step` steps done and the checkpoint's `extra`.
 
         `scheduler` advances with the evaluations, identically on every worker.
         """
-        self._reached, self._scheduler = step, scheduler
-        if self._patience is not None and extra and "early_stopping" in extra:
+        self._reached, self._scheduler, extra = step, scheduler, extra or {}
+        if self._patience is not None and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
-        if scheduler is not None and extra and "scheduler" in extra:
+        if scheduler is not None and "scheduler" in extra:
             scheduler.load_state_dict(extra["scheduler"])
-        self._began_ns = time.monotonic_ns()
-        if extra and "began_ns" in extra:  # sent by a worker of this host that trained before this one joined
-            self._began_ns, self._evaluated = extra["began_ns"], dict(extra["evaluated"])
+        # Sent by a worker of this host that trained before this one joined, or the beginning
+        self._began_ns = extra.get("began_ns", time.monotonic_ns())
+        self._evaluated = dict(extra.get("evaluated", {}))
 
     @property
     def seconds(self) -> float:
@@ -221,9 +205,8 @@ class Reporter:
         evaluated = self._evaluate(called)
         assert evaluated is not None, "there is evaluation data"
         self._evaluated, samples = evaluated
-        self._worker_context.record(
-            EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=samples
-        )
+        spent_ns = time.monotonic_ns() - begin
+        self._worker_context.record(EventKind.EVALUATE, begin, spent_ns, step=step - 1, count=samples)
         if peers.rank == 0 or self._keeps_rows:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds, **self._facts())
         if not decides:
@@ -235,9 +218,8 @@ class Reporter:
         if self._patience is None or not self._patience.add(step, self._evaluated):
             return False
         if peers.rank == 0 and step < self._plan.steps:
-            self._worker_context.note(
-                WorkerNote(notice=f"stopped after step {step}: {self._patience.sentence}")
-            )
+            notice = f"stopped after step {step}: {self._patience.sentence}"
+            self._worker_context.note(WorkerNote(notice=notice))
         return True
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
@@ -272,12 +254,8 @@ class Reporter:
         self._worker_context.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
     def _kept(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        if self._patience is not None:
-            kept["early_stopping"] = self._patience.state()
-        if self._scheduler is not None:
-            kept["scheduler"] = self._scheduler.state_dict()
-        return kept
+        stopping = {"early_stopping": self._patience.state()} if self._patience is not None else {}
+        return {**stopping, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a worker that joins now needs: as a checkpoint's `extra`, on this host's clock.
@@ -339,10 +317,11 @@ class StepBook:
     def microbatches(self, items: Sequence[MicrobatchTime]) -> None:
         """Book the work items that computing was made of, each at its time, where workers share micro-batches."""
         for item in items:
-            kind = EventKind.COMPUTE if item.waited_for is None else EventKind.WAIT
-            who = {} if item.waited_for is None else {"peer": item.waited_for}
-            duration_ns = item.end_ns - item.begin_ns
-            self._record(kind, item.begin_ns, duration_ns, step=self._step, count=item.microbatch + 1, **who)
+            about = {"step": self._step, "count": item.microbatch + 1}
+            kind = EventKind.COMPUTE
+            if item.waited_for is not None:
+                kind, about["peer"] = EventKind.WAIT, item.waited_for
+            self._record(kind, item.begin_ns, item.end_ns - item.begin_ns, **about)
             self.at_ns = item.end_ns + item.exchange_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
@@ -352,15 +331,9 @@ class StepBook:
 
     def exchange(self, until_ns: int, sent: Traffic, wire: int, hidden_ns: int = 0) -> None:
         """Book the exchange up to `until_ns`, plus `hidden_ns` that computing overlapped, with the traffic `sent`."""
-        self._record(
-            EventKind.EXCHANGE,
-            self.at_ns,
-            max(0, until_ns - self.at_ns) + hidden_ns,
-            step=self._step,
-            num_bytes=sent.bytes_sent,
-            count=sent.messages_sent,
-            wire=wire,
-        )
+        duration_ns = max(0, until_ns - self.at_ns) + hidden_ns
+        about = {"num_bytes": sent.bytes_sent, "count": sent.messages_sent, "wire": wire}
+        self._record(EventKind.EXCHANGE, self.at_ns, duration_ns, step=self._step, **about)
         self.at_ns = until_ns
 
     def posts(self, posts: Mapping[int, PeerTraffic], wire: int) -> None:
@@ -368,22 +341,13 @@ class StepBook:
 
         The message has the same number at both ends.
         """
-        message = (self._step + 1) & 0xFFFFFFFF
         for peer, post in posts.items():
+            about = {"peer": peer, "message": (self._step + 1) & 0xFFFFFFFF, "wire": wire}
             if post.messages_sent:
-                self._record(
-                    EventKind.SEND,
-                    post.sent_ns,
-                    step=self._step,
-                    peer=peer,
-                    num_bytes=post.bytes_sent,
-                    count=post.messages_sent,
-                    message=message,
-                    wire=wire,
-                )
+                sent = {"num_bytes": post.bytes_sent, "count": post.messages_sent}
+                self._record(EventKind.SEND, post.sent_ns, step=self._step, **sent, **about)
             if post.received_ns:
-                about = {"step": self._step, "peer": peer, "message": message, "wire": wire}
-                self._record(EventKind.RECEIVE, post.received_ns, **about)
+                self._record(EventKind.RECEIVE, post.received_ns, step=self._step, **about)
 
     def end(self, end_ns: int, samples: int, loss: float = 0.0) -> None:
         begin_ns = self._begin_ns

@@ -35,7 +35,6 @@ class Length:
     rounds: int | None = None  # of a strategy that counts them
 
     def require_one(self) -> None:
-        """UserError where two units are given, or the number is not an integer of at least 1."""
         given = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
@@ -70,34 +69,29 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
-        if options.compile and strategy.facts.cannot_compile:
-            raise UserError(f"compile: {strategy.facts.cannot_compile}; leave it out")
         if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.facts.moves_rows:
             raise UserError(
                 f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
                 "whole batch; leave one of the two out"
             )
-        _check_buffers(task, strategy, workers, options)
+        _check_options(task, strategy, workers, options)
         _check_heeded(task, strategy, options.early_stopping)
-        if options.skip_nonfinite and not strategy.facts.can_skip_updates:
-            raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
-        if options.min_workers is not None:
-            _check_fewest(strategy, workers, options.min_workers)
-        if options.slow is not None and options.slow.worker >= workers:
-            raise UserError(
-                f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
-            )
         samples = task.samples
         length.require_one()
         if strategy.facts.counts_rounds:
-            steps, per_epoch = _number_of_rounds(length, strategy), 1
+            for name in ("steps", "epochs"):
+                if (given := getattr(length, name)) is not None:
+                    raise UserError(
+                        f"{name}={given}: strategy {strategy} is counted in rounds; give rounds= instead"
+                    )
+            steps, per_epoch = length.rounds or _USUAL_ROUNDS, 1
         elif length.rounds is not None:
             raise UserError(
                 f"rounds={length.rounds}: strategy {strategy} is counted in global batches; give steps= or epochs="
             )
         elif isinstance(task, Task) and task.streams:
-            steps = per_epoch = _steps_of_stream(task, length, strategy)
-            task = _dealt(task, strategy, workers)
+            task = _dealt(task, length, strategy, workers)
+            steps = per_epoch = length.steps or 0
         else:
             per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
             steps = length.steps or (length.epochs or task.epochs) * per_epoch
@@ -147,33 +141,38 @@ class Request:
         }
 
 
-def _check_fewest(strategy: Strategy, workers: int, fewest: int) -> None:
-    if fewest > workers:
-        raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
-    if not (strategy.facts.continues_with_fewer or strategy.facts.can_change_workers):
+def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
+    facts, fewest_workers = strategy.facts, options.min_workers
+    if options.compile and facts.cannot_compile:
+        raise UserError(f"compile: {facts.cannot_compile}; leave it out")
+    if options.skip_nonfinite and not facts.can_skip_updates:
+        raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
+    if fewest_workers is not None and fewest_workers > workers:
         raise UserError(
-            f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
-            "with fewer"
+            f"min_workers={fewest_workers}: there are {workers} workers to begin with; ask for fewer"
         )
-
-
-def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
-    why = strategy.facts.refused_buffers.get(options.buffers)
+    if fewest_workers is not None and not (facts.continues_with_fewer or facts.can_change_workers):
+        raise UserError(
+            f"min_workers={fewest_workers}: strategy {strategy} has a use for all its workers; allreduce elastic=yes "
+            "continues with fewer"
+        )
+    if options.slow is not None and options.slow.worker >= workers:
+        raise UserError(f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0")
+    why = facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
             f"buffers={options.buffers}: strategy {strategy} does not have it: {why}; leave it out"
         )
     if options.buffers != SYNCHRONIZE or not isinstance(task, Task) or workers == 1:
         return
+    either = "leave out one of the two"
     if options.compile:
         raise UserError(
-            "buffers=synchronize: torch.compile takes a model whose layers do not wait for other workers; leave out "
-            "one of the two"
+            f"buffers=synchronize: torch.compile takes a model whose layers do not wait for other workers; {either}"
         )
     if task.microbatches > 1:
         raise UserError(
-            f"buffers=synchronize: with task.microbatches={task.microbatches} no layer sees a whole batch; leave out "
-            "one of the two"
+            f"buffers=synchronize: with task.microbatches={task.microbatches} no layer sees a whole batch; {either}"
         )
     fewest = task.samples % task.batch_size or min(task.batch_size, task.samples or task.batch_size)
     if fewest < workers:
@@ -184,7 +183,6 @@ def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 
 def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
-    """UserError where evaluations cannot set the learning rate or end the run as the task and the options ask."""
     cannot = strategy.facts.cannot_heed_evaluations
     if isinstance(task, Task) and task.scheduler_metric is not None and cannot:
         raise UserError(
@@ -203,7 +201,8 @@ def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | N
         )
 
 
-def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
+def _dealt(task: Task, length: Length, strategy: Strategy, workers: int) -> Task:
+    """A task whose data can only be iterated, with each worker's own part dealt out; UserError where it cannot be."""
     reason = strategy.facts.cannot_stream if task.own is None else strategy.facts.cannot_read_apart
     if reason:
         raise UserError(
@@ -214,10 +213,6 @@ def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
             f"data is {task.stream_name}, of which nobody knows how long an epoch is; give steps=, the number of "
             "global batches, and not epochs="
         )
-    return length.steps
-
-
-def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
     own, parts = task.own, strategy.shares(workers)
     if own is None:
         return task
@@ -227,12 +222,3 @@ def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
             f"none; give {parts} or more, or fewer workers"
         )
     return replace(task, data=own.dealt(parts))
-
-
-def _number_of_rounds(length: Length, strategy: Strategy) -> int:
-    for name in ("steps", "epochs"):
-        if getattr(length, name) is not None:
-            raise UserError(
-                f"{name}={getattr(length, name)}: strategy {strategy} is counted in rounds; give rounds= instead"
-            )
-    return length.rounds or _USUAL_ROUNDS

@@ -71,12 +71,10 @@ class Run:
 
     model: nn.Module
     """The final weights, on the CPU."""
-
     history: History
     """One row for every step and evaluation."""
     summary: dict[str, Any]
     """What `--json` writes: strategy, workers, steps, seconds, samples_per_s, final, traffic, time per worker."""
-
     path: Path | None = None
     """The run directory, where one was asked for."""
 
@@ -96,9 +94,8 @@ class RowsInOrder:
     """Releases rows of the history in step order; an evaluation comes after the steps that it has seen."""
 
     def __init__(self, steps_done: int = 0) -> None:
-        self._given = steps_done
+        self._given, self._count = steps_done, 0
         self._waiting: list[tuple[int, int, int, dict[str, Any]]] = []
-        self._count = 0
 
     def add(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add rows of any worker; returns those that are complete up to their step."""
@@ -135,28 +132,22 @@ class PassLosses:
 
     def add(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Take rows of any steps; returns them with the rows of the passes that they complete."""
-        out = []
+        out, passes = [], self._passes
         for row in rows:
             out.append(row)
-            if row.get("loss") is not None:
-                out += self._take(row)
+            if row.get("loss") is None:
+                continue
+            number, place = divmod(row["step"] - 1, passes.steps)
+            weight = row.get("weight", passes.last_weight if place == passes.steps - 1 else passes.weight)
+            steps, losses, weights = self._open.pop(number, (0, 0.0, 0.0))
+            steps, losses, weights = steps + 1, losses + row["loss"] * weight, weights + weight
+            if steps < passes.steps:
+                self._open[number] = steps, losses, weights
+                continue
+            total = weights if passes.total is None else passes.total
+            metrics, step = {PASS_LOSS: losses / total if total else 0.0}, (number + 1) * passes.steps
+            out.append({"step": step, "metrics": metrics, "at_s": row.get("at_s", 0.0)})
         return out
-
-    def _take(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        passes = self._passes
-        number, place = divmod(row["step"] - 1, passes.steps)
-        usual = passes.last_weight if place == passes.steps - 1 else passes.weight
-        weight = row.get("weight", usual)
-        steps, losses, weights = self._open.get(number, (0, 0.0, 0.0))
-        steps, losses, weights = steps + 1, losses + row["loss"] * weight, weights + weight
-        if steps < passes.steps:
-            self._open[number] = steps, losses, weights
-            return []
-        self._open.pop(number, None)
-        total = weights if passes.total is None else passes.total
-        mean = losses / total if total else 0.0
-        step = (number + 1) * passes.steps
-        return [{"step": step, "metrics": {PASS_LOSS: mean}, "at_s": row.get("at_s", 0.0)}]
 
 
 def overlap_summary(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:

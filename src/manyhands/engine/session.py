@@ -74,18 +74,18 @@ def run_session(
         if directory is not None:
             stack.callback(close, directory)
         session = _Session(request, directory, done, drive)
-        beginning = Beginning(
-            config=request.config(model),
-            history=session.history,
-            resumed=resume,
-            path=directory.path if directory is not None else None,
-        )
+        path = directory.path if directory is not None else None
+        config, history = request.config(model), session.history
         try:
-            return session.run(training, beginning)
-        except UserError:
-            if directory is not None and not resume and not session.history:
+            session.listeners.begin(Beginning(config=config, history=history, resumed=resume, path=path))
+            run = session.train(training)
+        except BaseException as error:
+            session.listeners.end(None, error)
+            if isinstance(error, UserError) and directory is not None and not resume and not history:
                 directory.discard()  # a rejected request can be corrected and repeated in the same directory
             raise
+        session.listeners.end(run, None)
+        return run
 
 
 def check_capacity_for(request: Request, model: nn.Module) -> None:
@@ -144,30 +144,20 @@ class _Session:
         passes = request.plan.task.passes
         self._passes = PassLosses(passes, self.history) if passes is not None else None
         self._notes: list[str] = []
-        self._clock = _TrainingClock()
-        self._listeners = Listeners(request.options.callbacks)
+        self._began_s: float | None = None  # when training began, by what rows say of their time
+        self.listeners = Listeners(request.options.callbacks)
         self._who_stops = ""
         if directory is not None:
             self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
             self._members: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.append_member(*rows))
 
-    def run(self, training: Training, beginning: Beginning) -> Run:
-        try:
-            self._listeners.begin(beginning)
-            run = self._train(training)
-        except BaseException as error:
-            self._listeners.end(None, error)
-            raise
-        self._listeners.end(run, None)
-        return run
-
-    def _train(self, training: Training) -> Run:
+    def train(self, training: Training) -> Run:
         began = time.monotonic()
         sharing = sharing_sentence(self._request.plan.device, self._request.workers)
         self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
 
         def take_checkpoint(step: int, path: Path) -> None:
-            self._listeners.saved(step, path)
+            self.listeners.saved(step, path)
             self._require_stoppable()
 
         stage = Stage(
@@ -184,22 +174,28 @@ class _Session:
             result = self._drive(training, stage)
         except ManyhandsError as error:
             if self._directory is not None:
-                self._directory.record_end(error, self._clock.seconds)
+                self._directory.record_end(error, self._seconds)
             if isinstance(error, NonFinite):
-                raise NonFinite(f"{error}; {self._last_good()}") from error
+                last_good = "nothing was kept, because the run has no directory (out=)"
+                if self._directory is not None:
+                    try:
+                        last_good = f"the last good checkpoint is {self._directory.checkpoints().load().path}"
+                    except NoCheckpoint:
+                        last_good = "it broke before the first checkpoint"
+                raise NonFinite(f"{error}; {last_good}") from error
             if not isinstance(error, UserError):
                 self._add_how_to_resume(error, training)
             raise
         except (KeyboardInterrupt, SystemExit) as stop:
             number = signal_of(stop)
             if number is not None:
-                self._tell_interruption(number, training)
+                self._report_interruption(number, training)
             raise
         except Exception as error:
-            if self._directory is not None and self._listeners.broken is not None:
-                name = type(self._listeners.broken).__name__
+            if self._directory is not None and self.listeners.broken is not None:
+                name = type(self.listeners.broken).__name__
                 reported = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
-                self._directory.record_end(reported, self._clock.seconds)
+                self._directory.record_end(reported, self._seconds)
             raise
         self._notes += result.notes
         if self._who_stops and result.stopped_early:
@@ -217,8 +213,19 @@ class _Session:
         self._notes.append(sentence)
         _log.warning("%s", sentence)
 
+    def _read_clock(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        reported = [row["at_s"] for row in rows if row.get("at_s")]
+        if reported:
+            began_s = time.monotonic() - max(reported)
+            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds since training began, on the time base of the reported rows."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._clock.heard(rows)
+        self._read_clock(rows)
         if self._passes is not None:
             rows = self._passes.add(rows)
         self.history.extend(rows)
@@ -226,12 +233,11 @@ class _Session:
             self._keep(self._metrics, *rows)
         if self._request.options.on_rows is not None:
             self._request.options.on_rows(rows)
-        self._listeners.rows(rows)
+        self.listeners.rows(rows)
         self._require_stoppable()
 
     def _stop_wanted(self) -> bool:
-        """Whether a callback, or the owner of a background run, requests a stop."""
-        stop_request, commands = self._listeners.stop_request, self._request.options.commands
+        stop_request, commands = self.listeners.stop_request, self._request.options.commands
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
         # Where workers can change, the training handles the commands.
@@ -243,7 +249,7 @@ class _Session:
 
     def _require_stoppable(self) -> None:
         """A stop request ends the run where the strategy cannot end all workers after one step."""
-        stop_request, reason = self._listeners.stop_request, self._request.strategy.facts.cannot_stop
+        stop_request, reason = self.listeners.stop_request, self._request.strategy.facts.cannot_stop
         if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
             kept = self._directory is not None
             how = "resume it from its directory" if kept else "nothing was kept without out="
@@ -257,7 +263,7 @@ class _Session:
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         """Keep an event of a worker, and show it where it is more than a start."""
-        self._clock.heard([event])
+        self._read_clock([event])
         if self._directory is not None:
             self._keep(self._members, {"unix_s": time.time(), **event})
         if "sentence" in event:
@@ -282,8 +288,7 @@ class _Session:
         asked = self._request.options.resume_command
         return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
 
-    def _tell_interruption(self, number: Signals, training: Training) -> None:
-        """Print one line: what ended the run, what is kept, and how to resume."""
+    def _report_interruption(self, number: Signals, training: Training) -> None:
         directory = self._directory
         if directory is None:
             kept, how = "nothing was kept, because the run has no directory (out=)", ""
@@ -292,21 +297,10 @@ class _Session:
             kept = self._kept(step, directory) if step else "no checkpoint was due yet"
             how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
             sentence = f"ended by {number.name}; {kept}"
-            directory.append_member(
-                {"event": "interrupted", "at_s": self._clock.seconds, "sentence": sentence}
-            )
+            directory.append_member({"event": "interrupted", "at_s": self._seconds, "sentence": sentence})
         options = self._request.options
         if options.tells_interruption and options.resume_command != "":
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
-
-    def _last_good(self) -> str:
-        if self._directory is None:
-            return "nothing was kept, because the run has no directory (out=)"
-        try:
-            kept = self._directory.checkpoints().load()
-        except NoCheckpoint:
-            return "it broke before the first checkpoint"
-        return f"the last good checkpoint is {kept.path}"
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request, loss = self._request, final_loss(self.history)
@@ -333,20 +327,3 @@ class _Session:
             "notes": self._notes,
             **result.observed,
         }
-
-
-class _TrainingClock:
-    """Seconds since training began, on the time base of the reported rows."""
-
-    def __init__(self) -> None:
-        self._began_s: float | None = None
-
-    def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        reported = [row["at_s"] for row in rows if row.get("at_s")]
-        if reported:
-            began_s = time.monotonic() - max(reported)
-            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self._began_s is None else time.monotonic() - self._began_s

@@ -98,12 +98,9 @@ class Stage:
     def view(self, collector: Collector) -> Iterator[None]:
         from manyhands.observe.draw.showing import showing
 
-        options, steps, totals = self.request.options, self.request.plan.steps, collector.snapshot
-        if options.view is not None:
-            shown = options.view(steps, totals)
-        else:
-            shown = showing(options.progress, steps, totals, str(self.request.strategy))
-        with shown:
+        options, seen = self.request.options, (self.request.plan.steps, collector.snapshot)
+        own = options.view(*seen) if options.view is not None else None
+        with own or showing(options.progress, *seen, str(self.request.strategy)):
             yield
             collector.flush()  # the last picture is of the end
 
@@ -141,7 +138,14 @@ class Training(ABC):
         Removes what the directory holds beyond that. `config` is this run's; UserError where it does not fit what is
         kept.
         """
-        del config
+        if self._request.plan.task.compiled:
+            before = directory.config.get("task_options") or {}
+            for name, value in config["task_options"].items():
+                if before.get(name) != value:
+                    raise UserError(
+                        f"{directory.path} cannot be resumed: {name} is {value!r}, but the run was started with "
+                        f"{before.get(name)!r}; resume with that"
+                    )
         try:
             self._start = directory.checkpoints().load()
         except NoCheckpoint:
@@ -171,8 +175,7 @@ class Training(ABC):
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The step that a resumed run would begin after; 0 where nothing is kept."""
-        found = Training.kept(directory, None, None)
-        return found[0] if found is not None else 0
+        return (Training.kept(directory, None, None) or (0,))[0]
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
@@ -230,13 +233,9 @@ class Kept:
 
 
 def last_kept(folder: Path, task: AnyTask, strategy: Strategy) -> Kept | None:
-    directory = RunDirectory.open(folder, lock=False)
-    try:
+    with RunDirectory.open(folder, lock=False) as directory:
         found = training_class(strategy, compiled=task.compiled).kept(directory, task, strategy)
         if found is None:
             return None
-        steps, values = found
-        rows = [row for row in directory.metrics.read() if row["step"] <= steps]
-        return Kept(values=values, steps=steps, rows=rows)
-    finally:
-        directory.close()
+        rows = [row for row in directory.metrics.read() if row["step"] <= found[0]]
+        return Kept(values=found[1], steps=found[0], rows=rows)

@@ -69,14 +69,10 @@ class Trainer:
         self._worker = exchange.rank if exchange.members is None else exchange.members.slot
         self._computer = Computer(plan, self._worker)
         evaluate = partial(exchange.evaluate, self._computer)
+        facts = exchange.rounds.evaluation_facts if exchange.rounds is not None else dict
+        keeps_rows = self._members is not None
         self.reporter = Reporter(
-            plan,
-            exchange,
-            worker_context,
-            checkpoints,
-            evaluate,
-            keeps_rows=self._members is not None,
-            facts=exchange.rounds.evaluation_facts if exchange.rounds is not None else dict,
+            plan, exchange, worker_context, checkpoints, evaluate, keeps_rows=keeps_rows, facts=facts
         )
         self._clips = self._computer.task.clips
         self.model: nn.Module  # once `run` has built it
@@ -131,8 +127,13 @@ class Trainer:
             shared = self._atomically(partial(self._step, step, called, scheduler), step, at_border=True)
             step += 1
             if shared.bad_workers:
-                self._refuse(shared, step, first)
-                return self._trained(step - 1, stopped=True)
+                self.reporter.send(now=True)
+                if shared.bad_workers[0] != self._worker:  # the first whose loss broke says so
+                    return self._trained(step - 1, stopped=True)
+                since = "" if step == first + 1 else f"the update of step {step - 1}"
+                cause = diagnose(model, self._course, since=since, clip=not self._clips)
+                where = f"worker {self._worker}, step {step}"
+                raise NonFinite(f"{where}: the loss is not finite; {exchange.when_broken}; {cause}")
             if not shared.settled:
                 continue  # collective work waits until the workers are synchronized
             stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
@@ -206,13 +207,8 @@ class Trainer:
         meter, before = exchange.meter, exchange.meter.traffic()
         begin = time.monotonic_ns()
         mine = exchange.compute(self._computer, model, step)
-        local = LocalStep(
-            loss=mine.loss,
-            share=mine.share,
-            stop=worker_context.stop_requested(),
-            step=step,
-            last=step + 1 == self._plan.steps,
-        )
+        stop, last = worker_context.stop_requested(), step + 1 == self._plan.steps
+        local = LocalStep(loss=mine.loss, share=mine.share, stop=stop, step=step, last=last)
         self._weight += mine.share
         computed = time.monotonic_ns()
         during = meter.take_times()
@@ -252,13 +248,12 @@ class Trainer:
             book.exchange(end, sent, exchange.wire)
             book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
-        rounds = exchange.rounds
-        self._samples += self._computer.batch_samples(step) if rounds is None else rounds.step_samples()
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
         rounds = self._exchange.rounds
+        self._samples += self._computer.batch_samples if rounds is None else rounds.step_samples()
         facts = rounds.row_facts() if rounds is not None else {}
         self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self.reporter.seconds, **facts})
         if not shared.settled or shared.bad_workers:
@@ -269,16 +264,6 @@ class Trainer:
         if self._exchange.rank == 0 or self._members is not None:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
                 self.reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
-
-    def _refuse(self, shared: SharedStep, step: int, first: int) -> None:
-        """Stop every worker at this step; the first whose loss broke raises NonFinite."""
-        self.reporter.send(now=True)
-        if shared.bad_workers[0] != self._worker:
-            return
-        task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
-        cause = diagnose(self.model, self._course, since=since, clip=not task.clips)
-        where = f"worker {shared.bad_workers[0]}, step {step}"
-        raise NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
 
     def _trained(
         self, step: int, stopped: bool, weights: Mapping[str, torch.Tensor] | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,12 +27,13 @@ from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
-from manyhands.engine.exchange import SentFor
+from manyhands.engine.exchange import Exchange, SentFor
 from manyhands.engine.reporting import NOTES, ProcessContext, WorkerContext
 from manyhands.engine.run import RowsInOrder
-from manyhands.engine.training import Result, Stage, Training
-from manyhands.engine.worker import Trained
+from manyhands.engine.training import Result, Stage, Training, training_class
+from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_resources import Resources
+from manyhands.errors import UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
@@ -44,15 +45,15 @@ from manyhands.places.local.host import threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
+from manyhands.wire.choice import CHOSEN, codec_sentence
+from manyhands.wire.names import RAW, auto_error
 
 if TYPE_CHECKING:
     from manyhands.engine.external_workers import LeadingWorker, MemberWorker
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
-    from manyhands.places.local.children import Role
-    from manyhands.places.local.watchdog import Watched
     from manyhands.transport.liveness import RendezvousStore
 
-__all__ = ["ProcessTraining", "Train", "WorkerJob"]
+__all__ = ["ExchangeTraining", "ProcessTraining", "Train", "WorkerJob", "exchanging"]
 
 # Trains from a checkpoint or from nothing, and gives what else there is to report
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
@@ -108,21 +109,33 @@ class ProcessTraining(Training):
         return ()
 
     def run(self, stage: Stage) -> Result:
-        """Start the workers, process their notes, and read the weights that worker 0 left."""
+        from manyhands.places.local.children import Role
         from manyhands.places.local.supervisor import LocalCluster
+        from manyhands.places.local.watchdog import Watched
 
-        request = self._request
+        request, job = self._request, self._job(stage.run_path)
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         with WorkerFiles(request.workers, request.strategy) as files:
             rings = {self._file_name(rank): ring for rank, ring in enumerate(files.rings)}
+            boxes = BlackBoxes(dict(enumerate(files.rings)))
+            deadline_s = request.options.watchdog_s
+            roles = [
+                Role(
+                    name=role_name(name),
+                    target=partial(_work, job=job, training=type(self)),
+                    descriptors=files.descriptors(rank),
+                    env=worker_environment(job.plan, job.threads, loads=rank < request.workers),
+                )
+                for rank, name in enumerate(rings)
+            ]
             with stage.collector(rings, request.workers) as collector:
                 cluster = LocalCluster(
-                    self._roles(files, stage),
+                    roles,
                     on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
                     on_failure=files.abort,
                     stop_wanted=stage.stop_wanted,
-                    watched=watched(request.options.watchdog_s, files.rings),
+                    watched=Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last),
                 )
                 try:
                     with stage.view(collector), cluster:
@@ -185,13 +198,14 @@ class ProcessTraining(Training):
         """Train as one worker of a run that another process leads, from its first message to the last step."""
         from manyhands.engine.external_workers import MemberWorker, wait_for_orders
 
-        line = member.connection
-        with MemberWorker(line) as worker_context:
+        connection, start = member.connection, None
+        with MemberWorker(connection) as worker_context:
             orders = wait_for_orders(member)
-            start = Loaded.of(unpack_tree(line.take("start", member.timeout_s))) if orders.resumes else None
+            if orders.resumes:
+                start = Loaded.of(unpack_tree(connection.take("start", member.timeout_s)))
             # Saving is collective, though worker 0 alone writes.
             checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
-            line.end(self._part(member, line.store, worker_context, checkpoints, start))
+            connection.end(self._part(member, connection.store, worker_context, checkpoints, start))
 
     def _part(
         self,
@@ -200,31 +214,16 @@ class ProcessTraining(Training):
         worker_context: LeadingWorker | MemberWorker,
         checkpoints: CheckpointStore | None,
         start: Loaded | None,
-    ) -> dict[str, Any]:
-        """One worker's part, in this process; returns its report. Worker 0's weights become the model's."""
+    ) -> Mapping[str, Any]:
         from manyhands.engine.external_workers import connect_worker
 
-        joined = time.monotonic_ns()
-        job = self._job(None)
-        plan, timeout_s = job.plan, job.timeout_s
-        connecting = connect_worker(
-            party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
-        )
-        with ExitStack() as stack:
-            worker_links = stack.enter_context(connecting)
-            worker_context.linked_by(worker_links)
-            if party.place.rank >= job.workers:
-                worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-                helped = self.helper(job.strategy, worker_links.resources, worker_context)
-                worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-                return dict(helped)
-            train = stack.enter_context(self.worker(job, worker_links.resources, worker_context, checkpoints))
-            worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-            trained, report = train(start)
-            if party.place.leads:
-                self._model.load_state_dict(trained.state_dict())
-            worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-        return _report(trained, report)
+        joined_ns, job = time.monotonic_ns(), self._job(None)
+        with connect_worker(
+            party, store, job.strategy, device=job.plan.device, seed=job.plan.seed, timeout_s=job.timeout_s
+        ) as worker_links:
+            worker_context.connect(worker_links)
+            part = partial(_take_part, type(self), job, worker_links.resources, worker_context)
+            return part(checkpoints, start, joined_ns, self._model.load_state_dict)
 
     def _job(self, run_path: Path | None) -> WorkerJob:
         request = self._request
@@ -239,27 +238,72 @@ class ProcessTraining(Training):
             resume_step=self._start.step if self._start is not None else None,
         )
 
-    def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
-        from manyhands.places.local.children import Role
 
-        request = self._request
-        job = self._job(stage.run_path)
-        return [
-            Role(
-                name=role_name(self._file_name(rank)),
-                target=partial(_work if rank < request.workers else _help, job=job, training=type(self)),
-                descriptors=files.descriptors(rank),
-                env=worker_environment(job.plan, job.threads, loads=rank < request.workers),
-            )
-            for rank in range(len(files.rings))
-        ]
+class ExchangeTraining(ProcessTraining):
+    """Trains by the common loop with the strategy's exchange.
+
+    Where its workers choose a codec (`codec=auto`), the choice stands in the summary.
+    """
+
+    @property
+    def _chooses(self) -> bool:
+        return auto_error(getattr(self._request.strategy, "codec", RAW)) is not None
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        samples, besides = super().gather(finished)
+        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
+
+    def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
+
+    @classmethod
+    @abstractmethod
+    def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's exchange of `strategy`, which is of this training's kind."""
+
+    @classmethod
+    def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
+        """One worker's end among workers of several hosts, and a collective for small words over the same links.
+
+        `strategy` is what `Strategy.across_hosts` made it. Here it is for those that ask for nothing but links, and
+        for no loop of one's own, so that there are no words.
+        """
+        return cls.exchange(strategy, resources), None
+
+    @classmethod
+    def end(cls, strategy: Any, resources: Resources) -> Exchange:
+        if not resources.several_hosts:
+            return cls.exchange(strategy, resources)
+        return cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)[0]
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None,
+    ) -> Iterator[Train]:
+        with closing(cls.end(job.strategy, resources)) as exchange:
+
+            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                trainer = Trainer(job.plan, exchange, worker_context, checkpoints)
+                trained = trainer.run(start)
+                return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
+
+            yield train
 
 
-def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
-    from manyhands.places.local.watchdog import Watched
-
-    boxes = BlackBoxes(dict(enumerate(rings)))
-    return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
+def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
+    """The training of a strategy that is one exchange; UserError, naming alternatives, for any other."""
+    kind = training_class(strategy)
+    if not issubclass(kind, ExchangeTraining) or strategy.facts.instead_of_own_loop:
+        raise UserError(
+            f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"{strategy.facts.instead_of_own_loop}"
+        )
+    return kind
 
 
 class WorkerFiles(Closeable):
@@ -308,49 +352,50 @@ class WorkerFiles(Closeable):
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    joined = time.monotonic_ns()
-    use_threads(job.threads)
-    with ExitStack() as stack:
-        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        worker_context = ProcessContext(context, ring)
-        directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
-        checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
-        start = None
-        if job.resume_step is not None:
-            assert checkpoints is not None, "a run that is resumed has a directory"
-            start = checkpoints.load(job.resume_step)
-        train = stack.enter_context(
-            training.worker(job, _resources(context, job), worker_context, checkpoints)
-        )
-        worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-        trained, report = train(start)
-        if context.rank == 0:
-            with os.fdopen(os.dup(context.descriptor("weights")), "wb") as file:
-                for chunk in encode_tensors(trained.state_dict()):
-                    file.write(chunk)
-        worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-    return _report(trained, report)
+    def keep(weights: Mapping[str, torch.Tensor]) -> None:
+        with os.fdopen(os.dup(context.descriptor("weights")), "wb") as file:
+            for chunk in encode_tensors(weights):
+                file.write(chunk)
 
-
-def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    joined = time.monotonic_ns()
+    joined_ns = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
-        worker_context = ProcessContext(context, ring)
-        worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-        report = training.helper(job.strategy, _resources(context, job), worker_context)
+        checkpoints = start = None
+        if job.run_path is not None and context.rank < job.workers:
+            checkpoints = RunDirectory.open(job.run_path, lock=False).checkpoints(job.keep_checkpoints)
+            start = checkpoints.load(job.resume_step) if job.resume_step is not None else None
+        part = partial(_take_part, training, job, _resources(context, job), ProcessContext(context, ring))
+        return part(checkpoints, start, joined_ns, keep)
+
+
+def _take_part(
+    training: type[ProcessTraining],
+    job: WorkerJob,
+    resources: Resources,
+    worker_context: WorkerContext,
+    checkpoints: CheckpointStore | None,
+    start: Loaded | None,
+    joined_ns: int,
+    keep: Callable[[Mapping[str, torch.Tensor]], object],
+) -> Mapping[str, Any]:
+    """One process's part, of a worker or a helper; returns its report. Worker 0 gives its weights to `keep`."""
+
+    def joined() -> None:
+        worker_context.record(EventKind.JOIN, joined_ns, time.monotonic_ns() - joined_ns)
+
+    if resources.rank >= job.workers:
+        joined()
+        report = training.helper(job.strategy, resources, worker_context)
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
-    return report
-
-
-def _report(trained: Trained, report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "steps_done": trained.steps_done,
-        "samples": trained.samples,
-        "seconds": trained.seconds,
-        "stopped_early": trained.stopped_early,
-        **report,
-    }
+        return report
+    with training.worker(job, resources, worker_context, checkpoints) as train:
+        joined()
+        trained, report = train(start)
+        if resources.rank == 0:
+            keep(trained.state_dict())
+        worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+    done = {"steps_done": trained.steps_done, "samples": trained.samples, "seconds": trained.seconds}
+    return {**done, "stopped_early": trained.stopped_early, **report}
 
 
 def _resources(context: RoleContext, job: WorkerJob) -> Resources:

@@ -45,10 +45,7 @@ class Estimate:
 
 
 def estimate(task: Task, report: Callable[[str], None] = lambda _: None) -> Estimate:
-    """Estimate the memory that `task` needs; a UserError says why a task cannot be computed.
-
-    `report` is called with the next stage: a model of hundreds of layers takes a while.
-    """
+    """Estimate the memory that `task` needs; `report` gets each stage. UserError says why a task cannot be computed."""
     try:
         report("starting torch's tracer")
         return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), report)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
@@ -30,7 +31,7 @@ __all__ = ["compressed"]
 _LENGTH: Final = 8
 _STEP: Final = "step"
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int = 2) -> Hook:
@@ -50,7 +51,7 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
         raise UserError(f"start={start} must be at least 2: buckets are laid out anew after the first step")
     buckets = _Buckets(made, seed, start)
 
-    def compressed_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    def compressed_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
         return buckets.exchange(state, bucket)
 
     compressed_hook.memory = buckets.memory  # type: ignore[attr-defined]
@@ -66,16 +67,16 @@ class _Buckets:
         self._as_they_are = start  # steps
         self._step = 0
 
-    def memory(self) -> dict[str, torch.Tensor]:
+    def memory(self) -> dict[str, Tensor]:
         return {_STEP: torch.tensor(self._step), **self._codec.memory()}
 
-    def remember(self, memory: dict[str, torch.Tensor]) -> None:
+    def remember(self, memory: dict[str, Tensor]) -> None:
         if _STEP not in memory:
             raise UserError(f"memory has no {_STEP!r}; give what memory() of such a hook returned")
         self._step = int(memory[_STEP])
         self._codec.remember({name: kept for name, kept in memory.items() if name != _STEP})
 
-    def exchange(self, group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    def exchange(self, group: Any, bucket: GradBucket) -> Future[Tensor]:
         """The mean over workers of a bucket, when it is there."""
         buffer, step, as_it_is = bucket.buffer(), self._step, self._as_they_are > 0
         self._step += bucket.is_last()
@@ -87,20 +88,18 @@ class _Buckets:
         if as_it_is or not encodes(self._codec, parcel):
             buffer.div_(world)
             work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-            whole: Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
+            whole: Future[Tensor] = work.get_future().then(lambda _: buffer)
             return whole
         feedback = self._codec if isinstance(self._codec, ErrorFeedback) else None
         codec = feedback.inner if feedback is not None else self._codec
         if isinstance(codec, PowerSgd):
             sum_factors(codec, feedback, parcel, values, lambda part: dist.all_reduce(part, group=group))
-            done: Future[torch.Tensor] = Future()
+            done: Future[Tensor] = Future()
             done.set_result(values.to(buffer.device))
             return done
         return self._gather(parcel, values, buffer, group)
 
-    def _gather(
-        self, parcel: Parcel, values: torch.Tensor, buffer: torch.Tensor, group: Any
-    ) -> Future[torch.Tensor]:
+    def _gather(self, parcel: Parcel, values: Tensor, buffer: Tensor, group: Any) -> Future[Tensor]:
         size = self._codec.size(parcel)
         mine = torch.zeros(_LENGTH + size, dtype=torch.uint8)
         num_bytes = self._codec.encode(parcel, values, mine[_LENGTH:])
@@ -109,7 +108,7 @@ class _Buckets:
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         work = dist.all_gather(found, mine, group=group, async_op=True)
 
-        def add_up(_: Future[Any]) -> torch.Tensor:
+        def add_up(_: Future[Any]) -> Tensor:
             total = values.zero_()
             for rank, one in enumerate(found):
                 came = one.cpu()
@@ -123,7 +122,7 @@ class _Buckets:
             self._codec.finalize(parcel, total)
             return buffer.copy_(total)
 
-        future: Future[torch.Tensor] = work.get_future().then(add_up)
+        future: Future[Tensor] = work.get_future().then(add_up)
         return future
 
 

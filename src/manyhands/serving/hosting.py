@@ -13,20 +13,15 @@ from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
-from manyhands.serving.access import Guard
-from manyhands.serving.page_app import PageApp, require_web
+from manyhands.serving.page_app import Guard, PageApp, require_web
 from manyhands.transport.security import is_loopback
 
 __all__ = ["LOOPBACK", "Dashboard", "Listening", "WebThread"]
 
-
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger("manyhands")
-_START_S = 10.0
-_STOP_S = 5.0
-_LOOK_S = 0.01
+_START_S, _STOP_S, _FAREWELL_S, _LOOK_S = 10.0, 5.0, 3.0, 0.01
 _WAITING = 1024
-_FAREWELL_S = 3.0
 _MAX_HEADER_BYTES = 16 << 10
 
 
@@ -41,13 +36,11 @@ class Listening:
         try:
             self.socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise UserError(
-                f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
-            ) from error
+            why = f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+            raise UserError(why) from error
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        shown = f"[{shown}]" if ":" in shown else shown
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self.socket.getsockname()[1]}"
         self.url = f"{self.address}/#token={self.guard.token}"
 
@@ -77,7 +70,7 @@ class WebThread:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name=listening.what, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=listening.what, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -85,8 +78,8 @@ class WebThread:
         while not self._server.started:
             if self._failure is not None or time.monotonic() > deadline:
                 self.stop()
-                what = self._listening.what
-                raise ManyhandsError(f"{what} did not start within {_START_S:g} s: {self._failure}")
+                late = f"did not start within {_START_S:g} s"
+                raise ManyhandsError(f"{self._listening.what} {late}: {self._failure}")
             time.sleep(_LOOK_S)
         # Connections in the kernel's queue take no descriptor; uvicorn sets the queue to its accept limit.
         self._listening.socket.listen(_WAITING)
@@ -97,26 +90,21 @@ class WebThread:
         self._thread.join(_STOP_S)
         self._listening.socket.close()
         if self._thread.is_alive():
-            what = self._listening.what
-            _log.warning("%s was still answering somebody %.0f s after its end", what, _STOP_S)
+            _log.warning("%s was still answering %.0f s after its end", self._listening.what, _STOP_S)
 
-    def _serve(self) -> None:
-        async def serve() -> None:
-            self.loop = asyncio.get_running_loop()
-            await self._server.serve(sockets=[self._listening.socket])
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._listening.socket])
 
+    def _run(self) -> None:
         try:
-            asyncio.run(serve())
+            asyncio.run(self._serve())
         except BaseException as failure:  # reported by the thread that waits for the start
             self._failure = failure
 
 
 class Dashboard:
-    """Serves views of a run while entered; `url` includes the token. A context manager.
-
-    On exit every open page gets the newest state and `farewell`, within at most three seconds; then the server stops,
-    and the pages keep their content.
-    """
+    """Serves views of a run while entered; on exit open pages get the newest state and `farewell`, within 3 s."""
 
     def __init__(
         self,

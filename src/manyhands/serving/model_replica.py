@@ -14,7 +14,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.control import RoleContext
@@ -27,7 +27,7 @@ __all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame"
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 28  # of a batch, and of its answers
 
-_MOST_SAID = 500  # characters of an error message
+_MOST_SHOWN = 500  # characters of an error message
 
 
 def replica(context: RoleContext) -> None:
@@ -35,28 +35,29 @@ def replica(context: RoleContext) -> None:
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
     predictor.prepare()
-    with socket.socket(fileno=context.descriptor("requests")) as connection, torch.inference_mode():
+    connection = socket.socket(fileno=context.descriptor("requests"))
+    with connection, connection.makefile("rb") as stream, torch.inference_mode():
         predictor.answers(predictor.inputs([predictor.example]))  # warm up before the first request
         context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
-        while (batch := _received(connection)) is not None:
+        while (batch := _received(stream)) is not None:
             connection.sendall(answers_frame(answer_batch(predictor, batch)))
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the result of each request of a batch; invalid requests get an error and do not affect the others."""
-    said: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     parts: dict[int, Any] = {}
     for number, body in enumerate(bodies):
         try:
             parts[number] = predictor.inputs(body["inputs"])
         except UserError as error:
-            said[number] = {"status": 400, "error": str(error)[:_MOST_SAID]}
+            results[number] = {"status": 400, "error": str(error)[:_MOST_SHOWN]}
         except Exception as error:  # otherwise this worker would die of it, and the next one, too
-            said[number] = _failed(error)
-    said |= _computed(predictor, parts, [len(body["inputs"]) for body in bodies])
-    return [said[number] for number in range(len(bodies))]
+            results[number] = _failed(error)
+    results |= _computed(predictor, parts, [len(body["inputs"]) for body in bodies])
+    return [results[number] for number in range(len(bodies))]
 
 
 def _computed(
@@ -84,18 +85,18 @@ def _computed(
 
 def _failed(error: Exception) -> dict[str, Any]:
     traceback.print_exception(error, file=sys.stderr)
-    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SAID]}
+    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SHOWN]}
 
 
-def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
+def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:
     """Return the frame of a batch's answers; non-finite numbers, which JSON lacks, become an error."""
     try:
-        return frame(said)
+        return frame(results)
     except ValueError:
         pass
-    why = "the model's answer is no finite number: the input is too large for it, or its training diverged"
+    why = "the model's answer is not a finite number: the input is too large for it, or its training diverged"
     finite = []
-    for one in said:
+    for one in results:
         try:
             frame(one)
             finite.append(one)
@@ -109,23 +110,12 @@ def frame(value: Any) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _received(connection: socket.socket) -> Any:
-    head = _exactly(connection, LENGTH.size)
-    if head is None:
+def _received(stream: BinaryIO) -> Any:
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = _exactly(connection, length)
-    return None if body is None else json.loads(body)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytearray | None:
-    found = bytearray(count)
-    view, have = memoryview(found), 0
-    while have < count:
-        more = connection.recv_into(view[have:])
-        if not more:
-            return None
-        have += more
-    return found
+    body = stream.read(length)
+    return None if len(body) < length else json.loads(body)

@@ -1,45 +1,187 @@
 """A trained model behind HTTP, put together: the web thread, the switchboard in it, the workers and the page.
 
-with ModelServer(predictor, "runs/digits-1", workers=2) as server:
-    print(server.url)          the page, with its token
-    server.wait()
-
 client ──HTTP──► ModelApp ──► Switchboard ──batch──► worker 1 ┐ forks, each with the whole model
                                  ▲ Dispatch          worker 2 ┘ Replicas starts and replaces them
+
+POST /predict   {"inputs": [...]} → {"answers": [...]}, one for each input, or {"error": "one sentence"}
+
+400 no JSON, no inputs, an input that the model cannot take, or headers that contradict themselves
+405 not a POST                          408 the body came too slowly
+401 the token is missing or wrong       403 another origin         413 too many bytes or inputs
+500 the model failed                    503 too many wait, or no worker could answer in time
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from manyhands.errors import ManyhandsError, UserError
-from manyhands.observe.analyse.serving_view import ServingTally, ServingView
-from manyhands.observe.draw.serving_page import (
-    serving_metrics,
-    serving_report,
-    serving_sections,
-    serving_title,
-)
+from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.observe.analyse.serving_view import Answered, ServingTally, ServingView
+from manyhands.observe.draw import serving_page as drawn
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Silent, Supervisor
 from manyhands.places.local.template import warm
+from manyhands.serving import page_app
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
-from manyhands.serving.model_app import BodyLimits, ModelApp
-from manyhands.serving.model_replica import replica
-from manyhands.serving.page_app import Drawn, PageApp, require_web
+from manyhands.serving.model_replica import MAX_FRAME_BYTES, replica
+from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
+from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["ModelServer", "Replicas", "ServeOptions", "Staffing"]
+__all__ = ["BodyLimits", "ModelApp", "ModelServer", "Replicas", "ServeOptions", "Staffing", "checked_body"]
+
+
+PREDICT = "/predict"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    """Limits of a request's body."""
+
+    num_bytes: int = 8 << 20
+    inputs: int = 1024
+    slowest_s: float = 10.0  # how long a body may take to come
+    held_bytes: int = MAX_FRAME_BYTES // 2
+    """Of all requests that have no answer yet; what fits here fits into one batch, too."""
+    refused_bytes: int = 64 << 20  # that are still taken in, and dropped, after a request was refused
+    refused_s: float = 3.0  # for how long
+
+
+class ModelApp:
+    """The ASGI application; `page` shows the counters of `tally`."""
+
+    def __init__(
+        self, switchboard: Switchboard, page: PageApp[Any], tally: ServingTally, limits: BodyLimits
+    ) -> None:
+        self._switchboard, self._page, self._tally, self._limits = switchboard, page, tally, limits
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
+        if scope["type"] != "http" or scope["path"] != PREDICT:
+            await self._page(scope, receive, send)
+            return
+        begun = time.monotonic()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            self._page.guard.check(scope["method"], headers, methods=("POST",))
+        except RequestRefused as refused:  # of an unknown peer, and not counted
+            allow = {"allow": "POST"} if refused.status == 405 else {}
+            await self._refuse_unread(refused.status, _error(refused.sentence), allow, receive, send)
+            return
+        scope.get("state", {}).get("know", lambda: None)()
+        body, size = _Body(), 0
+        try:
+            await self._read(body, headers, receive)
+            size = checked_body(body.content, self._limits)
+            status, answer = await self._switchboard.ask(body.content, size)
+        except RequestRefused as refusal:
+            status, answer = refusal.status, _error(refusal.sentence)
+        finally:
+            self._held_bytes -= len(body.content)
+        self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
+        more = {"retry-after": "1"} if status == 503 else {}
+        if body.is_whole:
+            await _begin(send, status, answer, more)
+            await send({"type": "http.response.body", "body": answer})
+        else:
+            await self._refuse_unread(status, answer, more, receive, send)
+
+    async def _read(self, body: _Body, headers: Mapping[str, str], receive: Receive) -> None:
+        """Read the whole body; one that declares too large a size is rejected before it is read."""
+        most = self._limits.num_bytes
+        sentence = f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
+        too_large = RequestRefused(413, sentence)
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._limits.slowest_s):
+                while not body.is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestRefused(400, "The connection ended before the request did.")
+                    body.content += message.get("body", b"")
+                    body.is_whole = not message.get("more_body", False)
+                    self._held_bytes += len(message.get("body", b""))
+                    if len(body.content) > most:
+                        raise too_large
+                    if self._held_bytes > self._limits.held_bytes:
+                        sentence = "Too many requests are being answered; try again in a moment."
+                        raise RequestRefused(503, sentence)
+        except TimeoutError:
+            sentence = f"The request did not come whole within {self._limits.slowest_s:g} s."
+            raise RequestRefused(408, sentence) from None
+
+    async def _refuse_unread(
+        self, status: int, answer: bytes, more: Mapping[str, str], receive: Receive, send: SendMessage
+    ) -> None:
+        """Answer a request before its body was read, then drain the body for a while.
+
+        Most clients read the answer only after sending everything. If the connection were closed before, it would be
+        reset and they would never see the reason.
+        """
+        await _begin(send, status, answer, {**more, "connection": "close"})
+        await send({"type": "http.response.body", "body": answer, "more_body": True})
+        left = self._limits.refused_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.refused_s):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b""})
+
+
+@dataclass(slots=True)
+class _Body:
+    """The part of a request's body received so far."""
+
+    content: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False
+
+
+async def _begin(send: SendMessage, status: int, body: bytes, more: Mapping[str, str]) -> None:
+    length = {"content-type": "application/json", "content-length": str(len(body))}
+    pairs = [
+        (name.encode(), value.encode())
+        for name, value in {**page_app.SECURE_HEADERS, **length, **more}.items()
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
+    """Return the number of inputs of a body; rejects one that is not `{"inputs": [...]}`."""
+    wanted = 'send {"inputs": [...]}'
+    try:
+        value = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
+    if json_depth(bytes(body)) > MOST_NESTED:
+        why = f"The body is nested more than {MOST_NESTED} deep, as no input is; {wanted}."
+        raise RequestRefused(400, why)
+    inputs = value.get("inputs") if isinstance(value, dict) else None
+    if not isinstance(inputs, list) or not inputs:
+        raise RequestRefused(400, f"The body has no array of inputs; {wanted}.")
+    if len(inputs) > limits.inputs:
+        why = f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
+        raise RequestRefused(413, why)
+    return len(inputs)
+
+
+def _error(sentence: str) -> bytes:
+    return json.dumps({"error": sentence}).encode()
 
 
 START_S = 120.0
@@ -70,9 +212,8 @@ class Staffing:
 class Replicas:
     """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
-    All of them, including replacements, have the model as of the server's start: its weights are packed once, and every
-    worker maps the same pages. `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread
-    of the replicas.
+    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages.
+    `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread of the replicas.
     """
 
     def __init__(
@@ -164,7 +305,9 @@ _LOOK_S = 0.05
 _MOST_CONNECTIONS = 512
 _SHARE = 2  # every second free descriptor is for a connection; the others are for the workers
 
-_PAGE: Drawn[ServingView] = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
+_PAGE: page_app.Drawn[ServingView] = page_app.Drawn(
+    title=drawn.serving_title, sections=drawn.serving_sections, report=drawn.serving_report
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +329,7 @@ class ModelServer:
     """Serves `predictor` while entered; a context manager. `url` opens its page; clients use `address`, `token`."""
 
     def __init__(self, predictor: Predictor[Any], model: str, options: ServeOptions | None = None) -> None:
-        require_web()
+        page_app.require_web()
         from manyhands.serving.connections import room_here  # requires the web extra
 
         self._options = options or ServeOptions()
@@ -198,8 +341,8 @@ class ModelServer:
         self._replicas = Replicas(predictor, self._options.workers, self._on_start, self._tally.note)
         self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.to_kill.put)
         guard = self._listening.guard
-        self._page: PageApp[ServingView] = PageApp(self.view, guard, serving_metrics, drawn=_PAGE)
-        app = ModelApp(self._switchboard, self._page, guard, self._tally, self._options.bodies)
+        self._page: PageApp[ServingView] = PageApp(self.view, guard, drawn.serving_metrics, drawn=_PAGE)
+        app = ModelApp(self._switchboard, self._page, self._tally, self._options.bodies)
         self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
         self._example = json.dumps(predictor.example)
 

@@ -1,18 +1,18 @@
-"""The live page as an ASGI application: the page, its events, metrics for scrapers and the report.
+"""The live page as an ASGI application, and the guard of its server: the page, its events, metrics and the report.
 
     GET /          the page's frame, the same for everybody: it needs no token and says nothing of the run
     GET /events    what fills it: the sections that changed, about twice a second, in the form of server-sent events
     GET /metrics   the run in Prometheus' text form
     GET /report    the page as one file, to keep
 
-All of them show one `RunView` that is made when somebody asks and is shared by all who ask at the same time; a
-server that nobody looks at does nothing. Nothing is queued for a slow reader: it gets the newest when it is ready.
-A connection that has shown no token is closed after one answer.
+All of them show one `RunView`, made on request and shared by simultaneous requests; without requests the server does
+nothing. Nothing is queued for a slow reader: it gets the newest when it is ready. A connection that has shown no token
+is closed after one answer.
 
 The token is in the address's fragment (`/#token=…`), which browsers keep to themselves. The page's script (`live.js`)
 moves it into the tab's session storage, which belongs to this port alone, and sends it as a header. The script changes
-only what differs, element by element, so that the scroll position and the keyboard's focus stay. It asks nobody but its
-own server, and leaves the last content standing when that is gone.
+only what differs, element by element, so that the scroll position and the keyboard's focus stay. It sends requests to
+its own server alone, and keeps the last content when that is gone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import hmac
+import ipaddress
 import json
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,14 +35,15 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.page import PAGE_STYLE, report, sections, title_of
 from manyhands.observe.draw.paper import document
-from manyhands.serving.access import Guard
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-__all__ = ["SECURE_HEADERS", "Drawn", "PageApp", "require_web"]
+__all__ = ["SECURE_HEADERS", "Drawn", "Guard", "PageApp", "RequestRefused", "require_web"]
 
 View = TypeVar("View")
+Receive = Callable[[], Awaitable[Any]]  # of ASGI
+SendMessage = Callable[[Any], Awaitable[None]]
 
 MAX_STREAMS = 16  # pages that may be live at the same time
 
@@ -74,6 +79,88 @@ def require_web() -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise UserError("the live page needs the web extra: pip install 'manyhands[web]'") from None
+
+
+# Access control. Web pages of other origins run in the same browser and can reach loopback addresses, so listening on
+# 127.0.0.1 does not protect by itself. A request must meet five conditions: its length is given in one way only; its
+# `Host` is a name and a port of this server (which excludes DNS rebinding); its `Origin`, if any, is that host; its
+# method fits the path; and it has the run's token in a header. Cookies are not used: a browser sends the cookies of
+# 127.0.0.1 to every port of that address, including servers of other users. Content that is the same for everyone and
+# reveals nothing of the run needs no token.
+
+READING = ("GET", "HEAD")  # methods of what is shown
+
+_DOES = {"GET": "shows", "POST": "answers what it is sent"}
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class RequestRefused(Exception):
+    """A request that gets an HTTP status and one sentence instead of an answer."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status, self.sentence = status, sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """The rules for one server: pure decisions about the method, the headers and the address of a request.
+
+    `names` are the host names it is reached by, besides those of loopback. With `any_address` every literal IP
+    address will do as well: a name is what an attacker can re-bind, an address is not.
+    """
+
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    names: frozenset[str] = frozenset()
+    any_address: bool = False
+
+    def check(
+        self,
+        method: str,
+        headers: Mapping[str, str],
+        *,
+        needs_token: bool = True,
+        methods: tuple[str, ...] = READING,
+    ) -> None:
+        """RequestRefused where a rule is broken; header names are in lower case, `methods` are those allowed."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Request smuggling: a proxy may use one length and this server the other.
+            why = "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
+            raise RequestRefused(400, why)
+        host = headers.get("host", "")
+        found = _HOST.fullmatch(host.lower())  # `::1` of `[::1]:80`, `localhost` of `LocalHost:80`
+        if host and found is None:
+            why = "The Host header is not a name and a port; use the address that was printed."
+            raise RequestRefused(400, why)
+        name = (found[1] or found[2]) if found is not None else ""
+        ours = name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
+        if not ours:
+            why = "This server does not go by that name; use the address that it printed."
+            raise RequestRefused(403, why)
+        origin = headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            raise RequestRefused(403, "Pages of other origins cannot read this one.")
+        if method not in methods:
+            raise RequestRefused(405, f"This address only {_DOES[methods[0]]}; use {methods[0]}.")
+        if needs_token and not self.has_token(headers):
+            raise RequestRefused(
+                401,
+                "The token is missing or wrong; open the whole address that was printed, or send "
+                "Authorization: Bearer TOKEN.",
+            )
+
+    def has_token(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +201,12 @@ class PageApp(Generic[View]):
         drawn: Drawn[View] = RUN_PAGE,  # type: ignore[assignment] # views of a run, unless told otherwise
         period_s: float = _PERIOD_S,
     ) -> None:
-        self._source, self._guard, self._metrics = source, guard, metrics
+        self._source, self.guard, self._metrics = source, guard, metrics
         self._drawn, self._period_s = drawn, period_s
         self._lock = asyncio.Lock()
         self._view: View | None = None
         self._sections: dict[str, str] = {}
-        self._seen_at = -float("inf")
+        self._viewed_at = -float("inf")
         self._farewell: str | None = None
         self.num_streams = 0  # pages that are live now
 
@@ -127,27 +214,22 @@ class PageApp(Generic[View]):
         """Send every live page the newest state and this sentence, then end its stream; from any thread."""
         self._farewell = farewell
 
-    async def __call__(
-        self,
-        scope: Mapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[[Any], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        is_known = self._guard.has_token(headers)
-        if is_known:
+        has_token = self.guard.has_token(headers)
+        if has_token:
             scope.get("state", {}).get("know", lambda: None)()
         # Counted before anything is awaited, so that concurrent requests cannot exceed the limit.
-        streams = scope["path"] == "/events" and scope["method"] == "GET" and is_known
+        streams = scope["path"] == "/events" and scope["method"] == "GET" and has_token
         is_full = streams and self.num_streams >= MAX_STREAMS
         self.num_streams += streams and not is_full
         try:
             response = await self._answer(scope, headers, is_full=is_full)
             for name, value in SECURE_HEADERS.items():
                 response.headers[name] = value
-            if not is_known or response.status_code == 400:  # the start of the next request may be unknown
+            if not has_token or response.status_code == 400:  # the start of the next request may be unknown
                 response.headers["connection"] = "close"
             await response(scope, receive, send)  # type: ignore[arg-type]
         finally:
@@ -159,8 +241,9 @@ class PageApp(Generic[View]):
         from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
         path = scope["path"]
-        refused = self._guard.refusal(scope["method"], headers, needs_token=path != "/")
-        if refused is not None:
+        try:
+            self.guard.check(scope["method"], headers, needs_token=path != "/")
+        except RequestRefused as refused:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
         if path not in ("/", "/events", "/metrics", "/report"):
@@ -208,10 +291,10 @@ class PageApp(Generic[View]):
     async def _newest(self, *, at_once: bool = False) -> View:
         """Return the latest view, or a new one where it is too old; made in a thread, because it reads files."""
         async with self._lock:
-            old = time.monotonic() - self._seen_at > min(_FRESH_S, self._period_s)
+            old = time.monotonic() - self._viewed_at > min(_FRESH_S, self._period_s)
             if self._view is None or at_once or old:
                 view = await asyncio.to_thread(self._source)
                 if view != self._view:
                     self._view, self._sections = view, await asyncio.to_thread(self._drawn.sections, view)
-                self._seen_at = time.monotonic()
+                self._viewed_at = time.monotonic()
             return self._view

@@ -38,7 +38,6 @@ __all__ = [
     "write_synced",
 ]
 
-
 _ONE_LINE = json.JSONEncoder(allow_nan=False)
 _AS_THEY_ARE = frozenset({int, str, bool, type(None)})
 
@@ -151,17 +150,12 @@ def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
     become null, so that every JSON reader accepts the file.
     """
     # A row of plain values, as nearly all are that a run writes by the thousand, is written as it is.
-    is_plain = (
-        indent is None
-        and type(value) is dict
-        and all(
-            type(key) is str and (type(item) in _AS_THEY_ARE or (type(item) is float and math.isfinite(item)))
-            for key, item in value.items()
-        )
+    is_plain = type(value) is dict and all(
+        type(key) is str and (type(item) in _AS_THEY_ARE or (type(item) is float and math.isfinite(item)))
+        for key, item in value.items()
     )
-    plain = value if is_plain else _plain(value, where)
     encoder = _ONE_LINE if indent is None else json.JSONEncoder(indent=indent, allow_nan=False)
-    return encoder.encode(plain).encode() + b"\n"
+    return encoder.encode(value if is_plain else _plain(value, where)).encode() + b"\n"
 
 
 def reason(error: OSError) -> str:

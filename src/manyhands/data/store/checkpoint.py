@@ -10,37 +10,41 @@ place and the parent synced. Names with a suffix are the only in-between states 
 next `save` clears them: `.writing` (not finished), `.removing` (rotated out), `.replaced` (the old copy of
 a step that is being saved again; it is read as long as the new one is not in place). There is one writer at
 a time; `RunDirectory`'s lock sees to that.
+
+`manifest.json` is written last of a checkpoint's files: the byte length and SHA-256 of each of the others, the step,
+the score, the format's version, and a SHA-256 over all of that. It must read exactly as this module would write it, so
+any changed byte shows. The set of file names is fixed here; a name in a manifest is compared with it and never opened.
+Hashes find damage, not malice: a writer of the files can write the hashes, too. Nothing in a checkpoint is code, and
+nothing in it makes a reader open another file or read more than the file's own length.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_synced
-from manyhands.data.store.manifest import (
-    MANIFEST_FILE,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    STATE_FILE,
-    Damage,
-    Damaged,
-    Manifest,
-    damaged_files,
-    read_manifest,
-    read_whole,
+from manyhands.data.store.atomic import (
+    FileDigest,
+    WriteFailed,
+    make_directory,
+    reason,
+    sync_directory,
+    write_synced,
 )
-from manyhands.data.store.state_tree import Json, flatten, unflatten
+from manyhands.data.store.state_tree import flatten, unflatten
 from manyhands.data.store.tensorfile import (
     encode_tensors,
     first_non_finite,
@@ -57,11 +61,13 @@ __all__ = [
     "NonFiniteSnapshot",
     "SavedStep",
     "Snapshot",
-    "best",
     "rotated_out",
 ]
 
-
+MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+CONTENT_FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
+MANIFEST_FILE, MANIFEST_LIMIT_BYTES = "manifest.json", 1 << 20
+_FORMAT, _VERSION = "manyhands checkpoint", 1
 _NAME = re.compile(r"(step-(\d{8,}))(|\.writing|\.removing|\.replaced)")
 
 
@@ -151,13 +157,25 @@ class CheckpointStore:
         A step that was saved before is replaced. NonFiniteSnapshot, UserError (a value no checkpoint can
         hold) and WriteFailed (a full disk, say) leave the checkpoints that are there as they are.
         """
-        content, target = _Content.of(snapshot), self.path_of(snapshot.step)
-        content.require_finite(snapshot)
+        target = self.path_of(snapshot.step)
+        model, aliases = without_aliases(snapshot.model)
+        others, tree = flatten({"optimizer": dict(snapshot.optimizer), "extra": dict(snapshot.extra)})
+        require_storable(model)
+        require_storable(others)
+        bad = "score" if snapshot.score is not None and not math.isfinite(snapshot.score) else None
+        bad = (
+            bad
+            or first_non_finite(model, snapshot.may_hold_infinity)
+            or first_non_finite(others, frozenset())
+        )
+        if bad is not None:
+            raise NonFiniteSnapshot(snapshot.step, bad)
         try:
             make_directory(self.folder)
             self._sweep()
             writing = target.with_name(f"{target.name}.writing")
-            _write(writing, snapshot, content)
+            state = json.dumps({"aliases": aliases, "tree": tree}, allow_nan=False).encode() + b"\n"
+            _write(writing, snapshot, model, others, state)
             replaced = target.with_name(f"{target.name}.replaced")
             if os.path.lexists(target):
                 target.rename(replaced)
@@ -172,12 +190,17 @@ class CheckpointStore:
             room = ""
             with suppress(OSError):
                 room = f" and {format_bytes(shutil.disk_usage(self.folder).free)} are free"
-            needed = sum(tensor.nbytes for tensor in (*content.model.values(), *content.others.values()))
+            needed = sum(tensor.nbytes for tensor in (*model.values(), *others.values()))
             raise WriteFailed(
                 f"the checkpoint of step {snapshot.step} could not be written to {self.folder}: {reason(error)} (it "
                 f"needs {format_bytes(needed)}{room}); the checkpoints already there are kept"
             ) from error
-        for step in rotated_out(self._entries(), snapshot.step, self.keep, spare_from):
+        found = [(step, _intact(path, step)) for step, path in self._candidates()]
+        entries = [
+            SavedStep(step=step, score=manifest.score if manifest else None, intact=manifest is not None)
+            for step, manifest in found
+        ]
+        for step in rotated_out(entries, snapshot.step, self.keep, spare_from):
             with suppress(OSError):  # the checkpoint asked for is safe; the next save tries again
                 self._remove(self.path_of(step))
         return target
@@ -227,11 +250,7 @@ class CheckpointStore:
             ) from error
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that have a checkpoint, good or damaged, ascending."""
         return tuple(sorted({step for step, _ in self._candidates()}))
-
-    def best_step(self) -> int | None:
-        return best(self._entries())
 
     def _sweep(self) -> None:
         """Clear what a crashed writer left: its in-between names, and nothing else."""
@@ -241,13 +260,6 @@ class CheckpointStore:
                 path.rename(self.path_of(step))
             elif suffix:
                 _discard(path)
-
-    def _entries(self) -> list[SavedStep]:
-        found = [(step, _intact(path, step)) for step, path in self._candidates()]
-        return [
-            SavedStep(step=step, score=manifest.score if manifest else None, intact=manifest is not None)
-            for step, manifest in found
-        ]
 
     def _candidates(self) -> list[tuple[int, Path]]:
         """Everything that may be a checkpoint, newest first; a replaced copy stands behind its successor."""
@@ -265,43 +277,15 @@ class CheckpointStore:
                 yield int(match[2]), match[3], self.folder / name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Content:
-    """A snapshot taken apart into what each file holds; the tensors are still the snapshot's own."""
-
-    model: Mapping[str, Tensor]
-    others: Mapping[str, Tensor]
-    state: Mapping[str, Json]
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> _Content:
-        model, aliases = without_aliases(snapshot.model)
-        others, tree = flatten({"optimizer": dict(snapshot.optimizer), "extra": dict(snapshot.extra)})
-        require_storable(model)
-        require_storable(others)
-        return cls(model=model, others=others, state={"aliases": dict(aliases), "tree": tree})
-
-    def require_finite(self, snapshot: Snapshot) -> None:
-        if snapshot.score is not None and not math.isfinite(snapshot.score):
-            raise NonFiniteSnapshot(snapshot.step, "score")
-        bad = first_non_finite(self.model, snapshot.may_hold_infinity)
-        bad = bad or first_non_finite(self.others, frozenset())
-        if bad is not None:
-            raise NonFiniteSnapshot(snapshot.step, bad)
-
-
-def _write(folder: Path, snapshot: Snapshot, content: _Content) -> None:
+def _write(
+    folder: Path, snapshot: Snapshot, model: Mapping[str, Tensor], others: Mapping[str, Tensor], state: bytes
+) -> None:
     """Write and sync a checkpoint's files into the new directory `folder`, the manifest last."""
     folder.mkdir()
-    state = json.dumps(content.state, allow_nan=False).encode() + b"\n"
-    files = {
-        MODEL_FILE: write_synced(folder / MODEL_FILE, encode_tensors(content.model)),
-        OPTIMIZER_FILE: write_synced(folder / OPTIMIZER_FILE, encode_tensors(content.others)),
-        STATE_FILE: write_synced(folder / STATE_FILE, [state]),
-    }
+    contents = zip(CONTENT_FILES, (encode_tensors(model), encode_tensors(others), [state]), strict=True)
+    files = {name: write_synced(folder / name, content) for name, content in contents}
     score = None if snapshot.score is None else float(snapshot.score)
-    manifest = Manifest(step=snapshot.step, score=score, files=files)
-    write_synced(folder / MANIFEST_FILE, [manifest.render()])
+    write_synced(folder / MANIFEST_FILE, [Manifest(step=snapshot.step, score=score, files=files).render()])
     sync_directory(folder)
 
 
@@ -355,25 +339,142 @@ class SavedStep:
     intact: bool = True
 
 
-def best(entries: Iterable[SavedStep]) -> int | None:
-    """The step of the intact checkpoint with the lowest score, the newest of equals; None if none has one."""
-    scored = [(entry.score, -entry.step) for entry in entries if entry.intact and entry.score is not None]
-    return -min(scored)[1] if scored else None
-
-
 def rotated_out(
     entries: Iterable[SavedStep], saved_step: int, keep: int, spare_from: int | None = None
 ) -> tuple[int, ...]:
     """The steps to remove after `saved_step` was saved: all before the last `keep`, but never the best.
 
-    Those from `spare_from` on stay as well: others still need them.
-
-    A damaged checkpoint does not count as one of those kept. One newer than the step just saved (the run
-    went back to an earlier checkpoint) is neither counted nor removed: it goes once the run has passed it.
+    The best is the intact one with the lowest score, the newest of equals. Those from `spare_from` on stay as well:
+    others still need them. A damaged checkpoint does not count as one of those kept. One newer than the step just
+    saved (the run went back to an earlier one) is neither counted nor removed: it goes once the run has passed it.
     """
     known = list(entries)
     reached = sorted(entry.step for entry in known if entry.intact and entry.step <= saved_step)
     if len(reached) < keep:
         return ()
     oldest_kept = reached[-keep] if spare_from is None else min(reached[-keep], spare_from)
-    return tuple(sorted({entry.step for entry in known if entry.step < oldest_kept} - {best(known)}))
+    scored = [(entry.score, -entry.step) for entry in known if entry.intact and entry.score is not None]
+    best = -min(scored)[1] if scored else None
+    return tuple(sorted({entry.step for entry in known if entry.step < oldest_kept} - {best}))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file of a checkpoint that cannot be trusted, and why."""
+
+    file: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file.parent.name}/{self.file.name} {self.reason}"
+
+
+class Damaged(Exception):
+    """A checkpoint cannot be trusted; `damages` names the files. Raised inside the store alone."""
+
+    def __init__(self, *damages: Damage) -> None:
+        super().__init__("; ".join(str(damage) for damage in damages))
+        self.damages = damages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint's table of contents."""
+
+    step: int
+    score: float | None
+    files: Mapping[str, FileDigest]
+
+    def render(self) -> bytes:
+        files = {name: {"bytes": one.num_bytes, "sha256": one.sha256} for name, one in self.files.items()}
+        body: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "step": self.step}
+        body |= {"score": self.score, "files": files}
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+        return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """The manifest that renders to exactly `text`; ValueError says what is wrong with it."""
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("is not JSON") from None
+        match body:
+            case {"format": str(name), "version": int(version)} if (name, version) != (_FORMAT, _VERSION):
+                raise ValueError(
+                    f"is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
+                )
+            case {"step": int(step), "score": None | int() | float() as score, "files": dict(entries)}:
+                files = {}
+                for name, entry in entries.items():
+                    match entry:
+                        case {"bytes": int(num_bytes), "sha256": str(sha256)}:
+                            files[name] = FileDigest(num_bytes=num_bytes, sha256=sha256)
+                        case _:
+                            raise ValueError("does not give each file a length and a hash")
+                manifest = cls(step=step, score=score, files=files)
+            case _:
+                raise ValueError("is not a manifest of a checkpoint")
+        if manifest.render() != text:
+            raise ValueError("does not match its own hash")
+        if set(files) != set(CONTENT_FILES):
+            raise ValueError(f"lists {', '.join(sorted(files))} instead of {', '.join(CONTENT_FILES)}")
+        return manifest
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    path = folder / MANIFEST_FILE
+    text = read_whole(path, MANIFEST_LIMIT_BYTES)
+    try:
+        manifest = Manifest.parse(text)
+    except ValueError as error:
+        raise Damaged(Damage(path, str(error))) from None
+    if manifest.step != step:
+        raise Damaged(Damage(path, f"is of step {manifest.step}"))
+    return manifest
+
+
+def damaged_files(folder: Path, manifest: Manifest, *, hashes: bool) -> tuple[Damage, ...]:
+    """The files of `folder` that are not as the manifest says: their lengths only, or their hashes too."""
+    damages: list[Damage] = []
+    for name in CONTENT_FILES:
+        path, expected = folder / name, manifest.files[name]
+        try:
+            with _opened(path) as (file, num_bytes):
+                if num_bytes != expected.num_bytes:
+                    damages.append(Damage(path, f"is {num_bytes} bytes long instead of {expected.num_bytes}"))
+                elif hashes and hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    why = "does not have the content that was saved (its SHA-256 differs)"
+                    damages.append(Damage(path, why))
+        except Damaged as found:
+            damages.extend(found.damages)
+    return tuple(damages)
+
+
+def read_whole(path: Path, limit_bytes: int) -> bytes:
+    """A file's content, or Damaged where it is missing, unreadable or longer than `limit_bytes`."""
+    with _opened(path) as (file, num_bytes):
+        if num_bytes > limit_bytes:
+            raise Damaged(Damage(path, f"is {num_bytes} bytes long; at most {limit_bytes} make sense"))
+        return file.read(limit_bytes)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+    """A plain file, opened, with its length; whatever the system objects to is Damaged."""
+    try:
+        # Without O_NONBLOCK, opening a pipe put in the place of a file would wait for its writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged(Damage(path, "is no plain file"))
+            with open(descriptor, "rb", closefd=False) as file:
+                yield file, status.st_size
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise Damaged(Damage(path, "is missing")) from None
+    except OSError as error:
+        raise Damaged(Damage(path, f"cannot be read: {reason(error)}")) from error

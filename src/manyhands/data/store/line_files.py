@@ -52,13 +52,10 @@ class LineFile:
         """The lines of the whole file, including those from before a resume."""
         if self._num_lines is None:
             try:
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                with self.path.open("rb") as file:
+                    self._num_lines, _, _ = _count_lines(file.fileno())
             except FileNotFoundError:
                 return 0
-            try:
-                self._num_lines, _, _ = _count_lines(descriptor)
-            finally:
-                os.close(descriptor)
         return self._num_lines
 
     def append(self, lines: bytes) -> None:
@@ -145,10 +142,8 @@ def _count_lines(descriptor: int) -> tuple[int, int, int]:
     """How many whole lines there are, how many bytes those take, and how many bytes there are."""
     num_lines, keep, offset = 0, 0, 0
     while block := os.pread(descriptor, _BLOCK, offset):
-        ends = block.count(b"\n")
-        if ends:
-            num_lines += ends
-            keep = offset + block.rindex(b"\n") + 1
+        if ends := block.count(b"\n"):
+            num_lines, keep = num_lines + ends, offset + block.rindex(b"\n") + 1
         offset += len(block)
     return num_lines, keep, offset
 
@@ -157,8 +152,7 @@ class MetricsLog(Closeable):
     """The metrics of one run; a context manager, `close` is idempotent. `append` opens the file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._file = LineFile(self.path)
+        self.path, self._file = Path(path), LineFile(path)
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records, which then survive the death of this process.
@@ -166,7 +160,7 @@ class MetricsLog(Closeable):
         A number that is not finite is written as null. WriteFailed leaves the file as it was before.
         """
         for record in records:
-            _require_step(record, UserError)
+            _require_step(record, UserError, f"the record {record!r}")
         self._file.append(b"".join(render_json(record, "the record") for record in records))
 
     def read(self) -> list[dict[str, Any]]:
@@ -174,10 +168,7 @@ class MetricsLog(Closeable):
         return [record for record, _ in self._records()]
 
     def truncate_after(self, step: int) -> int:
-        """Remove the records of steps after `step`, whole or not at all; return how many they were.
-
-        A run that resumes from the checkpoint of `step` computes those again.
-        """
+        """`keep` those up to `step`: a run that resumes from its checkpoint computes the others again."""
         return self.keep(lambda record: bool(record["step"] <= step))
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> int:
@@ -216,7 +207,6 @@ class MetricsLog(Closeable):
                 offset += len(line)
 
 
-def _require_step(record: Any, error: type[UserError], where: str | None = None) -> None:
+def _require_step(record: Any, error: type[UserError], where: str) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
-        where = f"the record {record!r}" if where is None else where
         raise error(f"{where} is no record of metrics: it has no integer as its `step`")

@@ -90,6 +90,14 @@ class RunDirectory(Closeable):
         self.summary_path = path / _SUMMARY  # a run that has not ended has none, or an earlier one's
         self.metrics = MetricsLog(self.metrics_path)
         self._members = LineFile(self.members_path)
+        if lock is None:
+            return
+        try:
+            for folder in (self.events_path, self.checkpoints_path):
+                folder.mkdir(exist_ok=True)
+            sync_directory(path)
+        except OSError as error:
+            raise WriteFailed(f"{path} cannot be filled: {reason(error)}") from error
 
     @classmethod
     def create(
@@ -111,10 +119,10 @@ class RunDirectory(Closeable):
             make_directory(path)
         except OSError as error:
             raise UserError(f"{path} cannot be made: {reason(error)}") from error
-        with cls._locked(path) as lock:
+        with _locked(path) as lock:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
             _write_config(path, config, origin())
-            return cls(path, _read_config(path), lock)._with_folders()
+            return cls(path, _read_config(path), lock)
 
     @classmethod
     def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
@@ -125,20 +133,8 @@ class RunDirectory(Closeable):
         config = _read_config(path)
         if not lock:
             return cls(path, config, None)
-        with cls._locked(path) as held:
-            return cls(path, config, held)._with_folders()
-
-    @staticmethod
-    @contextmanager
-    def _locked(path: Path) -> Iterator[RunLock]:
-        """The lock of the directory, which is let go of where what it was taken for fails."""
-        lock = RunLock(path / _LOCK)
-        lock.acquire()
-        try:
-            yield lock
-        except BaseException:
-            lock.close()
-            raise
+        with _locked(path) as held:
+            return cls(path, config, held)
 
     def update_config(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
@@ -157,15 +153,25 @@ class RunDirectory(Closeable):
         return (path / _CONFIG).exists()
 
     @staticmethod
-    def is_live(path: Path) -> bool:
-        """Whether a live run has the directory at `path`, or is about to make it a run."""
-        return bool(RunLock.is_held(path / _LOCK))
+    def is_live(path: Path) -> bool | None:
+        """Whether a live run has the directory at `path`, or is about to make it a run; None where no run ever had.
+
+        Asks for the lock, and gives it back at once.
+        """
+        try:
+            descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
         return CheckpointStore(self.checkpoints_path, keep)
-
-    def is_held(self) -> bool | None:
-        return RunLock.is_held(self.path / _LOCK)
 
     def record_end(self, error: ManyhandsError, at_s: float) -> None:
         """Record what ended the run: in members.jsonl, and a hang in hang.txt.
@@ -226,15 +232,6 @@ class RunDirectory(Closeable):
             if self.lock is not None:
                 self.lock.close()
 
-    def _with_folders(self) -> RunDirectory:
-        try:
-            for folder in (self.events_path, self.checkpoints_path):
-                folder.mkdir(exist_ok=True)
-            sync_directory(self.path)
-        except OSError as error:
-            raise WriteFailed(f"{self.path} cannot be filled: {reason(error)}") from error
-        return self
-
 
 def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_PYTHON) -> None:
     """UserError unless a run may start at `path`; nothing is touched, and files with these names may be there."""
@@ -246,13 +243,12 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
         raise UserError(f"{path} cannot be a run directory: {reason(error)}") from error
     if not others:
         return
+    task = None
     if _CONFIG in others:
-        try:
+        with suppress(UserError):
             task = fingerprint(_read_config(path)).task
-        except UserError:
-            pass
-        else:
-            raise UserError(f"{path} already holds a run of {task!r}; {instead}")
+    if task is not None:
+        raise UserError(f"{path} already holds a run of {task!r}; {instead}")
     raise UserError(
         f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
     )
@@ -267,14 +263,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = read_object(file)
     except (FileNotFoundError, NotADirectoryError):
-        why = (
-            ": it is a file; give the directory of a run" if path.exists() else ": there is no such directory"
-        )
+        why, hint = ": there is no such directory", "give the directory of a run"
         if path.is_dir():
             below = sorted((*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
             newest = max(below, key=lambda config: config.stat().st_mtime, default=None)
-            hint = f"did you mean {newest.parent}?" if newest else "give the directory of a run"
+            hint = f"did you mean {newest.parent}?" if newest else hint
             why = f" ({_CONFIG} is missing); {hint}"
+        elif path.exists():
+            why = f": it is a file; {hint}"
         raise UserError(f"{path} holds no run{why}") from None
     match content:
         case {"format": str(name), "version": int(version), "config": dict(config)}:
@@ -293,7 +289,6 @@ _IN_WORD = re.compile(r"((?:token|secret|password|passwd|api_?key|access_?key)=)
 
 
 def origin() -> dict[str, Any]:
-    """The origin of a run that begins now, in this process."""
     return {"command": shown_command(sys.argv), "host": socket.gethostname(), "unix_s": time.time()}
 
 
@@ -312,11 +307,7 @@ def shown_command(arguments: Sequence[str]) -> str:
     own = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if words[:1] == ["launch"] and own is not None and own + 1 < len(words):
         words[own + 1 :] = ["..."]  # the options of the user's own program
-    return shlex.join(["manyhands", *_without_secrets(words)])
-
-
-def _without_secrets(words: Sequence[str]) -> list[str]:
-    kept, hides_next = [], False
+    kept, hides_next = ["manyhands"], False
     for word in words:
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-")
@@ -327,28 +318,35 @@ def _without_secrets(words: Sequence[str]) -> list[str]:
         else:
             kept.append(_IN_WORD.sub(rf"\g<1>{_HIDDEN}", _IN_ADDRESS.sub(f"{_HIDDEN}@", word)))
         hides_next = is_option and not equals and _SECRET.search(name) is not None
-    return kept
+    return shlex.join(kept)
 
 
 _TRIES, _TRY_AGAIN_S = 3, 0.02
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[RunLock]:
+    """The lock of a directory, which is let go of where what it was taken for fails."""
+    lock = RunLock(path / _LOCK)
+    try:
+        yield lock
+    except BaseException:
+        lock.close()
+        raise
+
+
 class RunLock:
-    """The right to write into a run directory, held from `acquire` to `close`; `close` is idempotent.
+    """The right to write into a run directory, held until `close`, which is idempotent.
 
     An flock on a file in it, which the system releases however the holder dies. The lock belongs to the open file: a
     child that inherits `descriptor` holds it on, should its parent die first.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.descriptor = -1
-
-    def acquire(self) -> None:
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be opened: {reason(error)}") from error
+            raise UserError(f"{path} cannot be opened: {reason(error)}") from error
         try:
             for tries_left in reversed(range(_TRIES)):  # a viewer that looks has it for a moment only
                 try:
@@ -364,28 +362,12 @@ class RunLock:
             holder = os.read(descriptor, 256).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise UserError(
-                f"{self.path.parent} is in use by another run (process {holder}); wait for it to end, or "
-                "choose another out"
+                f"{path.parent} is in use by another run (process {holder}); wait for it to end, or choose another out"
             ) from None
         except OSError as error:
             os.close(descriptor)
-            raise UserError(f"{self.path} cannot be locked: {reason(error)}") from error
+            raise UserError(f"{path} cannot be locked: {reason(error)}") from error
         self.descriptor = descriptor
-
-    @staticmethod
-    def is_held(path: Path) -> bool | None:
-        """Whether somebody has the lock at `path`; None where there is none to have. For viewers."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
 
     def close(self) -> None:
         """Release the lock; the file stays, because a removed one could be locked by two."""
@@ -430,24 +412,17 @@ class Fingerprint:
 
 def fingerprint(config: Mapping[str, Any]) -> Fingerprint:
     """Pick the fields that must stay the same out of a configuration; UserError names one it lacks."""
-    for name, kind in _PLAIN_FIELDS.items():
+    for name, kind in {**_PLAIN_FIELDS, "parameters": dict}.items():
         if not isinstance(config.get(name), kind):
             shown = printable(repr(config.get(name)))
-            raise UserError(f"the configuration's {name} is {shown}; it must be {kind.__name__}")
-    parameters = config.get("parameters")
-    if not isinstance(parameters, Mapping):
-        shown = printable(repr(parameters))
-        raise UserError(f"the configuration's parameters are {shown}; they must map names to shapes")
-    return Fingerprint(
-        **{name: config[name] for name in _PLAIN_FIELDS},
-        parameters={str(name): str(shape) for name, shape in parameters.items()},
-    )
+            raise UserError(f"the configuration's {name!r} is {shown}; it must be {kind.__name__}")
+    parameters = {str(name): str(shape) for name, shape in config["parameters"].items()}
+    return Fingerprint(**{name: config[name] for name in _PLAIN_FIELDS}, parameters=parameters)
 
 
 def parameter_shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """`model.named_parameters()` as `{"fc.weight": "float32 10×64"}`: the configuration's `parameters`."""
-    shapes = {}
-    for name, tensor in named:
-        shape = "×".join(map(str, tensor.shape)) or "scalar"
-        shapes[name] = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
-    return shapes
+    return {
+        name: f"{str(one.dtype).removeprefix('torch.')} {'×'.join(map(str, one.shape)) or 'scalar'}"
+        for name, one in named
+    }

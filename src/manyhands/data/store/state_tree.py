@@ -36,6 +36,8 @@ __all__ = ["Json", "flatten", "pack_tree", "restore_optimizer", "unflatten", "un
 
 _USUAL_NAN = struct.pack(">d", math.nan)
 
+_LENGTH_BYTES: Final = 8
+
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
@@ -69,8 +71,16 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
-    if isinstance(value, Tensor):
-        return {"$tensor": _place(value, path, tensors, seen)}
+    if isinstance(value, Tensor):  # kept under its path, or that of the same tensor met before
+        identity, key = view_key(value), path or "tensor"
+        if identity is not None and identity in seen:
+            return {"$tensor": seen[identity]}
+        while key in tensors:  # {"a": {"b": x}, "a.b": y}: two paths that read the same
+            key += "'"
+        tensors[key] = value
+        if identity is not None:
+            seen[identity] = key
+        return {"$tensor": key}
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]
     if kind is float:
@@ -96,20 +106,6 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
-
-
-def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> str:
-    """The key under which the tensor is kept: its path, or that of the same tensor met before."""
-    identity = view_key(tensor)
-    if identity is not None and identity in seen:
-        return seen[identity]
-    key = path or "tensor"
-    while key in tensors:  # {"a": {"b": x}, "a.b": y}: two paths that read the same
-        key += "'"
-    tensors[key] = tensor
-    if identity is not None:
-        seen[identity] = key
-    return key
 
 
 def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
@@ -144,9 +140,6 @@ def _pairs(tensors: Mapping[str, Tensor], pairs: list[Json]) -> Iterable[tuple[s
                 raise ValueError("a dict is not written as pairs of key and value")
 
 
-_LENGTH_BYTES: Final = 8
-
-
 def pack_tree(tree: Any) -> Iterator[bytes]:
     """The bytes for another process, in chunks made as they are asked for; UserError names what cannot be stored.
 
@@ -171,8 +164,7 @@ def unpack_tree(data: bytes | bytearray) -> Any:
         raise ManyhandsError(f"what came is no state of a run: {error}") from error
 
 
-# A scheduler adds this one to the groups of its optimizer, and may not have been built yet when the state
-# comes back.
+# A scheduler adds this to the groups of its optimizer, and may not have been built yet when the state comes back.
 _OF_SCHEDULERS = {"initial_lr"}
 
 
@@ -182,7 +174,22 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     The tensors of `state` become the optimizer's own: use it once. UserError says how the two optimizers
     differ where the state is not of this kind of optimizer or not of these parameter groups.
     """
-    _require_same_kind(optimizer, state)
+    saved_groups, groups = state["param_groups"], optimizer.param_groups
+    saved_counts, counts = ([len(group["params"]) for group in found] for found in (saved_groups, groups))
+    instead = "resume with the optimizer that the run was started with"
+    if saved_counts != counts:
+        raise UserError(
+            f"the saved optimizer has parameter groups of {saved_counts} parameters, this one of {counts}; {instead}"
+        )
+    for saved, own in zip(saved_groups, groups, strict=True):
+        only_saved = saved.keys() - own.keys() - _OF_SCHEDULERS
+        only_own = own.keys() - saved.keys() - _OF_SCHEDULERS
+        # One side alone may know more settings: another version of torch, which `load_state_dict` handles.
+        if only_saved and only_own:
+            raise UserError(
+                f"the saved optimizer has the settings {', '.join(sorted(only_saved))}, where "
+                f"{type(optimizer).__name__} has {', '.join(sorted(only_own))}; {instead}"
+            )
     optimizer.load_state_dict(dict(state))
     saved_names = chain.from_iterable(group["params"] for group in state["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -192,24 +199,3 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for name, value in saved.items():
             if isinstance(value, Tensor) and live[name].dtype != value.dtype:
                 live[name] = value.to(live[name].device)
-
-
-def _require_same_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    saved_groups, groups = state["param_groups"], optimizer.param_groups
-    saved_counts = [len(group["params"]) for group in saved_groups]
-    counts = [len(group["params"]) for group in groups]
-    if saved_counts != counts:
-        raise UserError(
-            f"the saved optimizer has parameter groups of {saved_counts} parameters, this one of {counts}; "
-            "resume with the optimizer that the run was started with"
-        )
-    for saved, own in zip(saved_groups, groups, strict=True):
-        only_saved = saved.keys() - own.keys() - _OF_SCHEDULERS
-        only_own = own.keys() - saved.keys() - _OF_SCHEDULERS
-        # One side alone may know more settings: another version of torch, which `load_state_dict` handles.
-        if only_saved and only_own:
-            raise UserError(
-                f"the saved optimizer has the settings {', '.join(sorted(only_saved))}, where "
-                f"{type(optimizer).__name__} has {', '.join(sorted(only_own))}; resume with the optimizer "
-                "that the run was started with"
-            )

@@ -1,10 +1,9 @@
 """Tensors as safetensors bytes, a chunk at a time.
 
-The safetensors format is a length, a JSON header and the raw bytes of each tensor, little-endian; it holds
-no code. The library's own writer wants every tensor contiguous, in memory of its own, and copies all of
-them into one block first. Ours reads any layout where it lies: parameters that are views into one shared
-bucket, transposed ones, two names for one weight; and needs no more memory than one chunk. Reading is the
-library's, with its checks of the header.
+The safetensors format is a length, a JSON header and the raw bytes of each tensor; it holds no code. The library's own
+writer wants every tensor contiguous, in memory of its own, and copies all of them into one block first. Ours reads any
+layout where it lies (views into one shared bucket, two names for one weight), and needs no more memory than one chunk.
+Reading is the library's, with its checks of the header.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-
 _METADATA = "__metadata__"
 
 
 def require_storable(tensors: Mapping[str, Tensor]) -> None:
-    """UserError names the first tensor that the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _METADATA:
             raise UserError(f"a tensor cannot be named {name!r}: the safetensors header uses that name")
@@ -55,7 +52,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
                 f"tensor {name!r} is a {kind}, which a checkpoint does not hold; allowed: dense tensors of "
-                f"{', '.join(str(dtype) for dtype in STORED)}"
+                f"{', '.join(map(str, STORED))}"
             )
 
 
@@ -70,10 +67,9 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
     header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
     offset = 0
     for name in ordered:
-        tensor, begin = tensors[name], offset
-        offset += tensor.numel() * tensor.element_size()
-        shape, span = list(tensor.shape), [begin, offset]
-        header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": span}
+        tensor, span = tensors[name], [offset, offset + tensors[name].numel() * tensors[name].element_size()]
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        offset = span[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from manyhands.engine.chain import ChainFunction, SaysChain, named_chain
-from manyhands.engine.placement.placed import assigned
-from manyhands.engine.placement.placed_forward import num_bytes, tensors_in
+from manyhands.engine.placement.placed import assigned, num_bytes, tensors_in
 from manyhands.errors import UserError
 
 __all__ = ["Crossing", "Edge", "Graph", "Node", "TiedParameters", "cut_of", "places_by_name", "trace"]

@@ -24,7 +24,7 @@ from manyhands.foresight.simulate.simulated_processes import (
 )
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common import membership
 from manyhands.strategies.ps import member_events as events
 from manyhands.strategies.ps.pending_steps import ShardConfig
@@ -107,7 +107,6 @@ class _Launcher:
         )
 
     def _backup(self, shard: int) -> Store | None:
-        """Return the store of a shard's backup, once the launcher knows of it."""
         place = self._view.shards[shard] if self._view is not None else None
         if place is None or (shard, place.epoch, place.backup) not in self._copies:
             return None
@@ -196,7 +195,6 @@ class _Launcher:
         self._agenda.after(self._spec.timing.snapshot_every_s, self._snapshot, idly=True)
 
     def _end(self, shards: tuple[int, ...]) -> None:
-        """Have the servers leave the final copies of these shards."""
         self._over_s = self._agenda.now_s if self._over_s is None else self._over_s
         self._left.difference_update(shards)
         for place in self._view.shards if self._view is not None else ():

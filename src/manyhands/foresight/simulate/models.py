@@ -20,16 +20,11 @@ from manyhands.errors import UserError
 from manyhands.strategies.ps.ps_messages import Work
 
 __all__ = [
-    "Gradient",
-    "Ledger",
-    "LedgerStore",
-    "Model",
-    "SimulatedMark",
-    "SimulatedSeen",
-    "SimulatedTrained",
+    *("Gradient", "Ledger", "LedgerStore", "Model", "SimulatedMark", "SimulatedSeen", "SimulatedTrained"),
     "Store",
 ]
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Gradient = Any  # what a worker pushes to one shard: whatever its `Model` makes and its `Store` takes
 
 
@@ -90,9 +85,8 @@ class LedgerStore(Store):
     def __init__(self) -> None:
         self.groups: list[tuple[SimulatedMark, ...]] = []
 
-    def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
+    def apply(self, gradients: Sequence[tuple[float, Gradient]], _rate: float) -> None:
         """Append the group; its rate is in the log."""
-        del rate
         self.groups.append(tuple(mark for _, mark in gradients))
 
     def read(self) -> SimulatedSeen:
@@ -108,8 +102,7 @@ class LedgerStore(Store):
 class Ledger(Model):
     """A symbolic model: gradients are names, values are lists of names."""
 
-    def store(self, shard: int, num_shards: int) -> LedgerStore:
-        del shard, num_shards
+    def store(self, _shard: int, _num_shards: int) -> LedgerStore:
         return LedgerStore()
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
@@ -120,9 +113,7 @@ class Ledger(Model):
 class _RangeStore(Store):
     """A range of the flat parameters with a separate torch optimizer."""
 
-    def __init__(
-        self, values: torch.Tensor, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ):
+    def __init__(self, values: torch.Tensor, make_optimizer: MakeOptimizer) -> None:
         self.values = nn.Parameter(values.clone())
         self._optimizer = make_optimizer([self.values])
 
@@ -163,7 +154,7 @@ class SimulatedTrained(Model):
         self,
         module: nn.Module,
         loss: Callable[[nn.Module, int, int, int], torch.Tensor],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: MakeOptimizer,
         weight: Callable[[int, int, int], float] = lambda _batch, _part, parts: 1.0 / parts,
     ) -> None:
         if next(module.buffers(), None) is not None:
@@ -176,8 +167,7 @@ class SimulatedTrained(Model):
     def store(self, shard: int, num_shards: int) -> Store:
         return _RangeStore(self._initial.tensor_split(num_shards)[shard], self._make_optimizer)
 
-    def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        del slot
+    def gradient(self, _slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
         self.show(read)
         weight = self._weight(work.batch, work.part, work.parts)
         loss = self._loss(self._module, work.batch, work.part, work.parts) * weight

@@ -43,15 +43,8 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_replica import ServerCore
 
 __all__ = [
-    "Assignment",
-    "Copy",
-    "Process",
-    "Restore",
-    "ServerProcess",
-    "ShardsToLeave",
-    "SimulatedMessage",
-    "SimulatedWorld",
-    "WorkerProcess",
+    *("Agenda", "Assignment", "Copy", "Network", "Process", "Restore", "ServerProcess", "ShardsToLeave"),
+    *("SimulatedMessage", "SimulatedWorld", "WorkerProcess"),
 ]
 
 _CARRIERS = (Push, Parameters, Forward, Install)  # messages with a gradient, or a payload as large
@@ -213,9 +206,7 @@ class SimulatedWorld:
         self._cuts_s: dict[tuple[int, int], float] = {}
         self._payload_bytes = spec.gradient_bytes // spec.shards
 
-    def post(
-        self, source: int, to: int, message: Message, payload: Any = None, after_s: float = 0.0
-    ) -> float:
+    def post(self, source: int, to: int, message: Message, payload: Any = None, after_s: float = 0) -> float:
         """Send a message between members, this many seconds from now; return in how many seconds it arrives."""
         now_s = self.agenda.now_s
         self.observer.sends(source, to, message, now_s)
@@ -227,7 +218,6 @@ class SimulatedWorld:
         return at_s - now_s
 
     def post_report(self, member: int, event: PsEvent) -> None:
-        """Send a report over the network to the launcher."""
         self.agenda.at(self.network.arrival_s(member, LAUNCHER, 0, self.agenda.now_s), self.report, event)
 
     def instruct(self, member: int, item: Item) -> None:
@@ -308,7 +298,6 @@ class ServerProcess(Process):
             self._empty(shard)
 
     def take(self, item: Item) -> float:
-        """Let the core decide, then execute its actions in order."""
         match item:
             case SimulatedMessage(source=source, message=message, payload=payload):
                 seconds = self._do(self.core.handle(message, source), payload)
@@ -424,7 +413,6 @@ class WorkerProcess(Process):
         self._gradients: list[Gradient] = [None] * self._spec.shards
 
     def take(self, item: Item) -> float:
-        """Let the core decide, then execute its actions in order."""
         if isinstance(item, Assignment):
             (self.member, self.slot), shards = item, self._spec.shards
             confirms = self._spec.policy.lockstep and shards > 1

@@ -13,7 +13,9 @@ from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Work
 
-__all__ = ["Observer", "SimulatedHappening", "SimulatedRun", "WorkerTimes"]
+__all__ = ["Observer", "SimulatedHappening", "SimulatedRun", "UpdateNames", "WorkerTimes"]
+
+UpdateNames = Iterable[tuple[int, int]]  # slot and clock of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +107,13 @@ class Observer:
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
         """The primary of a shard takes an optimizer step."""
 
-    def serves(
-        self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
-    ) -> None:
+    def serves(self, shard: int, server: int, store: Store, held: UpdateNames, now_s: float) -> None:
         """A server has learned that it serves a shard from now on: with this store, and updates in no step yet."""
 
     def restores(self, shard: int) -> None:
         """No replica of a shard was left: a server is told to continue from its last snapshot."""
 
-    def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
+    def over(self, shard: int, store: Store, held: UpdateNames) -> None:
         """Training is over, possibly repeated: the shard's server is to leave it as it is."""
 
     def happens(self, happening: SimulatedHappening) -> None:

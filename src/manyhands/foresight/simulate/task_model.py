@@ -48,13 +48,6 @@ class _Read(NamedTuple):
     version: int
 
 
-class _Pushed(NamedTuple):
-    """A gradient in transit to one shard."""
-
-    batch: int
-    contribution: Contribution
-
-
 class TaskStore(Store):
     """One copy of one shard: a live server's store."""
 
@@ -64,8 +57,8 @@ class TaskStore(Store):
         self.version = 0
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        contributions = [replace(pushed.contribution, factor=factor) for factor, pushed in gradients]
-        self.store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
+        contributions = [replace(contribution, factor=factor) for factor, (_, contribution) in gradients]
+        self.store.apply(contributions, rate, len({batch for _, (batch, _) in gradients}))
         self._read = None
         self.version += 1
 
@@ -110,15 +103,13 @@ class SimulatedTask(Model):
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
         """Compute the gradient as a worker process does; NonFinite where the loss or gradient is not finite."""
-        stage = self._stage
+        computer, replica = self._stage.computer, self._stage.replica
         self._show(read)
         self._buffers.switch(slot)
-        stage.replica.begin()
-        done = stage.computer.compute(
-            stage.replica.model, work.batch, work.part, work.parts, stage.replica.backward
-        )
-        stage.replica.end()
-        if done.loss - done.loss != 0 or not stage.replica.is_finite():
+        replica.begin()
+        done = computer.compute(replica.model, work.batch, work.part, work.parts, replica.backward)
+        replica.end()
+        if done.loss - done.loss != 0 or not replica.is_finite():
             raise NonFinite(
                 f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
                 "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"
@@ -126,7 +117,7 @@ class SimulatedTask(Model):
         pushed = []
         for shard, part in enumerate(self._parts):
             gradient = self.layout.range_in(part.gradient.memory.clone(), shard)
-            pushed.append(_Pushed(work.batch, Contribution(gradient=gradient, present=part.flags.clone())))
+            pushed.append((work.batch, Contribution(gradient=gradient, present=part.flags.clone())))
         self.samples += done.samples
         self.made[slot] = SimulatedGradient(
             loss=done.loss,
@@ -138,7 +129,6 @@ class SimulatedTask(Model):
         return pushed, done.share
 
     def evaluate(self, slot: int, read: Sequence[Any]) -> tuple[dict[str, float], int] | None:
-        """Return the metrics of what a worker has read, and the number of samples."""
         self._show(read)
         self._buffers.switch(slot)
         return self._stage.computer.evaluate(self._stage.replica.model)
@@ -168,7 +158,6 @@ class SimulatedTask(Model):
         return model.cpu(), optimizer
 
     def _show(self, read: Sequence[Any]) -> None:
-        """Copy what was read into the model's parameters, as a pull does."""
         for part, one in zip(self._parts, read, strict=True):
             part.values.copy_(one.values)
         self._stage.replica.pulled()

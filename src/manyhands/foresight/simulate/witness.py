@@ -7,12 +7,11 @@ policy. So a bug in a core, or in the auditor that reads its log, is not repeate
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen, Store
-from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun, UpdateNames
 from manyhands.strategies.ps.actions import Ack, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.strategies.ps.ps_messages import LEAD, Work
@@ -59,8 +58,7 @@ class Witness(Observer):
         self._lost_at_takeover: list[str] = []
         self.happenings: list[SimulatedHappening] = []  # victims of faults, and when they were recovered
 
-    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        del now_s
+    def computes(self, slot: int, work: Work, read: list[Any], _now_s: float) -> None:
         self._readings.append(_Reading(slot, work, tuple(read)))
 
     def acknowledges(self, ack: Ack) -> None:
@@ -71,9 +69,7 @@ class Witness(Observer):
         if ack.outcome in (Outcome.APPLIED, *sure):
             self._acknowledged[ack.shard].add((ack.slot, ack.clock))
 
-    def serves(
-        self, shard: int, server: int, store: Store, held: Iterable[tuple[int, int]], now_s: float
-    ) -> None:
+    def serves(self, shard: int, server: int, store: Store, held: UpdateNames, now_s: float) -> None:
         assert isinstance(store, LedgerStore)
         self._life[shard].add(store)
         self._lost_at_takeover += [
@@ -88,7 +84,7 @@ class Witness(Observer):
         self._at_end.pop(shard, None)
         self.at_risk[shard] = self.at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
-    def over(self, shard: int, store: Store, held: Iterable[tuple[int, int]]) -> None:
+    def over(self, shard: int, store: Store, held: UpdateNames) -> None:
         assert isinstance(store, LedgerStore)
         self._at_end[shard] = len(store.groups), set(held)
 
@@ -96,7 +92,6 @@ class Witness(Observer):
         self.happenings.append(happening)
 
     def complaints(self, run: SimulatedRun) -> list[str]:
-        """Return all violations; empty for a correct run."""
         found = list(self._lost_at_takeover)
         for shard, store in enumerate(run.stores):
             assert isinstance(store, LedgerStore)
@@ -146,9 +141,8 @@ class Witness(Observer):
             for slot, clock in sorted(held - late - run.held[shard])
         ]
         if steps != len(store.groups):
-            found.append(
-                f"shard {shard} had taken {steps} steps when all was over, and has {len(store.groups)}"
-            )
+            now = len(store.groups)
+            found.append(f"shard {shard} had taken {steps} steps when all was over, and has {now}")
         found += [
             f"shard {shard} ended with update {clock} of slot {slot} in no step"
             for slot, clock in sorted(run.held[shard] - late)
@@ -260,21 +254,17 @@ class Witness(Observer):
         return found
 
     def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """Check that the log matches the history of the store."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         logged = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
         true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
         if logged != true:
-            first = next(
-                (i for i, pair in enumerate(zip(logged, true, strict=False)) if pair[0] != pair[1]), None
-            )
-            return [
-                f"the log of shard {shard} has {len(logged)} steps for {len(true)}, first other at {first}"
-            ]
+            pairs = enumerate(zip(logged, true, strict=False))
+            first = next((number for number, (one, other) in pairs if one != other), None)
+            counts = f"{len(logged)} steps for {len(true)}"
+            return [f"the log of shard {shard} has {counts}, first other at {first}"]
         return []
 
     def _misread(self, shard: int, run: SimulatedRun) -> list[str]:
-        """Check that the log states the version that every worker had read."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         read: dict[tuple[int, int], set[int]] = defaultdict(set)
         for reading in self._readings:

@@ -119,9 +119,8 @@ def call_of(
     shapes = [tuple([size for size in tensor.shape if size != 1]) for tensor in tensors] if reduction else []
     digest = hash(tuple(shapes)) if reduction else 0
     code, shape = dtype_code(first.dtype), tuple(first.shape[:_SHOWN_DIMS])
-    return CollectiveCall(
-        number, kind, code, reduction, root, items, digest, extent_bytes, count, first.dim(), shape
-    )
+    sizes = (items, digest, extent_bytes, count, first.dim(), shape)
+    return CollectiveCall(number, kind, code, reduction, root, *sizes)
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Reduction, call_of
@@ -29,7 +30,7 @@ _OPERATIONS: Final = {
     Reduction.AVG: reduction_kernels.MEAN,
     Reduction.MAX: reduction_kernels.MAX,
 }
-_BY_TORCH: Final[dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+_BY_TORCH: Final[dict[Reduction, Callable[[Tensor, Tensor], Tensor]]] = {
     Reduction.SUM: torch.add,
     Reduction.AVG: torch.add,
     Reduction.PRODUCT: torch.mul,
@@ -68,7 +69,7 @@ def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
         raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
 
 
-def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+def combine(parts: Sequence[Tensor], reduction: Reduction) -> Tensor:
     """The parts of all ranks, combined in rank order; a mean of integers is truncated towards zero."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALVES else dtype
@@ -83,7 +84,7 @@ def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor
 
 _BY_SCHEDULE: Final[dict[Reduction, Op]] = {Reduction.SUM: "sum", Reduction.AVG: "mean", Reduction.MAX: "max"}
 _MOST_PLANS: Final = 1024
-_Tensors = Sequence[torch.Tensor]
+_Tensors = Sequence[Tensor]
 
 
 class Collectives:
@@ -117,7 +118,7 @@ class Collectives:
                 tensor.detach().copy_(piece.view(tensor.shape))
 
     def _all_reduce_whole(
-        self, whole: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
+        self, whole: Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
     ) -> None:
         key = (whole.dtype, reduction, *[tensor.shape for tensor in tensors])
         plan = self._plans.get(key)
@@ -143,7 +144,7 @@ class Collectives:
             plan = self._plans[key] = ReductionPlan(call, reducer, self._world)
             self._stage.all_reduce(plan, self._number, whole.data_ptr(), timeout_s)
 
-    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, timeout_s: float) -> None:
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int, timeout_s: float) -> None:
         check_reduction(tensor.dtype, reduction)
         flat = _dense(tensor).view(-1)
         reducer = compiled_reducer(tensor.dtype, reduction)
@@ -159,7 +160,7 @@ class Collectives:
         if here:
             _give_back(flat, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> None:
         flat = _dense(tensor).view(-1)
         here = self._rank == root
         extent = flat.nbytes if here else 0
@@ -169,7 +170,7 @@ class Collectives:
         if not here:
             _give_back(flat, tensor)
 
-    def all_gather(self, outputs: _Tensors, tensor: torch.Tensor, timeout_s: float) -> None:
+    def all_gather(self, outputs: _Tensors, tensor: Tensor, timeout_s: float) -> None:
         """Output i becomes the tensor of rank i; ranks may bring different sizes if all outputs say so."""
         self._check_list("output", outputs, tensor)
         even = all(output.numel() == tensor.numel() for output in outputs)
@@ -180,17 +181,17 @@ class Collectives:
         self._stage.exchange(call, [_chunk(source)], reads, timeout_s, even=even)
         _fill(rooms, outputs, self._rank, source)
 
-    def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
+    def all_gather_into(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         self._check_whole("output", output, tensor)
         room = _dense(output)
         parts = room.view(-1).chunk(self._world) if room.numel() else [room] * self._world
         self.all_gather(parts, tensor, timeout_s)
         _give_back(room, output)
 
-    def gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+    def gather(self, outputs: _Tensors, tensor: Tensor, root: int, timeout_s: float) -> None:
         here = self._rank == root
         source = _dense(tensor).view(-1)
-        rooms: list[torch.Tensor] = []
+        rooms: list[Tensor] = []
         if here:
             self._check_list("output", outputs, tensor, even=True)
             rooms = [_dense(output).view(-1) for output in outputs]
@@ -201,10 +202,10 @@ class Collectives:
         if here:
             _fill(rooms, outputs, self._rank, source)
 
-    def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
+    def scatter(self, output: Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
         here = self._rank == root
         room = _dense(output).view(-1)
-        pieces: list[torch.Tensor] = []
+        pieces: list[Tensor] = []
         if here:
             self._check_list("input", tensors, output, even=True)
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
@@ -217,7 +218,7 @@ class Collectives:
         _give_back(room, output)
 
     def reduce_scatter(
-        self, output: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
+        self, output: Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
     ) -> None:
         check_reduction(output.dtype, reduction)
         self._check_list("input", tensors, output)
@@ -236,7 +237,7 @@ class Collectives:
         _give_back(room, output)
 
     def reduce_scatter_from(
-        self, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction, timeout_s: float
+        self, output: Tensor, tensor: Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
         self._check_whole("input", tensor, output)
         flat = _dense(tensor).view(-1)
@@ -255,8 +256,8 @@ class Collectives:
 
     def all_to_all_split(
         self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
+        output: Tensor,
+        tensor: Tensor,
         out: Sequence[int],
         into: Sequence[int],
         timeout_s: float,
@@ -271,7 +272,7 @@ class Collectives:
         return call_of(self._number, kind, tensors, items, **facts)
 
     def _reduce_by_torch(
-        self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
+        self, call: CollectiveCall, flat: Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
         """Each rank combines one slice and gives the result to all, or to the root of the call."""
         ends = [flat.numel() * rank // self._world for rank in range(self._world + 1)]
@@ -285,20 +286,17 @@ class Collectives:
             reads = _reads(self._others, 0, pieces)
         self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_chunk(result)], reads, timeout_s)
 
-    def _exchange_slices(
-        self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
-    ) -> list[torch.Tensor]:
+    def _exchange_slices(self, call: CollectiveCall, pieces: _Tensors, timeout_s: float) -> list[Tensor]:
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
         reads = _reads(self._others, self._rank, parts)
         self._stage.exchange(call, _chunks(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
 
-    def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
+    def _check_list(self, name: str, tensors: _Tensors, like: Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
-            raise UserError(
-                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
-            )
+            wanted = f"there must be one for each of {self._world} ranks"
+            raise UserError(f"{name} list of {len(tensors)} tensors: {wanted}")
         for rank, tensor in enumerate(tensors):
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:
@@ -307,21 +305,19 @@ class Collectives:
                     f"{like.dtype} of shape {tuple(like.shape)}"
                 )
 
-    def _check_whole(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self._world * part.numel() or whole.dtype != part.dtype:
             raise UserError(
                 f"{name} is {whole.dtype} of shape {tuple(whole.shape)}: it must hold {self._world} times a "
                 f"{part.dtype} of shape {tuple(part.shape)}"
             )
 
-    def _cut(self, name: str, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
+    def _cut(self, name: str, tensor: Tensor, splits: Sequence[int]) -> Sequence[Tensor]:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._world:
-                ranks = f"{self._world} ranks"
-                raise UserError(
-                    f"{name} has {rows} rows, which do not divide among {ranks}; give split sizes"
-                )
+                why = f"which do not divide among {self._world} ranks"
+                raise UserError(f"{name} has {rows} rows, {why}; give split sizes")
             splits = [rows // self._world] * self._world
         if len(splits) != self._world or sum(splits) != rows:
             wanted = f"one for each of {self._world} ranks, {rows} in sum"
@@ -329,29 +325,29 @@ class Collectives:
         return tensor.split_with_sizes(list(splits))
 
 
-def _fill(rooms: _Tensors, outputs: _Tensors, rank: int, own: torch.Tensor) -> None:
+def _fill(rooms: _Tensors, outputs: _Tensors, rank: int, own: Tensor) -> None:
     """What came from others is there; put this rank's own beside it, and all into the caller's tensors."""
     rooms[rank].copy_(own)
     for room, output in zip(rooms, outputs, strict=True):
         _give_back(room, output)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """The tensor itself, without its history, or else a copy whose bytes are its values."""
     tensor = tensor.detach()
     return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
+def _give_back(dense: Tensor, tensor: Tensor) -> None:
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense.view(tensor.shape))
 
 
-def _chunk(tensor: torch.Tensor) -> Chunk:
+def _chunk(tensor: Tensor) -> Chunk:
     return tensor.data_ptr(), tensor.nbytes
 
 

@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, dtype_code
+from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Label, dtype_code
 from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason
 from manyhands.interop.c10d.works import PendingWork
 from manyhands.native.segment import PAGE, Segment, reserve, round_up
@@ -51,9 +52,7 @@ def ring_index(sender: int, receiver: int, world: int) -> int:
 class PointToPoint:
     """One rank's end, for any thread; owns the descriptor, which has no size before the first message."""
 
-    def __init__(
-        self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
-    ) -> None:
+    def __init__(self, descriptor: int, stage: CollectiveStage, name: str, label: Label = str) -> None:
         self._descriptor, self._stage, self._name, self._label = descriptor, stage, name, label
         self._rank, self._world = stage.rank, stage.world
         lock = threading.Lock()
@@ -69,7 +68,7 @@ class PointToPoint:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> PointToPointWork:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> PointToPointWork:
         """Send a contiguous tensor, which must not change until the work is complete."""
         work = PointToPointWork(CallKind.SEND, tensor, to, tag, self._drive)
         with self._changed:
@@ -78,9 +77,7 @@ class PointToPoint:
             ended = self._advance()[1]
         return self._posted(work, ended)
 
-    def receive(
-        self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
-    ) -> PointToPointWork:
+    def receive(self, tensor: Tensor, source: int | None, tag: int, timeout_s: float) -> PointToPointWork:
         work = PointToPointWork(CallKind.RECV, tensor, source, tag, self._drive)
         request = PendingReceive(work, tensor)
         with self._changed:
@@ -127,9 +124,8 @@ class PointToPoint:
         if work.tag < 0:
             raise UserError(f"tag={work.tag}: must be at least 0")
         if work.peer is not None and (not 0 <= work.peer < self._world or work.peer == self._rank):
-            raise UserError(
-                f"rank={work.peer}: must be one of {self._world} ranks, and not this rank, {self._rank}"
-            )
+            others = f"one of {self._world} ranks, and not this rank, {self._rank}"
+            raise UserError(f"rank={work.peer}: must be {others}")
         work.deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         if self._segment is not None:
             return
@@ -284,17 +280,13 @@ HEADER_BYTES: Final = 8 * HEADER_WORDS
 _SHOWN_DIMS: Final = 4
 
 
+Drive: TypeAlias = "Callable[[PointToPointWork, float | None], None]"
+
+
 class PointToPointWork(PendingWork):
     """A message under way; a thread that waits for it advances all messages."""
 
-    def __init__(
-        self,
-        kind: CallKind,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        drive: Callable[[PointToPointWork, float | None], None],
-    ) -> None:
+    def __init__(self, kind: CallKind, tensor: Tensor, peer: int | None, tag: int, drive: Drive) -> None:
         super().__init__([tensor])
         self.kind, self.peer, self.tag = kind, peer, tag
         self.deadline_ns = 0
@@ -311,7 +303,7 @@ class PointToPointWork(PendingWork):
 
     _source_rank = source_rank
 
-    def describe(self, label: Callable[[int], str] = str) -> str:
+    def describe(self, label: Label = str) -> str:
         whom = "any rank" if self.peer is None else f"rank {label(self.peer)}"
         way = "to" if self.kind is CallKind.SEND else "from"
         return f"{self.kind.name.lower()} of {_load(self.result()[0])} {way} {whom} (tag {self.tag})"
@@ -324,7 +316,7 @@ Ended = list[tuple[PointToPointWork, BaseException | None]]
 class OutgoingMessage:
     """A message sent through one ring; `tensor` is contiguous and must not change meanwhile."""
 
-    def __init__(self, work: PointToPointWork, tensor: torch.Tensor) -> None:
+    def __init__(self, work: PointToPointWork, tensor: Tensor) -> None:
         self.work, self._tensor = work, tensor
         sizes = [*tensor.shape[:_SHOWN_DIMS], 0, 0, 0, 0][:_SHOWN_DIMS]
         words = [work.tag, tensor.nbytes, dtype_code(tensor.dtype), tensor.dim(), *sizes]
@@ -334,16 +326,15 @@ class OutgoingMessage:
     def advance(self, address: int) -> tuple[bool, bool]:
         """Write what fits into the ring at `address`: whether anything moved, and whether all has left."""
         tensor, before = self._tensor, self._done
-        self._done = byte_ring.write(
-            address, self._header.ctypes.data, HEADER_BYTES, tensor.data_ptr(), tensor.nbytes, before, 0, 0
-        )
+        header, data = (self._header.ctypes.data, HEADER_BYTES), (tensor.data_ptr(), tensor.nbytes)
+        self._done = byte_ring.write(address, *header, *data, before, 0, 0)
         return self._done > before, self._done == HEADER_BYTES + tensor.nbytes
 
 
 class PendingReceive:
     """A receive: where a message of one tag goes, from one rank or from any; `tensor` is contiguous."""
 
-    def __init__(self, work: PointToPointWork, tensor: torch.Tensor) -> None:
+    def __init__(self, work: PointToPointWork, tensor: Tensor) -> None:
         self.work, self.tensor = work, tensor
         self.begun = False  # its message is being read
 
@@ -368,13 +359,13 @@ class _Aside(NamedTuple):
     """A message that came before a receive for it."""
 
     header: Sequence[int]
-    bytes: torch.Tensor
+    bytes: Tensor
 
 
 class Inbox:
     """What comes in from one rank: the message being read, and those set aside."""
 
-    def __init__(self, source: int, address: int, label: Callable[[int], str]) -> None:
+    def __init__(self, source: int, address: int, label: Label) -> None:
         self.source, self._ring, self._label = source, address, label
         self._header = np.zeros(HEADER_WORDS, np.int64)
         self._header_address = self._header.ctypes.data
@@ -395,10 +386,7 @@ class Inbox:
         return False
 
     def advance(self, requests: list[PendingReceive], ended: Ended) -> bool:
-        """Read what is there, as long as it may serve a receive; whether anything moved.
-
-        A receive that is served is removed from `requests`.
-        """
+        """Read what is there while it may serve a receive; those served leave `requests`. Whether anything moved."""
         moved = False
         while self._target is not None or any(request.takes(self.source) for request in requests):
             if self._target is None:
@@ -406,8 +394,7 @@ class Inbox:
                 moved |= self._read > before
                 if self._read < HEADER_BYTES:
                     break
-                self._read = 0
-                self._target = self._receiver(requests, ended)
+                self._read, self._target = 0, self._receiver(requests, ended)
             target = self._target
             payload = target.tensor if isinstance(target, PendingReceive) else target.bytes
             before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
@@ -440,5 +427,5 @@ class Inbox:
         return _Aside(header, torch.empty(header[1], dtype=torch.uint8))
 
 
-def _load(tensor: torch.Tensor) -> str:
+def _load(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

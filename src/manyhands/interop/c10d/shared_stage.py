@@ -18,7 +18,7 @@ import numpy as np
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.interop.c10d import collective_calls as calls
 from manyhands.interop.c10d import compiled_calls
-from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall
+from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Label
 from manyhands.interop.c10d.compiled_calls import Chunk, Read, RoundReducer, exchange_words, most_words
 from manyhands.native.segment import Segment
 from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
@@ -70,7 +70,7 @@ class CollectiveStage:
     sleeps.
     """
 
-    def __init__(self, descriptor: int, rank: int, world: int, label: Callable[[int], str] = str) -> None:
+    def __init__(self, descriptor: int, rank: int, world: int, label: Label = str) -> None:
         self.rank, self.world, self._label = rank, world, label
         self.spins = _PATIENCE * spins_for(world)
         self._lock = threading.Lock()  # nobody unmaps what another thread is about to write
@@ -210,7 +210,7 @@ class CollectiveStage:
                 if status != TIMED_OUT:
                     break
                 now_ns = time.monotonic_ns()
-                self._check_peers(words, call, began_ns, timeout_s if now_ns >= deadline_ns else None)
+                self._check(words, call, began_ns, timeout_s if now_ns >= deadline_ns else None)
         except BaseException:
             self.abort(self.rank, StageReason.FAILED)  # an earlier reason stands
             raise
@@ -222,9 +222,7 @@ class CollectiveStage:
             error = PeerTimeout(self._lateness(call, began_ns, late), error.peer)
         raise error
 
-    def _check_peers(
-        self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None
-    ) -> None:
+    def _check(self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None) -> None:
         """Raise if a rank that is waited for has left, or if the call's time of `over_s` is over."""
         call = call._replace(number=int(words[0]))
         if self._closing:

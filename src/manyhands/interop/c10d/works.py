@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-import torch
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
@@ -31,7 +31,7 @@ _AT_ONCE: Final = timedelta(0)  # torch's way to say that a wait has no deadline
 class FinishedWork(c10d.Work):
     """A call that has succeeded."""
 
-    def __init__(self, result: Sequence[torch.Tensor]) -> None:
+    def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = result
 
@@ -47,7 +47,7 @@ class FinishedWork(c10d.Work):
     def exception(self) -> BaseException | None:
         return None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return list(self._result)
 
     def synchronize(self) -> None:
@@ -62,7 +62,7 @@ class FinishedWork(c10d.Work):
 class PendingWork(FinishedWork):
     """A call under way; completed once, by the thread that runs it."""
 
-    def __init__(self, result: Sequence[torch.Tensor]) -> None:
+    def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__(result)
         self._complete = threading.Event()
         self._error: BaseException | None = None
@@ -113,9 +113,7 @@ class Conductor:
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
-    def perform(
-        self, job: Callable[[], None], result: Sequence[torch.Tensor], *, background: bool
-    ) -> c10d.Work:
+    def perform(self, job: Callable[[], None], result: Sequence[Tensor], *, background: bool) -> c10d.Work:
         """Run `job`, which fills `result`: in the background, or now; it then raises what the job raises."""
         if not background and not self._queue and self._running.acquire(blocking=False):
             try:

@@ -17,10 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.cpu.amp.grad_scaler import GradScaler as CpuGradScaler
+from torch.cuda.amp.grad_scaler import GradScaler as CudaGradScaler
 from torch.optim import Optimizer
 
 from manyhands.engine.clipping import clip_norm
@@ -28,13 +31,11 @@ from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.loop_buffers import BufferKeeper
 from manyhands.interop.own_loop.readings import Draws, Readings
-from manyhands.interop.own_loop.scaler import declaring, require_prepared_scaler
-from manyhands.interop.own_loop.small_sums import Call, Word, Words, require_same
+from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, Word, Words, require_same
 from manyhands.places.local.status import State
 
-__all__ = ["Rounds", "unscale"]
+__all__ = ["PartsScaler", "Rounds", "unscale"]
 
 
 class RoundClock:
@@ -161,7 +162,7 @@ class Rounds:
         self._worker_context = worker_context
         self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
-        self._says_stop = self._stepping = False
+        self._sends_stop = self._stepping = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
         self._holding = 0
         self._model: nn.Module | None = None
@@ -273,8 +274,8 @@ class Rounds:
         At the end every worker has the weights of the worker that took the most rounds.
         """
         while True:
-            self.words.say(Word(call=Call.LEAVE, value=self.clock.rounds))
-            words = self.words.hear()
+            self.words.send(Word(call=Call.LEAVE, value=self.clock.rounds))
+            words = self.words.receive()
             others = {word.call for word in words} - {Call.LEAVE}
             if not others:
                 break
@@ -314,8 +315,8 @@ class Rounds:
         self._average()  # a step that was due may have been left out, as a GradScaler does
         if not module.training or not torch.is_grad_enabled():
             return
-        self._says_stop = self.wants_stop or self._worker_context.stop_requested()
-        if self._says_stop and self.world == 1:
+        self._sends_stop = self.wants_stop or self._worker_context.stop_requested()
+        if self._sends_stop and self.world == 1:
             self.is_stopped = True
             self.readings.stop()
 
@@ -325,7 +326,11 @@ class Rounds:
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise UserError("optimizer.step(closure) runs backward inside the step, which central cannot do")
         assert self._watch is not None
-        require_prepared_scaler(optimizer)
+        if getattr(optimizer, "found_inf", None) is not None:  # laid on it by a scaler that was not prepared
+            raise UserError(
+                "a GradScaler that was not prepared sees only this worker's part of the gradient; give it to "
+                "group.prepare with the others, and use the one that comes back"
+            )
         self._watch.require_untouched()
         self.words.meet(Call.STEP)
         self._stepping = True
@@ -340,7 +345,7 @@ class Rounds:
             return
         assert self._buffers is not None
         part, news = self.readings.part, self._buffers.news()
-        self.words.say(Word(Call.BACKWARD, self._says_stop, part.last, part.mark, news))
+        self.words.send(Word(Call.BACKWARD, self._sends_stop, part.last, part.mark, news))
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 
@@ -351,7 +356,7 @@ class Rounds:
             return
         part = self.readings.part
         self.clock.computed()
-        words = self.words.hear()
+        words = self.words.receive()
         self._require_alike(words)
         self._exchange(words, part.share)
         rounds = self.clock.rounds
@@ -390,3 +395,62 @@ def _require_one_batch(marks: Mapping[int, int]) -> None:
             "all; let the sampler or dataset draw from torch's generators, which are kept alike, or seed its own on "
             "every worker. Where each worker reads data of its own, say group.prepare(loader, split=False)"
         )
+
+
+# Mixed precision by loss scaling where the strategy steps by itself: a GradScaler for a gradient that lies in parts.
+#
+# Torch's GradScaler divides each `grad` by the scale, and leaves the step out where it finds an infinity. Where each
+# worker holds its part of the gradient (`central`), both belong to the parts, and what one worker finds must count for
+# all. So `prepare` gives the script a scaler that differs from torch's in this only, as ShardedGradScaler for FSDP.
+#
+# A scaler that was not prepared would see this worker's part and decide for itself. It is refused through what torch
+# has for optimizers that handle scales: on one that says so, the scaler lays `found_inf` before each step.
+
+_HANDLES_SCALES: Final = "_step_supports_amp_scaling"
+_OWN_KINDS: Final = (GradScaler, CpuGradScaler, CudaGradScaler)  # the latter two are older names of it
+
+# Collective: multiply the gradient by a factor; whether any of it, on any worker, was not finite
+Unscale = Callable[[Optimizer, torch.Tensor], bool]
+
+
+class PartsScaler(GradScaler):
+    """A GradScaler that continues from `given`, which must be enabled; its `unscale_` and `step` are collective."""
+
+    def __init__(self, given: GradScaler, unscale: Unscale) -> None:
+        if type(given) not in _OWN_KINDS:
+            raise UserError(
+                f"prepare got a {type(given).__name__}; where each worker holds its part of the gradient, the scaler "
+                "must be torch's own GradScaler"
+            )
+        super().__init__(given._device)
+        self.load_state_dict(given.state_dict())
+        self._unscale = unscale
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """All workers step, or none; an optimizer that could unscale by itself (`fused=True`) is not asked to."""
+        with declaring(optimizer, handles_scales=False):
+            return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,  # noqa: ARG002 - true only for optimizers that handle scales
+    ) -> dict[torch.device, torch.Tensor]:
+        found_inf.fill_(float(self._unscale(optimizer, inv_scale)))
+        return {found_inf.device: found_inf}
+
+
+@contextmanager
+def declaring(optimizer: Optimizer, *, handles_scales: bool) -> Iterator[None]:
+    """While this is open, torch's scalers take the optimizer for one that handles scales, or for one that does not."""
+    before = vars(optimizer).get(_HANDLES_SCALES)
+    setattr(optimizer, _HANDLES_SCALES, handles_scales)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(optimizer, _HANDLES_SCALES)
+        else:
+            setattr(optimizer, _HANDLES_SCALES, before)

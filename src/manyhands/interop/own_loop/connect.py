@@ -33,8 +33,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, SingleExchange
-from manyhands.engine.exchanging import exchange_for, exchanging
 from manyhands.engine.options import TLS_VARIABLE, Options
+from manyhands.engine.worker_processes import exchanging
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
@@ -95,9 +95,8 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
 def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
-        return GroupConnection(
-            strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
-        )
+        alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
+        return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
@@ -125,19 +124,14 @@ def _on_one_host(
     links: Mapping[int, Link] = {}
     if strategy.facts.uses_links:
         links = share_links(rendezvous, timeout_s, network=strategy.uses_network)
-    resources = Resources(
-        rank=rendezvous.local_rank,
-        world=len(rendezvous.here),
-        timeout_s=timeout_s,
-        group=lambda: gradients,
-        links=lambda: links,
-    )
+    here: Any = {"rank": rendezvous.local_rank, "world": len(rendezvous.here), "timeout_s": timeout_s}
+    resources = Resources(**here, group=lambda: gradients, links=lambda: links)
 
     def abort(rank: int = rendezvous.rank) -> None:
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    both, exchange = Words(SharedCollective(words)), exchange_for(strategy, resources)
+    both, exchange = Words(SharedCollective(words)), exchanging(strategy).exchange(strategy, resources)
     connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed
@@ -193,7 +187,7 @@ def _on_several_hosts(
     rendezvous: Rendezvous,
     strategy: Strategy,
     far: Mapping[int, FarLink],
-    heard: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
+    exchanged: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
     timeout_s: float,
     stack: ExitStack,
 ) -> GroupConnection:
@@ -217,7 +211,7 @@ def _on_several_hosts(
         link = far[rank]  # whether it has said goodbye, as far as that is known without a receive
         return isinstance(link, TorchLink) and link.left_in_peace
 
-    own, places, secret = heard
+    own, places, secret = exchanged
     theirs = {rank: places[rank] for rank in far}
     heartbeats = Heartbeats(rendezvous.rank, own, theirs, secret, on_lost=lose, in_peace=left_in_peace)
     stack.callback(heartbeats.close)
@@ -233,9 +227,8 @@ def _on_several_hosts(
         alarm=alarm,
     )
     exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
-    connection = GroupConnection(
-        strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
-    )
+    parts: Any = {"words": Words(collective), "exchange": exchange, "abort": abort}
+    connection = GroupConnection(strategy=strategy, on_one_host=False, **parts)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection

@@ -17,7 +17,7 @@ from manyhands.engine.reporting import ProcessContext, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.connect import Unwatched, connect, keeping
-from manyhands.interop.own_loop.loop_buffers import check_mode
+from manyhands.interop.own_loop.small_sums import check_mode
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing

@@ -125,19 +125,15 @@ def _run(
     watchdog_s: float,
     directory: RunDirectory | None,
 ) -> tuple[list[Finished], dict[str, Any]]:
-    """Run the workers to their end: their reports, and where their time went; events are on disk then."""
     with ExitStack() as stack:
         store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
         stack.callback(os.close, store)
         rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+        files = [{"store": store, "events": ring.descriptor} for ring in rings]
+        env = {LAUNCHER_VARIABLE: __version__}
         roles = [
-            Role(
-                name=f"worker {rank}",
-                target=job,
-                descriptors={"store": store, "events": ring.descriptor},
-                env={LAUNCHER_VARIABLE: __version__},
-            )
-            for rank, ring in enumerate(rings)
+            Role(name=f"worker {rank}", target=job, descriptors=own, env=env)
+            for rank, own in enumerate(files)
         ]
         events = directory.events_path if directory is not None else None
         named = {f"worker-{ring.role}": ring for ring in rings}

@@ -218,10 +218,7 @@ def _crc(value: Any, so_far: int) -> int:
 def prepare_loader(
     loader: Iterable[Any], reader: Rounds, move: Move, *, to_split: bool = True
 ) -> SplitLoader | SharedStreamLoader | OwnStreamLoader:
-    """The user's loader, as a worker of a group reads it; every batch goes through `move`.
-
-    Without `to_split` it is a stream of this worker's own, whatever it is.
-    """
+    """The user's loader as a worker reads it, batches through `move`; without `to_split`, its own stream."""
     if not to_split:
         return OwnStreamLoader(loader, reader, move)
     if not isinstance(loader, DataLoader):

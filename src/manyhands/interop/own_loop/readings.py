@@ -68,21 +68,16 @@ class Draws:
 
     def leave_out_unused(self) -> None:
         """From now on lend only what has been drawn from: taking a state and putting it back costs time."""
-        self._lent = [
-            index for index in self._lent if not _are_equal(self._states[index], self._first[index])
-        ]
+        self._lent = [index for index in self._lent if not _equal(self._states[index], self._first[index])]
 
     def keep(self) -> None:
-        """Continue from here in this process, which they are of, with each generator that it has not used meanwhile.
-
-        As if the draws had been made from the process's own.
-        """
+        """Continue from here in this process, whose they are, with each generator that it has not used meanwhile."""
         for (take, put), first, state in zip(GENERATORS, self._first, self._states, strict=True):
-            if _are_equal(take(), first):
+            if _equal(take(), first):
                 put(state)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""What the workers of a group exchange besides gradients: a status word each, small sums, whole tensors.
+"""What the workers of a group exchange besides gradients: a status word each, small sums, tensors, buffers.
 
 Every collective begins with one word from each worker, which says what that worker is doing. So workers that diverge
 are reported by name, instead of exchanging the wrong data or waiting for each other for ever:
@@ -15,14 +15,16 @@ from enum import IntEnum, unique
 from typing import Final, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from manyhands.engine.exchange import Times, Traffic
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import BY_CODE, CODES, LINKED
 from manyhands.strategies.common.collectives.collective import Collective, total
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]
+__all__ = ["AloneCollective", "BufferKeeper", "Call", "Word", "Words", "check_mode", "require_same"]
 
 _FIELDS: Final = 6
 _SMALLEST_TABLE: Final = 64
@@ -67,7 +69,7 @@ class Word(NamedTuple):
     stop: bool = False  # it wants all to stop
     last: bool = False  # its stream of batches has no other after this one
     mark: int = 0  # a checksum of the global batch it reads; 0 where batches are not split
-    news: int = 0  # which buffers changed; see `loop_buffers.py`
+    news: int = 0  # which buffers changed; see `BufferKeeper`
     value: float = 0.0  # a number that belongs to the call
 
 
@@ -92,7 +94,7 @@ class Words:
         parcels = [Parcel.whole(number, count, torch.float64, exact=True) for number, count in counts]
         self._table, *self._carriers = collective.allocate(parcels)
 
-    def say(self, word: Word) -> None:
+    def send(self, word: Word) -> None:
         self._table.zero_()
         begin = self.rank * _FIELDS
         self._table[begin : begin + _FIELDS] = torch.tensor(word, dtype=torch.float64)
@@ -100,7 +102,7 @@ class Words:
             self.collective.begin(0)  # it leaves before the gradients of this backward do
         self.collective.launch(0)
 
-    def hear(self) -> tuple[Word, ...]:
+    def receive(self) -> tuple[Word, ...]:
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         return tuple(
@@ -110,8 +112,8 @@ class Words:
 
     def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
         """Synchronize all workers in the same call; UserError names those that are in another."""
-        self.say(Word(call=call, value=value))
-        words = self.hear()
+        self.send(Word(call=call, value=value))
+        words = self.receive()
         require_same(words)
         return words
 
@@ -139,7 +141,6 @@ class Words:
         return torch.cat(parts)
 
     def _carrier(self, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The smallest that takes it at once; else the largest."""
         numbered = list(enumerate(self._carriers, start=1))
         return next((one for one in numbered if one[1].nbytes >= piece.nbytes), numbered[-1])
 
@@ -188,3 +189,88 @@ class AloneCollective(Collective):
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+# Synchronizes a model's buffers, such as running statistics of batch norm, after every exchange.
+#
+# Gradients are averaged, so parameters stay alike by themselves. Buffers are written by each worker's own forward and
+# drift apart. What to do about that is the user's choice:
+#
+#     broadcast   everyone takes those of worker 0, as DistributedDataParallel does
+#     mean        everyone takes the mean, each worker weighted by its share of the batch; numbers that are not
+#                 floating-point come from worker 0
+#     local       nothing; a checkpoint holds those of worker 0
+#
+# Only buffers that change travel, and only with an exchange of gradients, so no forward ever waits. Batch norm itself
+# normalises each worker's share by that share's own statistics.
+
+MODES: Final = ("broadcast", "mean", "local")
+
+_NOTHING, _KNOWN, _UNKNOWN = range(3)  # of a word: whether buffers changed, and whether all were known to
+
+
+def check_mode(mode: str) -> str:
+    if mode not in MODES:
+        raise UserError(f"buffers={mode!r} is not known; {nearest(mode, MODES)}")
+    return mode
+
+
+class BufferKeeper:
+    """Synchronizes the buffers of `model`, by `mode`."""
+
+    def __init__(self, model: nn.Module, mode: str, words: Words) -> None:
+        self._mode, self._words = mode, words
+        holders = model.modules() if mode != "local" and words.world > 1 else ()
+        self._holders = [module for module in holders if any(True for _ in module.buffers(recurse=False))]
+        self._seen = [_state(module) for module in self._holders]
+        # Modules whose buffers have been seen to change, on some worker: those travel
+        self._moving = [False] * len(self._holders)
+
+    def news(self) -> int:
+        changed = self._changed()
+        if any(new and not known for new, known in zip(changed, self._moving, strict=True)):
+            return _UNKNOWN
+        return _KNOWN if any(changed) else _NOTHING
+
+    def exchange(self, words: Sequence[Word], share: float) -> None:
+        """Collective, after an exchange of gradients that began with `words`: synchronize the buffers."""
+        news = max(word.news for word in words)
+        if news == _UNKNOWN:
+            flags = self._words.total(torch.tensor(self._changed(), dtype=torch.float64)).tolist()
+            self._moving = [known or flag > 0 for known, flag in zip(self._moving, flags, strict=True)]
+        if news != _NOTHING:
+            root = next(rank for rank, word in enumerate(words) if word.call is Call.BACKWARD)
+            self._make_alike(root, share)
+        self._seen = [_state(module) for module in self._holders]
+
+    def _changed(self) -> list[bool]:
+        changed = []
+        for module, seen in zip(self._holders, self._seen, strict=True):
+            # Running statistics are written by an operation that autograd's counter does not see.
+            silently = isinstance(module, _NormBase) and module.training and module.running_mean is not None
+            now, before = ([(id(one), version) for one, version in row] for row in (_state(module), seen))
+            changed.append(silently or now != before)
+        return changed
+
+    def _make_alike(self, root: int, share: float) -> None:
+        moving = (module for module, moves in zip(self._holders, self._moving, strict=True) if moves)
+        buffers = [buffer for module in moving for buffer in module.buffers(recurse=False)]
+        averaged = [b for b in buffers if self._mode == "mean" and b.is_floating_point()]
+        copied = [b for b in buffers if self._mode != "mean" or not b.is_floating_point()]
+        if averaged:
+            flat = torch.cat([buffer.detach().double().flatten() for buffer in averaged])
+            total = self._words.total(torch.cat([flat * share, torch.tensor([share], dtype=torch.float64)]))
+            means = torch.split(total[:-1] / total[-1], [buffer.numel() for buffer in averaged])
+            for buffer, mean in zip(averaged, means, strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+        if copied:
+            flat = torch.cat([buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in copied])
+            self._words.broadcast(flat, root)
+            pieces = torch.split(flat, [buffer.nbytes for buffer in copied])
+            for buffer, piece in zip(copied, pieces, strict=True):
+                buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _state(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """The buffers themselves, for a module may replace one, with autograd's count of changes in place."""
+    return [(buffer, buffer._version) for buffer in module.buffers(recurse=False)]

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
-from manyhands.engine.exchanging import exchange_for
+from manyhands.engine.worker_processes import exchanging
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.lab.bench import harness
@@ -419,7 +419,8 @@ def main(plan: StepPlan) -> None:
                 group=partial(join, descriptors),
                 links=dict,
             )
-            exchange = exchange_for(Strategy.parse(name), resources)
+            strategy = Strategy.parse(name)
+            exchange = exchanging(strategy).exchange(strategy, resources)
             stack.callback(exchange.close)
             exchanges[name] = exchange
         stack.enter_context(harness.joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))

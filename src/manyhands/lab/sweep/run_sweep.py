@@ -99,8 +99,7 @@ def run_sweep(
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[SweepRow]:
     """Run what is not done, at most `jobs` trials at once; one that fails is a row. No process of it is left."""
-    with closing(RunLock(out / _LOCK)) as lock:
-        lock.acquire()
+    with closing(RunLock(out / _LOCK)):
         # Runs of a sweep that was killed were told to end; one that does not in time will be refused.
         deadline = time.monotonic() + _END_S
         for trial in plan.trials():

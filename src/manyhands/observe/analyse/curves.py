@@ -160,7 +160,7 @@ class HistoryCurves:
         self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
-        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
+        """Of the first metric that is not a loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add one row of metrics.jsonl; return False where it is not a row that a run writes, which is left out."""
@@ -186,9 +186,10 @@ class HistoryCurves:
                 if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                     curve = self._metrics.setdefault(name, ThinnedCurve(name))
                     curve.add(step, self._before_s + at_s, value)
-            # The best evaluation is judged by the metric that the first evaluation had.
-            first = next((name for name in known if not name.endswith("loss")), next(iter(known), ""))
-            name, best, _ = self.best or (first, None, 0)
+            # The best evaluation is judged by the first metric of those that say most.
+            name, best, _ = self.best or ("", None, 0)
+            if best is None or max(map(_worth, known), default=0) > _worth(name):
+                name, best = max(known, key=_worth, default=""), None
             newest = known.get(name)
             better = operator.lt if lower_is_better(name) else operator.gt
             if newest is not None and (best is None or better(newest, best)):
@@ -201,6 +202,11 @@ class HistoryCurves:
 
     def curves(self, later_s: float) -> list[Curve]:
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
+
+
+def _worth(metric: str) -> int:
+    """A metric says more than a loss on data held out, and that more than a loss on what was trained on."""
+    return 2 if not metric.endswith("loss") else int(not metric.startswith("pass_"))
 
 
 _LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")

@@ -88,7 +88,7 @@ class RunFollower:
         for tail in (self._metrics, self._members):
             if tail.damaged:
                 self._gather.note(f"{tail.path} has lines that are not JSON objects; they are left out")
-        held = directory.is_held()
+        held = RunDirectory.is_live(directory.path)
         if summary is not None:  # a resumed run has that of its earlier part until it ends
             files = directory.events_path.glob("*.bin")
             newest_ns = max((path.stat().st_mtime_ns for path in files), default=0)

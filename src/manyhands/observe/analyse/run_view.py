@@ -19,6 +19,7 @@ from manyhands.errors import UserError
 from manyhands.facts import Truth
 from manyhands.observe.analyse import view as views
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
+from manyhands.observe.analyse.model_view import model_view
 from manyhands.observe.analyse.participants import Members, PartiesHistory
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
 from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
@@ -222,6 +223,7 @@ class Gather:
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=self._parties.view(summary) if self._parties else None,
+            model=model_view(summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),

@@ -13,6 +13,7 @@ from enum import Enum, unique
 __all__ = [
     "Curve",
     "Happening",
+    "ModelView",
     "PartiesView",
     "PartyView",
     "Phase",
@@ -164,6 +165,21 @@ class PartiesView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """What a model of tables is worth, known at the end of its run."""
+
+    measured_on: str = ""  # as in "131 rows held out"
+    scores: Mapping[str, float] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
+    """How many rows of each label (row) were predicted to have each label (column)."""
+    importance: tuple[tuple[str, float, int], ...] = ()
+    """The features that matter most: name, gain and number of splits."""
+    features: int = 0
+    """How many features any split uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """A run at one moment."""
 
@@ -180,7 +196,7 @@ class RunView:
     seconds_left: float | None
     final: Mapping[str, float]  # the metrics of the newest evaluation
     best: tuple[str, float, int] | None = None
-    """Of the run's first metric that is no loss, or its evaluation loss: name, best value so far, and after which
+    """Of the run's first metric that is not a loss, or its evaluation loss: name, best value so far, and after which
     step."""
     curves: tuple[Curve, ...]  # `loss` first, then `samples_per_s`, then one for each metric
     workers: tuple[WorkerView, ...]
@@ -193,6 +209,7 @@ class RunView:
     warnings: tuple[str, ...]  # current warnings, one sentence each; empty where all is well
     notes: tuple[str, ...]  # what is missing from this view
     parties: PartiesView | None = None  # the parties of a federated run; None for other runs
+    model: ModelView | None = None  # of a model of tables whose run has ended
     notices: tuple[str, ...] = ()
     """Sentences of a run that has ended besides its figures: its guarantees, and why it ended."""
     evaluating: bool = False  # whether an evaluation is in progress, during which training is paused

@@ -1,7 +1,8 @@
 """The page of a run: a view as HTML, the same on the live page and in a report.
 
 A section is a function from the view to a `PageSection`, and a line in `SECTIONS`. All exist from the beginning and
-keep their place, with a placeholder where there is no content yet.
+keep their place, with a placeholder where there is no content yet, so that the layout is stable during a run. The
+last two are the exception: how the run was started grows once, and what is missing shows only where something is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SECTIONS: Final[dict[str, str]] = {
     "wrong": "run_sections:wrong",
     "loss": "run_sections:loss",
     "metrics": "run_sections:metrics",
+    "model": "model_section:model",
     "throughput": "run_sections:throughput",
     "workers": "run_sections:workers",
     "servers": "run_sections:servers",
@@ -33,8 +35,8 @@ SECTIONS: Final[dict[str, str]] = {
     "parties": "run_sections:parties",
     "staleness": "run_sections:staleness",
     "members": "run_sections:members",
-    "notes": "run_sections:notes",
     "made": "run_sections:made",
+    "notes": "run_sections:notes",
 }
 """In page order: the section's id, and where its function is in this package.
 

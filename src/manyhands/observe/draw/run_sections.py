@@ -74,7 +74,7 @@ def metrics(view: RunView) -> paper.PageSection:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
     empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
     if view.final:
-        empty = "Losses alone were evaluated; they are in the chart of the loss."
+        empty = "Only losses; see the chart of the loss."
     chart = line_chart(
         [_by_step(curve) for curve in curves],
         title="On the evaluation data",
@@ -237,8 +237,9 @@ def members(view: RunView) -> paper.PageSection:
 
 def notes(view: RunView) -> paper.PageSection:
     heading = "What is missing here"
-    body = paper.sentence_list(view.notes) if view.notes else paper.quiet("Nothing: every event was read.")
-    return paper.PageSection(heading, body, "wide slim")
+    if not view.notes:
+        return paper.PageSection(heading, "", "absent")
+    return paper.PageSection(heading, paper.sentence_list(view.notes), "wide slim")
 
 
 def made(view: RunView) -> paper.PageSection:

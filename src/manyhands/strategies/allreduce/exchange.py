@@ -14,14 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.exchange import (
-    Exchange,
-    ExchangeState,
-    LocalStep,
-    Meter,
-    SharedStep,
-    WorkerPart,
-)
+from manyhands.engine.exchange import Exchange, ExchangeState, LocalStep, Meter, SharedStep, WorkerPart
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.helpers import helped_collective
@@ -35,11 +28,8 @@ from manyhands.strategies.common.collectives.collective import (
     remember_kept,
 )
 from manyhands.strategies.common.collectives.schedule import Algorithm
-from manyhands.strategies.common.collectives.schedule_collective import (
-    ScheduleCollective,
-    barrier_in,
-    over_links,
-)
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective as Scheduled
+from manyhands.strategies.common.collectives.schedule_collective import barrier_in, over_links
 from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
@@ -49,16 +39,15 @@ class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""
 
     hooks: Reducer | None = None
+    _reducer: Reducer
     _optimizer: Optimizer
 
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank, self.world = collective.rank, collective.world
         self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
         self.meter = Meter(take_times=collective.take_times, traffic=collective.traffic)
-        self._collective = collective
-        self._bucket_bytes = bucket_bytes
-        self.besides: Mapping[str, Any] = {}
-        """Extra entries for the summary at the end of a run, added to those of the collective."""
+        self._collective, self._bucket_bytes = collective, bucket_bytes
+        self.besides: Mapping[str, Any] = {}  # added to the collective's summary at the end of a run
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -71,10 +60,10 @@ class AllReduceExchange(Exchange):
         check_optimizer(self._collective.codec, optimizer)
         self._optimizer = optimizer
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
-        self.hooks = Reducer(model, self._collective, layouts)
-        self.kept = ExchangeState(gather=self.hooks.residuals, load=partial(remember_kept, self._collective))
+        self.hooks = self._reducer = reducer = Reducer(model, self._collective, layouts)
+        self.kept = ExchangeState(gather=reducer.residuals, load=partial(remember_kept, self._collective))
         keep_freed_memory()  # every step frees what the next one takes
-        return self.hooks
+        return reducer
 
     def agree(self, local: LocalStep) -> SharedStep:
         return self._reducer.finish(local)
@@ -104,11 +93,6 @@ class AllReduceExchange(Exchange):
             self.hooks.close()
         self._collective.close()
 
-    @property
-    def _reducer(self) -> Reducer:
-        assert self.hooks is not None, "attach comes first"
-        return self.hooks
-
 
 def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
     if not strategy.facts.uses_links:
@@ -126,9 +110,7 @@ def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
     return ALGORITHMS[strategy.algorithm]
 
 
-def collective_across_hosts(
-    strategy: AllReduce, resources: Resources
-) -> tuple[ScheduleCollective, ScheduleCollective]:
+def collective_across_hosts(strategy: AllReduce, resources: Resources) -> tuple[Scheduled, Scheduled]:
     if strategy.helpers:
         both = helped_collective(resources, strategy.codec)
         return both, both

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -26,7 +28,7 @@ from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.row_sums import GradientRows
 from manyhands.transport.link.torch_p2p import SumGroup, nccl_version
 from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.transport.liveness import Alarm, RendezvousStore
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.parcels import Parcel
 
 __all__ = [
@@ -34,7 +36,6 @@ __all__ = [
     "GpuSeat",
     "SumsChoice",
     "TorchCollective",
-    "announced",
     "choose_sums",
     "chosen_sums",
     "done_in_time",
@@ -45,30 +46,25 @@ __all__ = [
 
 
 def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
-    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and nobody asked for it."""
+    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and no setting asks for it.
+
+    PeerTimeout names a worker that did not announce its GPU.
+    """
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
     if strategy.instead_of_nccl:
         return SumsChoice(nccl=False, why=strategy.instead_of_nccl)
-    seats = announced(resources.torch_store(), mine, resources.rank, resources.world, resources.timeout_s)
-    return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
-
-
-def announced(
-    store: RendezvousStore, mine: GpuSeat, rank: int, world: int, timeout_s: float
-) -> list[GpuSeat]:
-    """Collective: return every worker's seat; PeerTimeout names a worker that announced none."""
-    store.set(f"gpu/{rank}", mine.to_text())
+    store, timeout_s, seats = resources.torch_store(), resources.timeout_s, []
+    store.set(f"gpu/{resources.rank}", mine.to_text())
     deadline = time.monotonic() + timeout_s
-    seats = []
-    for worker in range(world):
+    for worker in range(resources.world):
         if not comes_true(partial(store.check, [f"gpu/{worker}"]), deadline - time.monotonic()):
             raise PeerTimeout(
                 f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
             )
         seats.append(GpuSeat.from_text(store.get(f"gpu/{worker}").decode()))
-    return seats
+    return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
 
 
 def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
@@ -76,7 +72,7 @@ def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
 
     Small exact values travel as without NCCL.
     """
-    assert resources.torch_store is not None, "who was chosen for NCCL has a store"
+    assert resources.torch_store is not None, "a worker that was chosen for NCCL has a store"
     store, device, timeout_s = resources.torch_store(), resources.device, resources.timeout_s
 
     def connect() -> SumGroup:
@@ -155,9 +151,6 @@ class SumsChoice:
     nccl: bool
     why: str
 
-    def summary(self) -> dict[str, Any]:
-        return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
-
 
 def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool) -> SumsChoice:
     """Choose between NCCL and links or host memory; raises UserError if `link=nccl` asks for the impossible.
@@ -182,34 +175,26 @@ def sums_sentence(choice: dict[str, Any]) -> str:
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
     """Return the first thing that rules NCCL out, with what to do about it; None if nothing does."""
+    out = "or leave link=nccl out"
     for worker, seat in enumerate(seats):
         if not seat.gpu:
-            return f"worker {worker} computes on the CPU", "use device=cuda, or leave link=nccl out"
+            return f"worker {worker} computes on the CPU", f"use device=cuda, {out}"
         if not seat.nccl:
-            return (
-                f"the torch of worker {worker} has no NCCL",
-                "install a CUDA build of torch, or leave link=nccl out",
-            )
+            return f"the torch of worker {worker} has no NCCL", f"install a CUDA build of torch, {out}"
         if seat.nccl != seats[0].nccl:
-            return (
-                f"worker 0 has NCCL {seats[0].nccl}, and worker {worker} has NCCL {seat.nccl}",
-                "install one torch on all hosts, or leave link=nccl out",
-            )
+            why = f"worker 0 has NCCL {seats[0].nccl}, and worker {worker} has NCCL {seat.nccl}"
+            return why, f"install one torch on all hosts, {out}"
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
         named = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
         first = owners.setdefault((named, seat.gpu), worker)
         if first != worker:
-            return (
-                f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each",
-                "start as many workers as there are GPUs, or leave link=nccl out",
-            )
+            why = f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each"
+            return why, f"start as many workers as there are GPUs, {out}"
     hosts = len({seat.host for seat in seats})
     if hosts > 1 and not in_the_clear:
-        return (
-            f"workers are on {hosts} hosts, and NCCL does not encrypt what it sends between them",
-            "say --insecure where you trust the network, or leave link=nccl out",
-        )
+        why = f"workers are on {hosts} hosts, and NCCL does not encrypt what it sends between them"
+        return why, f"say --insecure where you trust the network, {out}"
     return None
 
 
@@ -244,18 +229,14 @@ class TorchCollective(Collective):
         timeout_s: float,
         alarm: Alarm | None = None,
     ) -> None:
-        self.rank = words.rank
-        self.world = words.world
-        self.sums_rows = words.sums_rows
+        self.rank, self.world, self.sums_rows = words.rank, words.world, words.sums_rows
         self._group: SumGroup | None = group
-        self._device, self._words, self._timeout_s = device, words, timeout_s
-        self._alarm = alarm
+        self._device, self._words, self._timeout_s, self._alarm = device, words, timeout_s, alarm
         self._buckets: list[torch.Tensor] = []
         self._word_of: dict[int, int] = {}
         self._under_way: list[Any] = []
         self._unsure: list[Any] = []
-        self._messages = 0
-        self._bytes = 0
+        self._sent = Traffic()
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()
         if alarm is not None:
@@ -289,8 +270,8 @@ class TorchCollective(Collective):
         if not bucket.numel():
             return
         self._under_way.append(self._ask(lambda group: group.allreduce(bucket)))
-        self._messages += 2 * (self.world - 1)
-        self._bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
+        others = self.world - 1
+        self._sent += Traffic(messages_sent=2 * others, bytes_sent=2 * others * bucket.nbytes // self.world)
 
     def finish(self) -> None:
         """Wait for the exact values of all, and order what is queued from here on after the sums."""
@@ -333,7 +314,7 @@ class TorchCollective(Collective):
 
     def traffic(self) -> Traffic:
         """Return the buckets' traffic as in a ring, which NCCL may do otherwise, and that of exact values."""
-        return self._words.traffic() + Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+        return self._words.traffic() + self._sent
 
     def close(self) -> None:
         self._end()
@@ -407,20 +388,17 @@ def done_in_time(
 
     It runs in a thread that is abandoned if it does not return.
     """
-    outcome: list[_T] = []
-    trouble: list[BaseException] = []
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(act())
+            outcome.set_result(act())
         except BaseException as error:
-            trouble.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"manyhands: {what}", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name=f"manyhands: {what}", daemon=True).start()
     deadline = time.monotonic() + timeout_s
-    while thread.is_alive():
-        thread.join(0.05)
+    while not wait_for([outcome], timeout=0.05).done:
         lost = alarm.lost() if alarm is not None else None
         if lost is not None:
             raise WorkerFailed(f"{what}: {lost[1]}", lost[0])
@@ -428,6 +406,4 @@ def done_in_time(
             raise PeerTimeout(
                 f"{what}: not all came within {timeout_s:g} s; NCCL_DEBUG=INFO tells more", peer
             )
-    if trouble:
-        raise trouble[0]
-    return outcome[0]
+    return outcome.result()

@@ -10,10 +10,6 @@ helpers and n w + k h = 1, both are the same, and the busiest link has the least
 With n helpers or more, these sum everything, and each link of a worker carries the vector once in each direction,
 against 2 (n - 1) / n times without helpers. That needs links that are busy in both directions at once: so the vector is
 cut into segments, and the sums of one come back while the next one leaves.
-
-    round      1          2            3
-    worker     push 1     push 2       push 3
-                          pull 1       pull 2
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import gcd
 from typing import Final, NamedTuple
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic, Traffic
+from manyhands.engine.exchange import Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, WorkerFailed
@@ -52,15 +48,7 @@ from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "HelpedCollective",
-    "HelperSplit",
-    "help_workers",
-    "helped",
-    "helped_collective",
-    "segments_for",
-    "split_load",
-]
+__all__ = ["HelperSplit", "help_workers", "helped", "helped_collective", "segments_for", "split_load"]
 
 MOST_SEGMENTS = 32
 SEGMENT_BYTES = 128 << 10
@@ -81,17 +69,10 @@ class HelperSplit:
         return self.workers * self.worker_pieces + self.helpers * self.helper_pieces
 
     @property
-    def worker_share(self) -> Fraction:
-        return Fraction(self.worker_pieces, self.pieces)
-
-    @property
-    def helper_share(self) -> Fraction:
-        return Fraction(self.helper_pieces, self.pieces)
-
-    @property
     def busiest(self) -> Fraction:
         """What the busiest process sends, and also receives, as a multiple of the vector."""
-        return max(1 + (self.workers - 2) * self.worker_share, self.workers * self.helper_share)
+        of_worker = self.pieces + (self.workers - 2) * self.worker_pieces
+        return Fraction(max(of_worker, self.workers * self.helper_pieces), self.pieces)
 
     def span(self, rank: int) -> range:
         """The pieces that a rank sums; helpers are the ranks after the workers."""
@@ -178,22 +159,18 @@ def _order(split: HelperSplit) -> tuple[_Message, ...]:
     to receive, and the longest message for it (list scheduling of an open shop: Gonzalez and Sahni, JACM 1976).
     """
     world = split.workers + split.helpers
-    waiting: dict[int, list[_Message]] = {
-        rank: [] for rank in range(world)
-    }  # by sender, to the next rank first
+    waiting: list[list[_Message]] = [[] for _ in range(world)]  # by sender, to the next rank first
+    to_get: Counter[int] = Counter()
     for rank in range(world):
         for to in ((rank + distance) % world for distance in range(1, world)):
             if split.span(rank) and to < split.workers:
                 waiting[rank].append(_Message(rank, to, is_sum=True))
             if split.span(to) and rank < split.workers:
                 waiting[rank].append(_Message(rank, to, is_sum=False))
-    to_get: Counter[int] = Counter()
-    for messages in waiting.values():
-        for one in messages:
+        for one in waiting[rank]:
             to_get[one.to] += len(split.span(one.summer))
     free_at: Counter[int] = Counter()  # the port in, by rank
-    senders = [(0, 0, source) for source in waiting]
-    heapify(senders)
+    senders = [(0, 0, source) for source in range(world)]  # a heap: equal times in the order of ranks
     begun: list[tuple[int, int, _Message]] = []
     while senders:
         now, tried, source = heappop(senders)
@@ -247,6 +224,7 @@ class HelpedCollective(ScheduleCollective):
     ) -> None:
         super().__init__(words, links, arrive, codec)
         self._sums, self._orders, self._ordered = sums, orders, 0
+        self.mailboxes += [sums.mailbox, orders]
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         buckets = super().allocate(parcels)
@@ -267,22 +245,9 @@ class HelpedCollective(ScheduleCollective):
         for index in launched:
             bucket, parcel = self._buckets[index], self._parcels[index]
             if parcel.exact:
-                self._executor.all_reduce(bucket, parcel=parcel)
+                self.executor.all_reduce(bucket, parcel=parcel)
             else:
                 self._sums.all_reduce(bucket, parcel=parcel, algorithm=_way(self._sums, parcel))
-
-    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        posts = dict(super()._take_traffic())
-        for more in (self._sums.mailbox.take_traffic(), self._orders.take_traffic()):
-            for peer, post in more.items():
-                if peer in posts:
-                    posts[peer].add(post)
-                else:
-                    posts[peer] = post
-        return posts
-
-    def traffic(self) -> Traffic:
-        return super().traffic() + self._sums.mailbox.traffic() + self._orders.traffic()
 
     def _order(self, numbers: Sequence[int]) -> None:
         if self.rank != 0:
@@ -300,17 +265,10 @@ def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
 
 
 def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
-    world = resources.world + resources.helpers
-    carries = carrier(codec, feedback=False, seed=resources.seed, rank=resources.rank, world=world)
-    return ScheduleExecutor(
-        helped(resources.world, resources.helpers),
-        resources.rank,
-        world,
-        resources.links(),
-        resources.timeout_s,
-        resources.alarm,
-        codec=carries,
-    )
+    rank, world = resources.rank, resources.world + resources.helpers
+    carries = carrier(codec, feedback=False, seed=resources.seed, rank=rank, world=world)
+    way, links = helped(resources.world, resources.helpers), resources.links()
+    return ScheduleExecutor(way, rank, world, links, resources.timeout_s, resources.alarm, carries)
 
 
 def helped_collective(resources: Resources, codec: str) -> HelpedCollective:
@@ -331,9 +289,7 @@ def help_workers(resources: Resources, codec: str, worker_context: WorkerContext
     links = resources.links()
     try:
         helper = _Helper(_summing(resources, codec), links[0], resources.alarm, worker_context, codec)
-        while helper.step():
-            pass
-        return helper.traffic
+        return helper.run()
     finally:
         for link in links.values():
             link.close()
@@ -354,31 +310,36 @@ class _Helper:
         self._worker_context = worker_context
         self._wire = wire_of(leader.wire, codec)
         self._room = torch.empty(_MOST_NUMBERS, dtype=torch.int64)
-        self._parcels: Sequence[Parcel] | None = None
-        self._vectors: dict[torch.dtype, torch.Tensor] = {}
         self._step = -1  # the one that is being summed
         self._busy_ns = self._end_ns = 0
         self._sent = Traffic()
 
-    @property
-    def traffic(self) -> Traffic:
+    def run(self) -> Traffic:
+        first = self._next_order()
+        parcels = self._parcels(first) if first is not None else []
+        vectors: dict[torch.dtype, torch.Tensor] = {}  # memory is taken for what is summed here
+        for parcel in sorted(parcels, key=lambda one: one.count):
+            vectors[parcel.dtype] = torch.empty(parcel.count, dtype=parcel.dtype)
+        while (order := self._next_order()) is not None:
+            step, *numbers = order
+            for number in numbers:
+                if not 0 <= number < len(parcels):
+                    raise ManyhandsError(f"worker 0 named bucket {number}, and there are {len(parcels)}")
+            begin = time.monotonic_ns()
+            if step != self._step:
+                self._book()
+                self._step, self._busy_ns, self._sent = step, 0, self._executor.mailbox.traffic()
+                self._worker_context.mark(step + 1, State.SERVING)
+            for parcel in (parcels[number] for number in numbers):
+                vector, way = vectors[parcel.dtype][: parcel.count], _way(self._executor, parcel)
+                self._executor.all_reduce(vector, parcel=parcel, algorithm=way)
+            self._end_ns = time.monotonic_ns()
+            self._busy_ns += self._end_ns - begin
+        self._book()
         return self._executor.mailbox.traffic()
 
-    def step(self) -> bool:
-        order = self._next_order()
-        if order is None:
-            self._book()
-            return False
-        if self._parcels is None:
-            self._lay_out(order)
-            return True
-        for number in order[1:]:
-            if not 0 <= number < len(self._parcels):
-                raise ManyhandsError(f"worker 0 named bucket {number}, and there are {len(self._parcels)}")
-        self._sum(order[0], [self._parcels[number] for number in order[1:]])
-        return True
-
-    def _lay_out(self, numbers: Sequence[int]) -> None:
+    @staticmethod
+    def _parcels(numbers: Sequence[int]) -> list[Parcel]:
         buckets, *rest = numbers
         if len(rest) != 2 * buckets:
             raise ManyhandsError(f"worker 0 sent {len(rest)} numbers for {buckets} buckets, not two for each")
@@ -386,32 +347,16 @@ class _Helper:
         for count, code in sizes:
             if count < 0 or BY_CODE.get(code) not in SUMMED:
                 raise ManyhandsError(f"worker 0 announced a bucket of {count} items of type {code}")
-        self._parcels = [
-            Parcel.whole(number, count, BY_CODE[code]) for number, (count, code) in enumerate(sizes)
-        ]
-        for dtype in {parcel.dtype for parcel in self._parcels}:
-            most = max(parcel.count for parcel in self._parcels if parcel.dtype == dtype)
-            self._vectors[dtype] = torch.empty(most, dtype=dtype)  # memory is taken for what is summed here
-
-    def _sum(self, step: int, parcels: Sequence[Parcel]) -> None:
-        begin = time.monotonic_ns()
-        if step != self._step:
-            self._book()
-            self._step, self._busy_ns, self._sent = step, 0, self.traffic
-            self._worker_context.mark(step + 1, State.SERVING)
-        for parcel in parcels:
-            vector = self._vectors[parcel.dtype][: parcel.count]
-            self._executor.all_reduce(vector, parcel=parcel, algorithm=_way(self._executor, parcel))
-        self._end_ns = time.monotonic_ns()
-        self._busy_ns += self._end_ns - begin
+        return [Parcel.whole(number, count, BY_CODE[code]) for number, (count, code) in enumerate(sizes)]
 
     def _book(self) -> None:
         """Record the finished step as one exchange; between its buckets this helper was idle."""
         if self._step < 0:
             return
+        mailbox = self._executor.mailbox
         book = StepBook(self._worker_context.record, self._step, self._end_ns - self._busy_ns)
-        book.exchange(self._end_ns, self.traffic - self._sent, self._wire)
-        book.posts(self._executor.mailbox.take_traffic(), self._wire)
+        book.exchange(self._end_ns, mailbox.traffic() - self._sent, self._wire)
+        book.posts(mailbox.take_traffic(), self._wire)
 
     def _next_order(self) -> list[int] | None:
         """Return worker 0's next numbers; None once it has closed its link."""

@@ -83,86 +83,51 @@ class AllReduce(Strategy):
         check_buckets(self.buckets)
         if self.link == NCCL and self.instead_of_nccl:
             raise UserError(f"link=nccl {self.instead_of_nccl}; leave one of the two out")
-        self._check_order()
-        if self.elastic and not rounds_hops(self.codec):
-            raise UserError(
-                f"elastic=yes codec={self.codec}: a step that is taken again would send its residuals twice; leave one "
-                "of the two out, or take a codec that rounds, as bf16"
-            )
-        if self.group and self.algorithm != "hierarchical":
-            raise UserError(
-                f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}"
-            )
-        if self.group < 0:
-            raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
-        self._check_helpers()
-
-    def _check_helpers(self) -> None:
-        if self.helpers < 0:
-            raise UserError(f"helpers={self.helpers} must not be negative; 0 means none")
-        if not self.helpers:
-            return
-        if self.algorithm != "direct":
-            raise UserError(
-                f"helpers={self.helpers} algorithm={self.algorithm}: helpers sum by a schedule of their own; leave the "
-                "algorithm out"
-            )
-        if self.elastic:
-            raise UserError(
-                f"helpers={self.helpers} elastic=yes: who sums what is fixed for a run with helpers; leave one of the "
-                "two out"
-            )
-        if self.order == "priority":
-            raise UserError(
-                f"helpers={self.helpers} order=priority: helpers sum whole buckets, in the order in which they "
-                "are filled; leave one of the two out"
-            )
-        if not rounds_hops(self.codec):
-            raise UserError(
-                f"helpers={self.helpers} codec={self.codec}: it goes from worker to worker, past helpers; leave one of "
-                "the two out, or take a codec that rounds, as bf16"
-            )
-
-    def _check_order(self) -> None:
         check_choice("order", self.order, ORDERS)
-        if self.order == "arrival" and self.credit != _CREDIT:
-            raise UserError(f"credit={show_size(self.credit)} only means something to order=priority")
-        if self.credit < 1:
-            raise UserError(f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual")
-        if self.order == "arrival":
-            return
-        if not self._uses_links:
-            raise UserError(
-                "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, "
-                "or name an algorithm that goes over links, as algorithm=ring"
-            )
-        if self.elastic:
-            raise UserError(
-                "elastic=yes order=priority: a step that is taken again would find parameters of the next one; leave "
-                "one of the two out"
-            )
-        if self.order == "priority" and auto_error(self.codec) is not None:
-            raise UserError(
-                f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
-                "name a codec, or leave the order out"
-            )
+        urgent, rounds, out = self._is_urgent, rounds_hops(self.codec), "leave one of the two out"
+        helped, helpers = self.helpers > 0, f"helpers={self.helpers}"
+        idle_credit, fixed = not urgent and self.credit != _CREDIT, helped and self.elastic
+        idle_group = self.group and self.algorithm != "hierarchical"
+        clashes = {
+            f"credit={show_size(self.credit)} only means something to order=priority": idle_credit,
+            f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual": self.credit < 1,
+            "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, or "
+            "name an algorithm that goes over links, as algorithm=ring": urgent and not self._uses_links,
+            "elastic=yes order=priority: a step that is taken again would find parameters of the next one; "
+            f"{out}": urgent and self.elastic,
+            f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
+            "name a codec, or leave the order out": urgent and auto_error(self.codec) is not None,
+            f"elastic=yes codec={self.codec}: a step that is taken again would send its residuals twice; {out}, or "
+            "take a codec that rounds, as bf16": self.elastic and not rounds,
+            f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}": idle_group,
+            f"group={self.group} must not be negative; 0 means as the cluster found them": self.group < 0,
+            f"{helpers} must not be negative; 0 means none": self.helpers < 0,
+            f"{helpers} algorithm={self.algorithm}: helpers sum by a schedule of their own; leave the algorithm "
+            "out": helped and self.algorithm != "direct",
+            f"{helpers} elastic=yes: who sums what is fixed for a run with helpers; {out}": fixed,
+            f"{helpers} order=priority: helpers sum whole buckets, in the order in which they are filled; "
+            f"{out}": helped and urgent,
+            f"{helpers} codec={self.codec}: it goes from worker to worker, past helpers; {out}, or take a codec that "
+            "rounds, as bf16": helped and not rounds,
+        }
+        _refuse_first(clashes)
 
     @property
     def instead_of_nccl(self) -> str:
         """The setting that asks for another way than NCCL to sum, with the reason; empty where none does."""
-        if self.helpers:
-            return f"helpers={self.helpers}: helpers sum in the memory of their hosts"
-        if self.elastic:
-            return "elastic=yes: a group of NCCL cannot continue when a worker is lost"
-        if self.order == "priority":
-            return "order=priority: NCCL sums whole buckets in the order in which they are filled"
-        if self.codec != RAW:
-            return f"codec={self.codec}: NCCL sums gradients as they are"
-        if self.algorithm != "direct":
-            return f"algorithm={self.algorithm}: NCCL has algorithms of its own"
-        if self.uses_network:
-            return f"link={self.link}: it asks for sockets of the host"
-        return ""
+        reasons = {
+            f"helpers={self.helpers}: helpers sum in the memory of their hosts": self.helpers,
+            "elastic=yes: a group of NCCL cannot continue when a worker is lost": self.elastic,
+            "order=priority: NCCL sums whole buckets in the order in which they are filled": self._is_urgent,
+            f"codec={self.codec}: NCCL sums gradients as they are": self.codec != RAW,
+            f"algorithm={self.algorithm}: NCCL has algorithms of its own": self.algorithm != "direct",
+            f"link={self.link}: it asks for sockets of the host": self.uses_network,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
+
+    @property
+    def _is_urgent(self) -> bool:
+        return self.order == "priority"
 
     @property
     def _uses_links(self) -> bool:
@@ -222,31 +187,27 @@ class AllReduce(Strategy):
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
         super().check(workers, device, compiled=compiled)
-        if self.link == NCCL and device == "cpu":
-            raise UserError(
-                f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out"
-            )
-        if self.helpers and workers < 2:
-            raise UserError(
-                f"helpers={self.helpers} workers={workers}: one worker has nothing to sum with others; leave helpers "
-                "out, or take more workers"
-            )
-        if compiled and self.helpers:
-            raise UserError(
-                f"helpers={self.helpers}: the workers of a compiled step sum by themselves; leave it out"
-            )
-        if self.order == "priority" and (compiled or device != "cpu"):
-            what = "a compiled step is" if compiled else f"gradients of device={device} are"
-            raise UserError(f"order=priority: {what} exchanged after the backward; leave it out")
-        if compiled and self.elastic:
-            raise UserError(
-                "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out"
-            )
+        helpers, helped, final = f"helpers={self.helpers}", self.helpers > 0, compiled and self.elastic
+        no_gpus, too_late = (
+            self.link == NCCL and device == "cpu",
+            self._is_urgent and (compiled or device != "cpu"),
+        )
+        what = "a compiled step is" if compiled else f"gradients of device={device} are"
+        _refuse_first(
+            {
+                f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out": no_gpus,
+                f"{helpers} workers={workers}: one worker has nothing to sum with others; leave helpers out, or take "
+                "more workers": helped and workers < 2,
+                f"{helpers}: the workers of a compiled step sum by themselves; leave it out": compiled
+                and helped,
+                f"order=priority: {what} exchanged after the backward; leave it out": too_late,
+                "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out": final,
+            }
+        )
 
     @property
     def facts(self) -> Facts:
-        promises = ELASTIC if self.elastic else IN_STEP
-        urgent = self.order == "priority"
+        promises, urgent = ELASTIC if self.elastic else IN_STEP, self._is_urgent
         refused = {}  # sums inside forward need everybody, and the links to themselves
         if self.elastic:
             refused["synchronize"] = (
@@ -299,6 +260,12 @@ class Mirrored(AllReduce):
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         return AllReduce(buckets=self.buckets).across_hosts(hosts)
+
+
+def _refuse_first(clashes: Mapping[str, object]) -> None:
+    for clash, holds in clashes.items():
+        if holds:
+            raise UserError(clash)
 
 
 def in_order(hosts: Sequence[Sequence[int]]) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.engine.exchange import Exchange, SentFor, SingleExchange
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Training
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.allreduce.exchange import (
     AllReduceExchange,
@@ -38,7 +38,7 @@ class AllReduceTraining(ExchangeTraining):
         else:
             exchange = super().end(strategy, resources)
         if choice is not None and isinstance(exchange, AllReduceExchange):
-            exchange.besides = choice.summary()
+            exchange.besides = {SUMS: {"by": "nccl" if choice.nccl else "links", "why": choice.why}}
         return exchange
 
     @classmethod
@@ -63,9 +63,8 @@ class AllReduceTraining(ExchangeTraining):
         assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
         if not strategy.elastic:
             return cls
-        from manyhands.strategies.allreduce.elastic.elastic_training import (
-            ElasticTraining,  # which workers have no use for
-        )
+        # Workers have no use for it.
+        from manyhands.strategies.allreduce.elastic.elastic_training import ElasticTraining
 
         return ElasticTraining
 

@@ -11,13 +11,13 @@ A bucket, on a host of P workers:
     between    the leaders sum it over hosts, by `direct` over links, with the same bits on each
     hand out   each worker copies its range of the leader's part into its part, and steps by it
 
-Over a network a thread of the leader does the middle two while backward continues, bucket after bucket in launch
-order. A host sends 2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; hosts may have
-different numbers of workers.
+Over a network a thread of the leader does the middle two while backward continues, in launch order. A host sends
+2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; their numbers may differ.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -26,10 +26,9 @@ from manyhands.engine.exchange import Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import Background, ScheduleCollective
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
@@ -45,30 +44,24 @@ class BetweenHosts:
     def __init__(self, resources: Resources) -> None:
         self.rank, self.world = resources.rank, resources.world
         self.hosts = [tuple(host) for host in resources.hosts]
-        self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
-        """The number of this host."""
+        self.number = next(
+            number for number, host in enumerate(self.hosts) if self.rank in host
+        )  # of this host
         self.here = self.hosts[self.number]  # the workers of this host
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links, self._resources = resources.links(), resources
         self.background = Background("manyhands sums between hosts")
-        self.executor: ScheduleExecutor | None = None
-        """Among the leaders, by number of the host; None elsewhere."""
+        self.executor: ScheduleExecutor | None = None  # among the leaders, by number of the host
         self.wire: int = Wire.MEMORY
-        self.overlaps = False
-        """Whether a thread sums while this worker computes; data on a network needs no core of this host."""
+        self.overlaps = False  # whether a thread sums meanwhile; data on a network needs no core of this host
         if self.leads:
             far = {host: self._links[one] for host, one in enumerate(self.leaders) if one != self.rank}
             self.wire = wire_of(next(link.wire for link in far.values()))
             self.overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in far.values())
+            direct, wait_s, alarm = ALGORITHMS["direct"], resources.timeout_s, resources.alarm
             self.executor = ScheduleExecutor(
-                ALGORITHMS["direct"],
-                self.number,
-                len(self.hosts),
-                far,
-                resources.timeout_s,
-                resources.alarm,
-                roles=self.leaders,
+                direct, self.number, len(self.hosts), far, wait_s, alarm, roles=self.leaders
             )
 
     def words(self) -> ScheduleCollective:
@@ -78,9 +71,6 @@ class BetweenHosts:
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
         )
         return ScheduleCollective(executor, self._links, background=self.background)
-
-    def traffic(self) -> Traffic:
-        return self.executor.mailbox.traffic() if self.executor is not None else Traffic()
 
     def close(self) -> None:
         def close_links() -> None:
@@ -103,9 +93,8 @@ class HostsCollective(Collective):
         self._group, self._owned, self._between = group, owned, between
         self._launched: list[int] = []
         self._given = 0  # of those launched
-        self._last_given = 0
-        self._exchange_ns = 0
-        self._waits: dict[int, int] = {}
+        self._last_given = self._exchange_ns = 0
+        self._waits: Counter[int] = Counter()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         return self.inside.allocate(parcels)
@@ -131,7 +120,13 @@ class HostsCollective(Collective):
             while self._given < len(self._launched):
                 self._give()
             self._between.background.wait(self._last_given)
-        self._hand_out()
+        if self._group.world > 1:  # each worker copies its items from the leader's part
+            self._group.barrier()
+            for index in self._launched if not self._between.leads else ():
+                parts, items = self.inside.parts(index), self._of(index, self._group.rank) or slice(None)
+                parts[self._group.rank][items].copy_(parts[0][items])
+            self._group.barrier()  # from here on the leader may write its part
+            self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
         self._launched, self._given = [], 0
 
     def broadcast(self, index: int, root: int = 0) -> None:
@@ -149,17 +144,16 @@ class HostsCollective(Collective):
         """Return the waits for workers of this host; the caller times the exchange between hosts."""
         self._note_times()
         exchange_ns, self._exchange_ns = self._exchange_ns, 0
-        waits, self._waits = self._waits, {}
+        waits, self._waits = self._waits, Counter()
         executor = self._between.executor
-        over = (
-            not self._launched and self._between.background.is_idle
-        )  # a step's traffic is reported together
+        over = not self._launched and self._between.background.is_idle  # a step's traffic is reported at once
         posts = executor.mailbox.take_traffic() if over and executor is not None else {}
         return Times(exchange_ns=exchange_ns, wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
         """Return what was read from others on this host, and what a leader sent to other hosts."""
-        return self.inside.traffic() + self._between.traffic()
+        executor = self._between.executor
+        return self.inside.traffic() + (executor.mailbox.traffic() if executor is not None else Traffic())
 
     def close(self) -> None:
         """Nothing to release: `group` and `between` belong to the caller."""
@@ -184,22 +178,6 @@ class HostsCollective(Collective):
         else:
             sum_between()
 
-    def _hand_out(self) -> None:
-        """Collective on this host: each worker copies its items from the leader's part."""
-        if self._group.world == 1:
-            return
-        self._group.barrier()
-        for index in self._launched if not self._between.leads else ():
-            whole = self.inside.parts(index)[0]
-            mine = self.inside.parts(index)[self._group.rank]
-            items = self._of(index, self._group.rank)
-            if items is None:
-                mine.copy_(whole)
-            else:
-                mine[items].copy_(whole[items])
-        self._group.barrier()  # from here on the leader may write its part
-        self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
-
     def _of(self, index: int, place: int) -> slice | None:
         """The items of a bucket that a worker of this host owns; None: it gets all of them."""
         if index >= len(self._owned):
@@ -210,6 +188,4 @@ class HostsCollective(Collective):
     def _note_times(self) -> None:
         times = self.inside.take_times()
         self._exchange_ns += times.exchange_ns
-        for place, waited_ns in times.wait_ns.items():
-            peer = self._between.here[place]
-            self._waits[peer] = self._waits.get(peer, 0) + waited_ns
+        self._waits.update({self._between.here[place]: waited for place, waited in times.wait_ns.items()})

@@ -8,10 +8,8 @@ A step, for P workers and S bytes of parameters:
     apply       each worker updates its slice of the shared copy, with its slice of the optimizer's state
     (barrier)   all slices are written: the next forward may begin
 
-So a host has one copy of the parameters and one of the optimizer's state, whatever the number of workers, and each
-optimizer does 1/P of the work. Gradients are still one copy per worker. With several hosts (`across.py`) each has
-such copies, and the reduced gradients are summed over hosts before they are applied: all copies take the same step,
-bit for bit.
+With several hosts (`across.py`) each has such a copy, and the reduced gradients are summed over hosts before they are
+applied: all copies take the same step, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,13 +26,7 @@ from manyhands.facts import Stepping
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.central.across import BetweenHosts, HostsCollective
-from manyhands.strategies.central.shared_parameters import (
-    Carrier,
-    CentralParameters,
-    cut,
-    gather_state,
-    keep_whole,
-)
+from manyhands.strategies.central.shared_parameters import CentralParameters, cut, gather_state, keep_whole
 from manyhands.strategies.central.strategy import Central
 from manyhands.strategies.common.collectives.collective import Reducer, SharedCollective, gradient_layouts
 from manyhands.strategies.common.sharding.optimizers import stepping_for
@@ -52,15 +44,14 @@ class CentralExchange(Exchange):
 
     steps_itself = True
     hooks: Reducer | None = None
+    _reducer: Reducer
     _optimizer: Optimizer
     _values: CentralParameters
     _inside: SharedCollective  # the collective among the workers of this host
     _slices: SlicedOptimizer
 
     def __init__(self, group: SharedGroup, bucket_bytes: int, between: BetweenHosts | None = None) -> None:
-        self.rank, self.world = (
-            (group.rank, group.world) if between is None else (between.rank, between.world)
-        )
+        self.rank, self.world = (one := between or group).rank, one.world
         self.wire = Wire.MEMORY if between is None else between.wire
         self._group, self._between, self._bucket_bytes = group, between, bucket_bytes
         self.part = WorkerPart(
@@ -106,7 +97,8 @@ class CentralExchange(Exchange):
         self._slices = SlicedOptimizer(
             optimizer, owned.pieces[self._group.rank], trainable, values.values, reducer.gradients
         )
-        self._optimizer, self._values, self._inside, self.hooks = optimizer, values, inside, reducer
+        self._optimizer, self._values, self._inside = optimizer, values, inside
+        self.hooks = self._reducer = reducer
         # Every host has the whole gradient: the mean of their squares is the same on all, however each cuts it.
         hosts = 1 if self._between is None else len(self._between.hosts)
         held = self._slices.reached
@@ -133,13 +125,9 @@ class CentralExchange(Exchange):
             )
         if self._between is not None and self._between.number != 0:
             return None  # worker 0's host has all of it
-        carrier = Carrier(
-            rank=self._group.rank,
-            parts=[part.view(torch.uint8) for part in self._inside.parts(reducer.carrier)],
-            barrier=self._group.barrier,
-        )
+        parts = [part.view(torch.uint8) for part in self._inside.parts(reducer.carrier)]
         shapes = [p.shape for group in self._optimizer.param_groups for p in group["params"]]
-        state = gather_state(carrier, self._slices.state(), shapes)
+        state = gather_state(self._group, parts, self._slices.state(), shapes)
         if state is None:
             return None
         settings = self._slices.settings()
@@ -157,8 +145,3 @@ class CentralExchange(Exchange):
             self.hooks.close()
             self._values.close()
         self._group.close()
-
-    @property
-    def _reducer(self) -> Reducer:
-        assert self.hooks is not None, "attach comes first"
-        return self.hooks

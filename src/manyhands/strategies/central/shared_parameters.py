@@ -1,16 +1,14 @@
 """The one copy of a model's parameters on this host: memory that every worker's model reads in place.
 
 Trainable parameters have the layout of their gradient buckets, so that a worker's range of a bucket is also a range
-of the parameters, and only that worker writes it. Frozen ones follow, and are not written again.
-
-The shared copy is authoritative; `values` are views of it. A model on the CPU has no other parameters: each
-`parameter.data` is such a view. A model on a GPU has a copy there, refreshed after every step.
+of the parameters, and only that worker writes it. Frozen ones follow, and are not written again. A model on the CPU
+has no other parameters: each `parameter.data` is a view. A model on a GPU has a copy, refreshed after every step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final
@@ -21,12 +19,12 @@ from torch import Tensor, nn
 from manyhands.data.store.state_tree import Json, flatten, unflatten
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup, slice_of
-from manyhands.native.segment import CACHE_LINE, Segment
+from manyhands.native.segment import CACHE_LINE
 from manyhands.strategies.common.sharding.layer_units import require_apart
-from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedState, Part, Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedPiece, Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, least_loaded, padded, side_by_side
 
-__all__ = ["Carrier", "CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
+__all__ = ["CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
 
 
 class CentralParameters:
@@ -44,8 +42,16 @@ class CentralParameters:
                 )
         require_apart(named)
         self._parameters = [parameter for _, parameter in named]
-        self._segment: Segment | None = None
-        places, num_bytes = _lay_out(self._parameters, layouts)
+        begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
+        by_slot = {
+            slot.parameter: begin + slot.offset * layout.dtype.itemsize
+            for begin, layout in zip(begins, layouts, strict=True)
+            for slot in layout.slots
+        }
+        frozen_bytes = (one.nbytes for one in self._parameters if not one.requires_grad)
+        frozen, num_bytes = side_by_side(frozen_bytes, CACHE_LINE, end)
+        trained, kept = iter(sorted(by_slot)), iter(frozen)
+        places = [by_slot[next(trained)] if one.requires_grad else next(kept) for one in self._parameters]
         self._segment = group.share(num_bytes, "the parameters of the model")
         views = [
             self._segment.tensor(place, parameter.numel(), parameter.dtype).view(parameter.shape)
@@ -76,20 +82,7 @@ class CentralParameters:
 
     def close(self) -> None:
         self.values, self.shared = [], []
-        if self._segment is not None:
-            self._segment.close()
-
-
-def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
-    begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
-    by_slot = {
-        slot.parameter: begin + slot.offset * layout.dtype.itemsize
-        for begin, layout in zip(begins, layouts, strict=True)
-        for slot in layout.slots
-    }
-    frozen, end = side_by_side((one.nbytes for one in parameters if not one.requires_grad), CACHE_LINE, end)
-    trained, kept = iter(sorted(by_slot)), iter(frozen)
-    return [by_slot[next(trained)] if one.requires_grad else next(kept) for one in parameters], end
+        self._segment.close()
 
 
 # Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.
@@ -110,19 +103,17 @@ class Ownership:
     """A partition of all parameters; every item belongs to exactly one worker."""
 
     layouts: tuple[BucketLayout, ...]  # the buckets, with slots possibly reordered
-    ranges: tuple[tuple[range, ...], ...]
-    """By bucket and worker: the items of the bucket that the worker owns."""
-    pieces: tuple[tuple[Piece, ...], ...]
-    """By worker: what it owns, in the order of the parameters; at most one piece of each."""
+    ranges: tuple[tuple[range, ...], ...]  # by bucket and worker: the items that it owns
+    pieces: tuple[tuple[Piece, ...], ...]  # by worker: in the order of the parameters, at most one of each
 
 
 def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:
     """Divide every bucket evenly, to the cache line, wherever the cut falls."""
-    ranges = tuple(
+    ranges = (
         tuple(slice_of(layout.count, layout.dtype.itemsize, rank, world) for rank in range(world))
         for layout in layouts
     )
-    return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=_pieces(layouts, ranges, world))
+    return _owned(layouts, tuple(ranges), world)
 
 
 def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = None) -> Ownership:
@@ -146,15 +137,10 @@ def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = N
         borders = [0, *accumulate(ends, max)]
         sorted_layouts.append(layout)
         all_ranges.append(tuple(range(begin, end) for begin, end in pairwise(borders)))
-    ranges = tuple(all_ranges)
-    return Ownership(
-        layouts=tuple(sorted_layouts), ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world)
-    )
+    return _owned(sorted_layouts, tuple(all_ranges), world)
 
 
-def _pieces(
-    layouts: Sequence[BucketLayout], ranges: Sequence[Sequence[range]], world: int
-) -> tuple[tuple[Piece, ...], ...]:
+def _owned(layouts: Sequence[BucketLayout], ranges: tuple[tuple[range, ...], ...], world: int) -> Ownership:
     owned: list[list[Piece]] = [[] for _ in range(world)]
     for layout, by_rank in zip(layouts, ranges, strict=True):
         for slot in layout.slots:
@@ -163,9 +149,11 @@ def _pieces(
                 end = min(max(mine.stop - slot.offset, 0), slot.count)
                 if begin < end or (slot.count == 0 and rank == 0):
                     owned[rank].append(Piece(slot.parameter, begin, end))
-    return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
+    pieces = tuple(tuple(sorted(one, key=lambda piece: piece.parameter)) for one in owned)
+    return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=pieces)
 
 
+OwnedStates = Mapping[int, tuple[OwnedPiece, dict[str, Any]]]
 _NUMBER_BYTES: Final = 8
 
 
@@ -173,39 +161,82 @@ _NUMBER_BYTES: Final = 8
 # State is gathered in two steps, both through the memory of a gradient bucket, of which every worker fills its part and
 # worker 0 reads all: first a description as JSON, then the bytes of the tensors. Worker 0 copies these straight into
 # tensors of the parameters' shapes, so there is never a second copy of them. Nothing is pickled.
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carrier:
-    """Memory that every worker of a host maps: one part each, read by the others between two barriers."""
+def gather_state(
+    group: SharedGroup, parts: Sequence[Tensor], owned: OwnedStates, shapes: Sequence[torch.Size]
+) -> dict[int, Any] | None:
+    """Collective: the `state` of a `state_dict()`, by parameter, on worker 0 and None on the others.
 
-    rank: int
-    parts: Sequence[Tensor]  # the parts as bytes, equally many for each worker, and at least 8
-    barrier: Callable[[], None]
+    `parts` are bytes that every worker of the host maps, equally many for each and at least 8. `owned` is what this
+    worker keeps, `shapes` are those of the optimizer's parameters.
+    """
+    named, tree = flatten({position: state for position, (_, state) in owned.items()})
+    rows = []
+    for name, tensor in named.items():
+        position = int(name.partition(".")[0])
+        one, _ = owned[position]
+        is_cut = not one.is_whole and tensor.shape == one.proxy.shape
+        cut = [position, one.piece.begin, one.piece.end] if is_cut else None
+        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), cut))
+    text = torch.frombuffer(bytearray(json.dumps([tree, rows]).encode()), dtype=torch.uint8)
+    texts: list[list[Tensor]] = []
+    cut_ones: dict[str, Tensor] = {}
+    found: list[tuple[dict[str, Tensor], Json]] = []  # by worker: the tensors of its state, and their tree
 
-    def sizes(self, num_bytes: int) -> list[int]:
-        numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in self.parts]
-        numbers[self.rank][0] = num_bytes
-        self.barrier()
-        sizes = [int(number[0]) for number in numbers]
-        self.barrier()
-        return sizes
+    def text_places(sizes: Sequence[int]) -> list[list[Tensor]]:
+        texts.extend([torch.empty(size, dtype=torch.uint8)] for size in sizes)
+        return texts
 
-    def gather(
-        self, sizes: Sequence[int], given: Sequence[Tensor], wanted: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Collective: copy the bytes of `given` on worker r into `wanted[r]` on worker 0.
+    def tensor_places(_sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+        for [text] in texts:
+            tree, rows = json.loads(text.numpy().tobytes())
+            by_name, places = {}, []
+            for name, dtype, shape, cut in rows:
+                if cut is None:
+                    place = by_name[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                else:
+                    position, begin, end = cut
+                    if name not in cut_ones:
+                        cut_ones[name] = torch.empty(shapes[position], dtype=getattr(torch, dtype))
+                    by_name[name], place = cut_ones[name], cut_ones[name].view(-1)[begin:end]
+                places.append(_flat_bytes(place))
+            found.append((by_name, tree))
+            yield places
 
-        `sizes` are those of all workers; `wanted` is empty on all workers but 0.
-        """
-        room = self.parts[0].numel()
-        mine, theirs = rounds(given, room), [rounds(tensors, room) for tensors in wanted]
-        for _ in range(-(-max(sizes) // room)):
-            for offset, piece in next(mine, []):
-                self.parts[self.rank][offset : offset + piece.numel()].copy_(piece)
-            self.barrier()
-            for one, part in zip(theirs, self.parts, strict=False):
-                for offset, piece in next(one, []):
-                    piece.copy_(part[offset : offset + piece.numel()])
-            self.barrier()
+    _gather(group, parts, [text], text_places)
+    _gather(group, parts, [_flat_bytes(tensor) for tensor in named.values()], tensor_places)
+    if group.rank:
+        return None
+    merged = MergedState()
+    for by_name, tree in found:
+        for position, state in unflatten(by_name, tree).items():
+            merged.add(position, state)
+    return merged.to_dict()
+
+
+def _gather(
+    group: SharedGroup,
+    parts: Sequence[Tensor],
+    given: Sequence[Tensor],
+    places: Callable[[Sequence[int]], Iterable[Sequence[Tensor]]],
+) -> None:
+    """Collective: copy the bytes of `given` on worker r into what number r of worker 0's `places` is.
+
+    `places` is called there with the number of bytes of each worker. Between two barriers parts may be read by others.
+    """
+    numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in parts]
+    numbers[group.rank][0] = sum(one.numel() for one in given)
+    group.barrier()
+    sizes, room = [int(number[0]) for number in numbers], parts[0].numel()
+    group.barrier()
+    mine, theirs = rounds(given, room), [rounds(one, room) for one in (() if group.rank else places(sizes))]
+    for _ in range(-(-max(sizes) // room)):
+        for offset, piece in next(mine, []):
+            parts[group.rank][offset : offset + piece.numel()].copy_(piece)
+        group.barrier()
+        for one, part in zip(theirs, parts, strict=False):
+            for offset, piece in next(one, []):
+                piece.copy_(part[offset : offset + piece.numel()])
+        group.barrier()
 
 
 def rounds(tensors: Sequence[Tensor], room: int) -> Iterator[list[tuple[int, Tensor]]]:
@@ -224,83 +255,6 @@ def rounds(tensors: Sequence[Tensor], room: int) -> Iterator[list[tuple[int, Ten
                 pieces, offset = [], 0
     if pieces:
         yield pieces
-
-
-def gather_state(
-    carrier: Carrier, owned: Sequence[OwnedState], shapes: Sequence[torch.Size]
-) -> dict[int, Any] | None:
-    """Collective: the `state` of a `state_dict()`, by parameter, on worker 0 and None on the others.
-
-    `owned` is what this worker keeps, `shapes` are those of the optimizer's parameters.
-    """
-    tensors, description = _describe(owned)
-    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
-    text_sizes = carrier.sizes(text.numel())
-    is_root = carrier.rank == 0
-    texts = [[torch.empty(size, dtype=torch.uint8)] for size in text_sizes] if is_root else []
-    carrier.gather(text_sizes, [text], texts)
-    sizes = carrier.sizes(sum(tensor.numel() for tensor in tensors))
-    plan = _Assembly([json.loads(text.numpy().tobytes()) for [text] in texts], shapes)
-    carrier.gather(sizes, tensors, plan.wanted)
-    return plan.state() if is_root else None
-
-
-class _Assembly:
-    """On worker 0: where the bytes of every worker go, and the state that they form."""
-
-    def __init__(self, descriptions: Sequence[dict[str, Any]], shapes: Sequence[torch.Size]) -> None:
-        self._shapes = shapes
-        self._whole: dict[str, Tensor] = {}
-        self._trees: list[Json] = [one["tree"] for one in descriptions]
-        self._tensors: list[dict[str, Tensor]] = []
-        self.wanted: list[list[Tensor]] = []
-        """By worker: flat tensors for its bytes, in the order in which it sends them."""
-        for one in descriptions:
-            by_name, places = {}, []
-            for tensor in one["tensors"]:
-                by_name[tensor["name"]], place = self._place(**tensor)
-                places.append(_flat_bytes(place))
-            self._tensors.append(by_name)
-            self.wanted.append(places)
-
-    def state(self) -> dict[int, Any]:
-        merged = MergedState()
-        for tensors, tree in zip(self._tensors, self._trees, strict=True):
-            for position, state in unflatten(tensors, tree).items():
-                merged.add(position, state)
-        return merged.to_dict()
-
-    def _place(self, name: str, dtype: str, shape: list[int], cut: list[int] | None) -> tuple[Tensor, Tensor]:
-        """Return the tensor that the state will hold under `name`, and the part of it that these bytes are."""
-        kind = getattr(torch, dtype)
-        if cut is None:
-            whole = torch.empty(shape, dtype=kind)
-            return whole, whole
-        position, begin, end = cut
-        part = Part(self._shapes[position], slice(begin, end), end - begin)
-        if name not in self._whole:
-            self._whole[name] = torch.empty(part.shape, dtype=kind)
-        whole = self._whole[name]
-        return whole, part.room_in(whole)
-
-
-def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:
-    named, tree = flatten({one.position: one.state for one in owned})
-    by_position = {one.position: one for one in owned}
-    rows, flat = [], []
-    for name, tensor in named.items():
-        one = by_position[int(name.partition(".")[0])]
-        is_cut = not one.is_whole and tensor.shape == one.shape
-        rows.append(
-            {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "cut": [one.position, one.begin, one.end] if is_cut else None,
-            }
-        )
-        flat.append(_flat_bytes(tensor))
-    return flat, {"tree": tree, "tensors": rows}
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

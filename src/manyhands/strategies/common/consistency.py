@@ -2,15 +2,10 @@
 
 A shard of a parameter server asks its policy four things: may this read be answered (`lag`), which of the updates that
 have arrived make the next optimizer step (`next_group`), which batch is an update of (`place`), and how large a step a
-stale update may take (`rate`). Everything else (order, safety, membership) is the shard's own business and the same
-under every policy.
-
-How the textbook's models map onto the policies: strong is `sync` (a read sees every update before it), bounded is
-`bounded:s`, weak is `softsync:n` (updates show up in groups), eventual is `async`.
+stale update may take (`rate`). Everything else (order, safety, membership) is the same under every policy.
 
 As text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`; before each of them may stand how
-rates follow staleness: `aware:async`, `damped:softsync:4`. `strong`, `weak:3` and `eventual` are other words for
-`sync`, `bounded:3` and `async`.
+rates follow staleness: `aware:async`, `damped:softsync:4`.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 from manyhands.errors import UserError, nearest
@@ -31,32 +26,17 @@ class Book(Protocol):
     """What a policy sees of a shard."""
 
     @property
-    def step(self) -> int:
-        """The clock whose step comes next, where steps go by clock."""
-
+    def step(self) -> int: ...  # the clock whose step comes next, where steps go by clock
     @property
-    def num_active(self) -> int:
-        """How many slots there are now."""
-
+    def num_active(self) -> int: ...  # slots, now
     @property
-    def num_waiting(self) -> int:
-        """How many updates are here and in no step yet."""
-
+    def num_waiting(self) -> int: ...  # updates that are here and in no step yet
     @property
-    def drained(self) -> bool:
-        """Whether every batch of the run is done: no update comes after those that wait."""
-
-    def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The slots that owe an update `clock`, ascending."""
-
-    def num_arrived(self, clock: int) -> int:
-        """How many of them have settled it, or will never send it."""
-
-    def waits(self, slot: int, clock: int) -> bool:
-        """Whether that update is among the waiting."""
-
-    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
-        """The first `count` waiting updates as (slot, clock), in the order of arrival."""
+    def drained(self) -> bool: ...  # whether every batch is done: no update comes after those that wait
+    def slots_at(self, clock: int) -> tuple[int, ...]: ...  # that are to send an update `clock`, ascending
+    def num_arrived(self, clock: int) -> int: ...  # of these, how many have sent it, or will never send it
+    def waits(self, slot: int, clock: int) -> bool: ...  # whether that update is among the waiting
+    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]: ...  # (slot, clock), as they arrived
 
 
 class Group(NamedTuple):
@@ -85,6 +65,7 @@ class Policy(ABC):
     takes 1 / tau of the rate, a fresh one all. `damped`: Xie et al., "Asynchronous Federated Optimization" (arXiv
     1903.03934), and FedBuff after it: the rate times (1 + tau) to the power of -1/2, which falls more slowly.
     """
+    word: ClassVar[str]
     stepwise: ClassVar[bool] = False  # whether all updates of one clock make one step
     each_alone: ClassVar[bool] = False  # whether every update is a step of its own, as it comes
     outlives_read: ClassVar[bool] = False
@@ -140,13 +121,10 @@ class Policy(ABC):
     def rate(self, staleness: int) -> float:
         return _RATES[self.rates](staleness) if self.rates else 1.0
 
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The policy without its rates, as `parse_consistency` reads it."""
-
     def __str__(self) -> str:
-        return f"{self.rates}:{self.text}" if self.rates else self.text
+        """As `parse_consistency` reads it: its rates, its word, and its number where it has one."""
+        numbers = [getattr(self, one.name) for one in fields(self) if one.name != "rates"]
+        return ":".join(str(part) for part in (self.rates, self.word, *numbers) if part)
 
 
 def blend(
@@ -177,6 +155,7 @@ class Sync(Policy):
     """
 
     backup: int = 0
+    word = "sync"
     lag = 0
     stepwise = True
 
@@ -207,10 +186,6 @@ class Sync(Policy):
         del first
         return BatchPlace(clock, rank, count)
 
-    @property
-    def text(self) -> str:
-        return f"sync:{self.backup}" if self.backup else "sync"
-
 
 class _EachAlone(Policy):
     """Every update is a separate step, in the order of arrival."""
@@ -230,6 +205,7 @@ class Bounded(_EachAlone):
     """
 
     bound: int
+    word = "bounded"
 
     def __post_init__(self) -> None:
         if self.bound < 1:
@@ -241,10 +217,6 @@ class Bounded(_EachAlone):
     def lag(self) -> int:
         return self.bound
 
-    @property
-    def text(self) -> str:
-        return f"bounded:{self.bound}"
-
 
 @dataclass(frozen=True)
 class Async(_EachAlone):
@@ -254,11 +226,8 @@ class Async(_EachAlone):
     batches are given out in order to the next free worker.
     """
 
+    word = "async"
     lag = None
-
-    @property
-    def text(self) -> str:
-        return "async"
 
 
 class _ByArrival(Policy):
@@ -293,6 +262,7 @@ class SoftSync(_ByArrival):
     """
 
     splits: int
+    word = "softsync"
 
     def __post_init__(self) -> None:
         if self.splits < 1:
@@ -305,10 +275,6 @@ class SoftSync(_ByArrival):
     def group_size(self, num_active: int) -> int:
         return max(1, num_active // self.splits)
 
-    @property
-    def text(self) -> str:
-        return f"softsync:{self.splits}"
-
 
 @dataclass(frozen=True)
 class Buffered(_ByArrival):
@@ -320,6 +286,7 @@ class Buffered(_ByArrival):
     """
 
     size: int
+    word = "buffered"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -328,10 +295,6 @@ class Buffered(_ByArrival):
     def group_size(self, num_active: int) -> int:
         del num_active
         return self.size
-
-    @property
-    def text(self) -> str:
-        return f"buffered:{self.size}"
 
 
 def parse_consistency(text: str) -> Policy:

@@ -11,11 +11,12 @@
 - A slot whose workers are lost `MAX_DEATHS` times in a row without progress ends the run: the cause would end the
   next one too.
 
-docs/membership.md has the states of all three memberships on one page.
+docs/internals/membership.md has the states of all three memberships on one page.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -126,8 +127,13 @@ class Fail:
     sentence: str
 
 
-class Membership:
+class Membership(ABC):
     """The members and slots of a run; a strategy's membership decides on them what its events lead to."""
+
+    @abstractmethod
+    def begin(self) -> list[Any]: ...  # the first actions
+    @abstractmethod
+    def handle(self, event: Any) -> list[Any]: ...  # the actions that an event leads to
 
     def __init__(self, first_member: int) -> None:
         self._members: dict[int, RunMember] = {}

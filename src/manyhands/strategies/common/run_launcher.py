@@ -1,11 +1,7 @@
 """The launcher of a run whose members come and go: starts, watches and replaces processes as a membership decides.
 
 The membership is a pure core: every report of a member and every event of its process goes to `handle`, and what
-that returns is done here. The launcher itself decides nothing. Its death ends the run. It requests a process and
-receives its events, local or remote:
-
-    ChildMembers      children of this process
-    ExternalMembers   processes that somebody else started, on control connections, and perhaps a child of the leader
+that returns is done here. The launcher itself decides nothing. Its death ends the run.
 """
 
 from __future__ import annotations
@@ -21,31 +17,15 @@ from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from manyhands.errors import Hang, PeerTimeout, UserError, printable
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
-from manyhands.places.external.control_server import (
-    ControlEvent,
-    ControlServer,
-    Delivered,
-    ProcessRejected,
-    Warned,
-)
+from manyhands.places.external import control_server as control
+from manyhands.places.local import supervisor
 from manyhands.places.local.control import TypedNotes, Unread
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception
-from manyhands.places.local.supervisor import (
-    Ended,
-    Event,
-    Hung,
-    Interrupted,
-    Role,
-    Said,
-    Silent,
-    Started,
-    Supervisor,
-)
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import AddWorker, Command
-from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
+from manyhands.places.place import AddWorker, Command
+from manyhands.strategies.common import membership as core
 
 __all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]
 
@@ -61,31 +41,26 @@ class MemberProcesses(Protocol):
     def members(self) -> tuple[int, ...]:
         """The members that have started, or are children, and were not reported as ended."""
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Members requested inside this context are started together and may begin when it is left."""
-
     def start_worker(self, member: int, slot: int) -> str:
         """Request a worker for this slot; returns its name without waiting: `poll` reports when it has started."""
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
+    def poll(self, timeout_s: float) -> Sequence[supervisor.Event | supervisor.Hung]:
         """The events so far, waiting up to `timeout_s` for the first."""
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has ended."""
 
-    def kill(self, member: int) -> None:
-        """Kill the member now, or stop listening to it; `poll` reports its end."""
-
+    def batch(self) -> AbstractContextManager[None]: ...  # those requested in it are started at its end
+    def kill(self, member: int) -> None: ...  # or stop listening to it; `poll` reports its end
     def ask_to_stop(self, member: int) -> None: ...
 
 
-class ChildMembers(Supervisor):
+class ChildMembers(supervisor.Supervisor):
     """Members that are children of this process. The job, with all its data, is packed once for all of them."""
 
     def __init__(self, job: Any, num_members: int, watched: Watched) -> None:
         super().__init__(num_members=num_members, watched=watched)
-        self._job = job
-        self._packed = -1
+        self._job, self._packed = job, -1
 
     def __enter__(self) -> Self:
         self._packed = pack(self._job)
@@ -111,8 +86,8 @@ class ChildMembers(Supervisor):
         files: Mapping[str, int],
         env: Mapping[str, str],
     ) -> str:
-        descriptors = {"job": self._packed, **files}
-        self.start(Role(name=name, target=target, descriptors=descriptors, env=env), member)
+        role = supervisor.Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=env)
+        self.start(role, member)
         return name
 
 
@@ -132,7 +107,7 @@ class ExternalMembers(ABC):
 
     def __init__(
         self,
-        control_server: ControlServer,
+        control_server: control.ControlServer,
         child: ChildMembers | None,
         say: Callable[[str], None],
         come_within_s: float | None = None,
@@ -142,7 +117,7 @@ class ExternalMembers(ABC):
         self._wanted: dict[int, tuple[int, float]] = {}  # by rank: the member requested, and since when
         self._at: dict[int, int] = {}  # by member: its rank
         self._member_of: dict[int, int] = {}  # by rank
-        self._unreported: list[Event | Hung] = []
+        self._unreported: list[supervisor.Event | supervisor.Hung] = []
 
     def __enter__(self) -> Self:
         if self._child is not None:
@@ -161,15 +136,14 @@ class ExternalMembers(ABC):
     def batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
+    def poll(self, timeout_s: float) -> Sequence[supervisor.Event | supervisor.Hung]:
         """The events so far; PeerTimeout that names a process which was not started in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._child is not None:
                 self._unreported += self._child.poll(0.0)
-            for event in self._control_server.poll(
-                min(_EXTERNAL_LOOK_S, max(0.0, deadline - time.monotonic()))
-            ):
+            left_s = max(0.0, deadline - time.monotonic())
+            for event in self._control_server.poll(min(_EXTERNAL_LOOK_S, left_s)):
                 self._unreported += self._hear(event)
             for rank, (_, since_s) in self._wanted.items():
                 waited_s = time.monotonic() - since_s
@@ -192,7 +166,7 @@ class ExternalMembers(ABC):
             self._child.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """Stop listening to a member and tell it so; one that is not connected is no longer awaited."""
+        """Stop listening to a member and notify it; one that is not connected is no longer awaited."""
         if member in self._at:
             self._control_server.dismiss(self._at[member], "the run continues without it, or is over")
         elif self._child is not None and member in self._child.members:
@@ -216,17 +190,17 @@ class ExternalMembers(ABC):
         member, _ = self._wanted.pop(rank)
         self._at[member], self._member_of[rank] = rank, member
         self._give_part(rank, member)
-        self._unreported.append(Started(member, self._control_server.known[rank].hello.pid))
+        self._unreported.append(supervisor.Started(member, self._control_server.known[rank].hello.pid))
 
-    def _hear(self, event: ControlEvent) -> list[Event | Hung]:
+    def _hear(self, event: control.ControlEvent) -> list[supervisor.Event | supervisor.Hung]:
         match event:
-            case Started(member=rank):
+            case supervisor.Started(member=rank):
                 self._take_in(rank)
-            case Said(member=rank, payload=payload) if rank in self._member_of:
+            case supervisor.Said(member=rank, payload=payload) if rank in self._member_of:
                 return self._said(rank, payload)
-            case Delivered(member=rank, name=name, data=data):
+            case control.Delivered(member=rank, name=name, data=data):
                 self._receive(rank, name, data)
-            case Ended(member=rank):
+            case supervisor.Ended(member=rank):
                 ended = self._ended(rank, event)
                 member = self._member_of.pop(rank, None)
                 if member is None:
@@ -234,7 +208,7 @@ class ExternalMembers(ABC):
                 del self._at[member]
                 failure = replace(ended.failure, rank=member) if ended.failure is not None else None
                 return [ended._replace(member=member, failure=failure)]
-            case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
+            case control.ProcessRejected(sentence=sentence) | control.Warned(sentence=sentence):
                 self._say(sentence)
         return []
 
@@ -247,19 +221,15 @@ class ExternalMembers(ABC):
 
     @abstractmethod
     def _name(self, rank: int) -> str: ...
-
     @abstractmethod
-    def _give_part(self, rank: int, member: int) -> None:
-        """Tell a process which member it is."""
-
+    def _give_part(self, rank: int, member: int) -> None: ...  # tell a process which member it is
     @abstractmethod
-    def _receive(self, rank: int, name: str, data: bytearray) -> None:
-        """Store what a process sent, or refuse it."""
+    def _receive(self, rank: int, name: str, data: bytearray) -> None: ...  # store what it sent, or refuse it
 
-    def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
-        return [Said(self._member_of[rank], payload)]
+    def _said(self, rank: int, payload: Mapping[str, Any]) -> list[supervisor.Event | supervisor.Hung]:
+        return [supervisor.Said(self._member_of[rank], payload)]
 
-    def _ended(self, rank: int, ended: Ended) -> Ended:
+    def _ended(self, rank: int, ended: supervisor.Ended) -> supervisor.Ended:
         del rank
         return ended
 
@@ -303,16 +273,6 @@ class MemberLog:
         self.tell("recovered", member, **recovery, sentence=sentence.format(seconds=f"{seconds:.2f}"))
 
 
-class _Core(Protocol):
-    """A membership as its launcher drives it."""
-
-    next_slot: int
-
-    def begin(self) -> list[Any]: ...
-
-    def handle(self, event: Any) -> list[Any]: ...
-
-
 class RunLauncher(ABC, Generic[_M]):
     """Runs one job to its end; `_run` is called once.
 
@@ -320,7 +280,7 @@ class RunLauncher(ABC, Generic[_M]):
     those of the workers under the number of their slot. Commands, from any thread, change the slots during the run.
     """
 
-    _membership: _Core
+    _membership: core.Membership
     _members: _M
     _log: MemberLog
 
@@ -364,25 +324,25 @@ class RunLauncher(ABC, Generic[_M]):
     def _poll(self) -> None:
         for event in self._members.poll(_LOOK_S):
             match event:
-                case Said(member=process, payload=payload):
+                case supervisor.Said(member=process, payload=payload):
                     self._hear(self._numbers.get(process, process), self._reports.read(payload))
-                case Ended():
+                case supervisor.Ended():
                     self._bury(event)
-                case Started(member=process, pid=pid):
+                case supervisor.Started(member=process, pid=pid):
                     self._log.tell("started", process, pid=pid)
-                case Silent(member=process) if self._closing:
+                case supervisor.Silent(member=process) if self._closing:
                     self._members.kill(process)
-                case Silent(member=process, seen=seen):
+                case supervisor.Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._lost("silent", member, seen)
-                    self._do(self._membership.handle(MemberSilent(member=member)))
-                case Hung(found=found) if not self._closing:
+                    self._do(self._membership.handle(core.MemberSilent(member=member)))
+                case supervisor.Hung(found=found) if not self._closing:
                     hang = Hang(
                         f"{found.sentence}\n\n{found.page}", self._slots.get(found.role, -1), found.details
                     )
                     hang.blamed = self._log.names.get(found.role, "")
                     raise hang
-                case Interrupted(signal=number):
+                case supervisor.Interrupted(signal=number):
                     raise as_exception(number)
         while not self._closing and not self._commands.empty():
             self._obey(self._commands.get())
@@ -404,26 +364,26 @@ class RunLauncher(ABC, Generic[_M]):
         command.done.set_result(slot)
         self._do(actions)
 
-    def _bury(self, ended: Ended) -> None:
+    def _bury(self, ended: supervisor.Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)
         if ended.payload is not None:
             self._ended_well(member, ended.payload)
             return
-        failure = (
-            replace(ended.failure, rank=self._slots.get(member, -1)) if ended.failure is not None else None
-        )
+        failure = ended.failure
+        if failure is not None:
+            failure = replace(failure, rank=self._slots.get(member, -1))
         if self._closing:
             if failure is not None:
                 self._failed_late(member, failure)
             return
-        assert failure is not None, "who returned nothing has failed"
+        assert failure is not None, "a member that returned nothing has failed"
         if failure.reported is not None and member in self._slots:
             raise failure.error()  # a task that fails in one worker would fail in its replacement
         self._lost("died", member, failure.sentence)
         error = failure.reported.error if failure.reported is not None else ""
-        actions = self._membership.handle(Died(member=member, error=error, sentence=failure.sentence))
+        actions = self._membership.handle(core.Died(member=member, error=error, sentence=failure.sentence))
         for action in actions:
-            if error and isinstance(action, Fail):
+            if error and isinstance(action, core.Fail):
                 repeated = failure.error()
                 repeated.add_note(action.sentence)
                 raise repeated
@@ -432,12 +392,12 @@ class RunLauncher(ABC, Generic[_M]):
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
             match action:
-                case StartWorker(member=member, slot=slot):
+                case core.StartWorker(member=member, slot=slot):
                     self._slots[member] = slot
                     self._log.names[member] = self._members.start_worker(member, slot)
-                case KillMember(member=member):
+                case core.KillMember(member=member):
                     self._members.kill(self._process_of(member))
-                case Fail(sentence=sentence):
+                case core.Fail(sentence=sentence):
                     raise self._failed(sentence)
                 case _:
                     self._act(action)
@@ -456,28 +416,21 @@ class RunLauncher(ABC, Generic[_M]):
 
     @abstractmethod
     def _hear(self, member: int, report: Any) -> None: ...
-
     @abstractmethod
     def _act(self, action: Any) -> None: ...
-
     @abstractmethod
     def _stop(self) -> None: ...
-
     @abstractmethod
     def _finish(self) -> None:
         """The run is over: collect the results, and wait with a deadline until all members have ended."""
 
     @abstractmethod
-    def _lost(self, event: str, member: int, sentence: str) -> None:
-        """Record that a member `died`, or is `silent`."""
-
+    def _lost(
+        self, event: str, member: int, sentence: str
+    ) -> None: ...  # record that it `died`, or is `silent`
     @abstractmethod
     def _ended_well(self, member: int, payload: Mapping[str, Any]) -> None: ...
-
     @abstractmethod
-    def _failed_late(self, member: int, failure: Failure) -> None:
-        """A member has failed when the results were in place."""
-
+    def _failed_late(self, member: int, failure: Failure) -> None: ...  # when the results were in place
     @abstractmethod
-    def _failed(self, sentence: str) -> Exception:
-        """The error of a run that cannot continue."""
+    def _failed(self, sentence: str) -> Exception: ...  # the error of a run that cannot continue

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -85,9 +86,8 @@ class Partition:
         """The indices of each client's samples, ascending; every sample has a client, and no client is empty."""
         if self.word == NATURAL:
             if not isinstance(data, Parties):
-                raise UserError(
-                    "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
-                )
+                why = "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
+                raise UserError(why)
             return data.split()
         if samples < clients * _FEWEST:
             raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")
@@ -96,9 +96,23 @@ class Partition:
             found = list(np.array_split(random.permutation(samples), clients))
         elif self.word == "quantity":
             found = _cut(random.permutation(samples), random.dirichlet([self.number] * clients))
-        else:
-            split = _shards if self.word == "shards" else _dirichlet
-            found = split(labels_of(data, samples), clients, self.number, random)
+        elif self.word == "shards":
+            each = int(self.number)
+            if (count := clients * each) > samples:
+                raise UserError(
+                    f"partition=shards:{each}: {clients} clients make {count} shards of {samples} samples; use fewer "
+                    "clients, or fewer shards each"
+                )
+            shards = np.array_split(np.argsort(labels_of(data, samples), kind="stable"), count)
+            dealt = random.permutation(count).reshape(clients, each)
+            found = [np.concatenate([shards[number] for number in mine]) for mine in dealt]
+        else:  # of each label, cut at random
+            labels, alphas = labels_of(data, samples), [self.number] * clients
+            cuts = []
+            for label in np.unique(labels):
+                mine = random.permutation(np.flatnonzero(labels == label))
+                cuts.append(_cut(mine, random.dirichlet(alphas)))
+            found = [np.concatenate(pieces) for pieces in zip(*cuts, strict=True)]
         for number, part in enumerate(found):
             if len(part) < _FEWEST:  # it gets one of the client that has most, to take part
                 richest = max(range(len(found)), key=lambda one: len(found[one]))
@@ -107,10 +121,9 @@ class Partition:
 
 
 def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[Indices], list[Indices]]:
-    """What each client trains on, and what it is measured by: so large a part of its samples, drawn at random.
+    """What each client trains on, and what it is measured by: this share of its samples, drawn at random.
 
-    With two samples or more it is at least one, and never all; with a single one there is nothing to measure by. Where
-    `share` is 0 nothing is held back, and clients are measured by what they train on.
+    It is at least one of two or more samples, and never all; with a share of 0, what clients train on.
     """
     if not share:
         return list(parts), list(parts)
@@ -148,27 +161,6 @@ def labels_of(data: Any, samples: int) -> Indices:
     )
 
 
-def _shards(labels: Indices, clients: int, each: float, random: np.random.Generator) -> list[Indices]:
-    count = clients * int(each)
-    if count > len(labels):
-        raise UserError(
-            f"partition=shards:{each:g}: {clients} clients make {count} shards of {len(labels)} samples; use "
-            "fewer clients, or fewer shards each"
-        )
-    shards = np.array_split(np.argsort(labels, kind="stable"), count)
-    dealt = random.permutation(count).reshape(clients, int(each))
-    return [np.concatenate([shards[number] for number in mine]) for mine in dealt]
-
-
-def _dirichlet(labels: Indices, clients: int, alpha: float, random: np.random.Generator) -> list[Indices]:
-    parts: list[list[Indices]] = [[] for _ in range(clients)]
-    for label in np.unique(labels):
-        mine = random.permutation(np.flatnonzero(labels == label))
-        for part, piece in zip(parts, _cut(mine, random.dirichlet([alpha] * clients)), strict=True):
-            part.append(piece)
-    return [np.concatenate(part) for part in parts]
-
-
 def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
     ends = np.round(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
     return list(np.split(indices, ends))
@@ -176,10 +168,7 @@ def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
 
 # The samples of all simulated clients, looked up by index; arrays stay on the device, for many batches at once.
 
-
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
-
-
 _BatchKey: TypeAlias = tuple[int, ...]  # a seed, and the numbers of the samples
 
 
@@ -187,7 +176,7 @@ _BatchKey: TypeAlias = tuple[int, ...]  # a seed, and the numbers of the samples
 class Batches:
     """The samples of several batches, and the seed of what is drawn by chance in making them."""
 
-    indices: Sequence[NDArray[np.int64]]
+    indices: Sequence[Indices]
     seed: int
 
     def keys(self) -> list[_BatchKey]:
@@ -235,17 +224,14 @@ class Samples:
         self.loaders: Loaders[_BatchKey] | None = None  # the loader processes that read ahead, if any
         self._input_ns = 0
 
-    def fetch(self, indices: NDArray[np.int64]) -> Any:
+    def fetch(self, indices: Indices) -> Any:
         if self._columns is not None:
             return self.gather(torch.from_numpy(np.ascontiguousarray(indices)).to(self._device))
         batch = self._source.fetch(indices)
         return batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def each(self, wanted: Batches, then: Batches | None = None) -> Iterator[Any]:
-        """The batches of these samples, one after another; the first of `then` come next, and may be read meanwhile.
-
-        What is drawn by chance in making one follows from its key alone.
-        """
+        """The batches of these samples, each drawn from its key alone; the first of `then` may be read meanwhile."""
         if self._columns is not None or self._source.gathers:
             yield from map(self.fetch, wanted.indices)
             return
@@ -263,18 +249,12 @@ class Samples:
         taken, self._input_ns = self._input_ns, 0
         return taken
 
-    def fetch_apart(self, indices: NDArray[np.int64]) -> Any:
-        """For indices of shape (clients, batch): a batch whose tensors have these two dimensions in front.
-
-        TypeError where a batch has something else than tensors with an entry for each sample.
-        """
-        return apart(self.fetch(indices.reshape(-1)), indices.shape)
-
     def gather(self, indices: Tensor) -> Any:
         return each_tensor(self._columns, lambda column: column.index_select(0, indices))
 
 
 def apart(batch: Any, shape: Sequence[int]) -> Any:
+    """The batch with the two dimensions (clients, batch) in front; TypeError where it is not one of tensors alone."""
     count = int(np.prod(shape))
 
     def split(tensor: Tensor) -> Tensor:
@@ -293,7 +273,7 @@ def each_tensor(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return [each_tensor(part, change) for part in tree]
     if isinstance(tree, dict):
         return {name: each_tensor(part, change) for name, part in tree.items()}
-    raise TypeError(f"a batch has a {type(tree).__name__}, which is no tensor")
+    raise TypeError(f"a batch has a {type(tree).__name__}, which is not a tensor")
 
 
 def columns_of(data: Any) -> Any:
@@ -330,8 +310,7 @@ def _joined(parties: Parties) -> Any:
         if columns is None:
             return None
         if chosen is not None:
-            wanted = torch.from_numpy(chosen)
-            columns = each_tensor(columns, lambda column, wanted=wanted: column[wanted])  # type: ignore[misc]
+            columns = each_tensor(columns, itemgetter(torch.from_numpy(chosen)))
         found.append(columns)
     return _concatenated(found)
 

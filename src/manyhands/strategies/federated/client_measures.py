@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -21,25 +20,20 @@ from torch import Tensor, nn
 from manyhands.data.own import Parties
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
+from manyhands.strategies.federated.client_updates import Tensors
 from manyhands.strategies.federated.clients import held
 from manyhands.task import Metric, Task
 
-__all__ = [
-    "ClientEvaluation",
-    "ClientMeasures",
-    "measured",
-    "shown_clients",
-    "skew_of",
-    "spread_of",
-    "spread_over",
-]
+__all__ = ["ClientEvaluation", "measured", "shown_clients", "skew_of", "spread_of", "spread_over"]
 
 Indices = NDArray[np.int64]
-Models = Iterable[tuple[int, Sequence[Tensor]]]  # clients, and the tensors of their models
+Models = Iterable[tuple[int, Tensors]]  # clients, and the tensors of their models
+# the mean of each measure by client, and why others could not be taken
+Measured = tuple[Mapping[int, Mapping[str, float]], Mapping[str, str]]
 _MOST_CLIENTS: Final = 300  # the most clients that are reported, and by how many samples of all of them
 _SAMPLES: Final = 6000
 _MOST_LABELS: Final = 60
-_DURING: Final = 50, 1000  # while a run goes on, at each evaluation: the same two
+_DURING: Final = 50, 1000  # during a run, at each evaluation: the same two
 _FEWEST: Final = 10  # of one client, as far as it has them
 _MOST: Final = 200
 _UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -73,51 +67,39 @@ def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
     return {**summary, "labels": kinds.tolist(), "counts": counts}
 
 
-@dataclass(frozen=True, slots=True)
-class ClientMeasures:
-    """What measures come to on samples of clients' own."""
-
-    values: dict[int, dict[str, float]]  # means, by client and by measure
-    failed: dict[str, str]  # measures that cannot be taken of these samples, and why
-
-
 def measured(
-    task: Task,
+    samples: Samples,
     measures: Mapping[str, Metric],
     model: nn.Module,
     models: Models,
     samples_of: Sequence[Indices],
     each: int = _MOST,
-    samples: Samples | None = None,
-) -> ClientMeasures:
+) -> Measured:
     """All measures over up to `each` samples of each of these clients, with the weights that come with it.
 
-    A metric is written for evaluation data, and may not know samples of training: then it is left out, and it is told
-    why. Who has no samples to be measured by is left out as well. The model is copied. `samples` are the task's, where
-    they are at hand already.
+    A metric is written for evaluation data, and may not know samples of training: then it is left out, and why is
+    returned. A client without samples to be measured by is left out as well. The model is copied.
     """
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    samples = samples or Samples(task, device)
     own = copy.deepcopy(model).eval()
-    found = ClientMeasures({}, {})
+    values, failed = dict[int, dict[str, float]](), dict[str, str]()
     for client, tensors in models:
         indices = samples_of[client]
         if not len(indices):
             continue
         chosen = indices[np.linspace(0, len(indices) - 1, min(len(indices), each)).round().astype(int)]
         batch = samples.fetch(np.unique(chosen))
-        means = found.values[client] = {}
+        means = values[client] = {}
         with torch.no_grad():
             for mine, theirs in zip(held(own), tensors, strict=True):
                 mine.copy_(theirs)
             for name, measure in measures.items():
-                if name in found.failed:
+                if name in failed:
                     continue
                 try:
                     means[name] = float(measure(own, batch))
                 except _UNFIT as error:
-                    found.failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    return found
+                    failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    return values, failed
 
 
 @dataclass(kw_only=True)
@@ -130,19 +112,18 @@ class ClientEvaluation:
     tested: Sequence[Indices]
     rank: int
     world: int
-
-    @cached_property
-    def _samples(self) -> Samples:
-        return Samples(self.task, next((one.device for one in self.model.parameters()), torch.device("cpu")))
+    _samples: Samples | None = None
 
     def _measure(
-        self, models_of: Callable[[list[int]], Models], most: int, together: int
-    ) -> tuple[list[int], ClientMeasures]:
-        """Which clients are measured, and what this worker found of its own, by `together` samples of all."""
+        self, models_of: Callable[[list[int]], Models], most: int, in_all: int
+    ) -> tuple[list[int], Measured]:
+        """Which clients are measured, and what this worker found of its own, by so many samples in all."""
+        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+        self._samples = self._samples or Samples(self.task, device)
         shown = shown_clients(len(self.tested), most)
         models = models_of([one for one in shown if one % self.world == self.rank])
-        each = min(_MOST, max(_FEWEST, together // max(1, len(shown))))
-        return shown, measured(self.task, self.measures, self.model, models, self.tested, each, self._samples)
+        each = min(_MOST, max(_FEWEST, in_all // max(1, len(shown))))
+        return shown, measured(self._samples, self.measures, self.model, models, self.tested, each)
 
     def spread(
         self, models_of: Callable[[list[int]], Models], total: Callable[[Tensor], Tensor]
@@ -156,9 +137,9 @@ class ClientEvaluation:
         summary: dict[str, Any] = {}
         failed: dict[str, str] = {}
         for kind, models_of in kinds.items():
-            _, found = self._measure(models_of, _MOST_CLIENTS, _SAMPLES)
-            summary[kind] = {str(client): one for client, one in found.values.items()}
-            failed |= found.failed
+            _, (values, lost) = self._measure(models_of, _MOST_CLIENTS, _SAMPLES)
+            summary[kind] = {str(client): one for client, one in values.items()}
+            failed |= lost
         summary["failed"] = sorted(failed)
         summary["unmeasured"] = [
             f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
@@ -167,18 +148,16 @@ class ClientEvaluation:
 
 
 def spread_over(
-    found: ClientMeasures, clients: Sequence[int], names: Sequence[str], total: Callable[[Tensor], Tensor]
+    found: Measured, clients: Sequence[int], names: Sequence[str], total: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, float]]:
-    """Collective: the spread of these measures over these clients, of whom each worker has measured its own.
-
-    Left out are measures that some worker could not take.
-    """
-    rows = [[found.values.get(client, {}).get(name, 0.0) for name in names] for client in clients]
-    there = [float(client in found.values) for client in clients]
-    failed = [float(name in found.failed) for name in names]
+    """Collective: the spread over these clients, each measured by one worker, of measures that all could take."""
+    measured_here, failed_here = found
+    rows = [[measured_here.get(client, {}).get(name, 0.0) for name in names] for client in clients]
+    there = [float(client in measured_here) for client in clients]
+    failed = [float(name in failed_here) for name in names]
     flat = total(torch.tensor([*chain.from_iterable(rows), *there, *failed], dtype=torch.float64))
-    values, known, lost = torch.split(flat, [len(clients) * len(names), len(clients), len(names)])
-    columns = values.view(len(clients), len(names))[known > 0].T.tolist()
+    values, came, lost = torch.split(flat, [len(clients) * len(names), len(clients), len(names)])
+    columns = values.view(len(clients), len(names))[came > 0].T.tolist()
     spreads = {
         name: spread_of(column)
         for name, column, gone in zip(names, columns, lost.tolist(), strict=True)
@@ -189,8 +168,8 @@ def spread_over(
 
 def spread_of(values: Sequence[float | None]) -> dict[str, float]:
     """Mean, means of the lowest and the highest tenth (at least one party), and standard deviation over parties."""
-    known = [value for value in values if value is not None and np.isfinite(value)]
-    ordered = np.sort(np.asarray(known, np.float64))
+    finite = [value for value in values if value is not None and np.isfinite(value)]
+    ordered = np.sort(np.asarray(finite, np.float64))
     if not len(ordered):
         return {}
     tenth = max(1, round(len(ordered) / 10))

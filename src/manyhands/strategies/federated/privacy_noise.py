@@ -1,7 +1,7 @@
 """Where noise comes from, and its two forms.
 
 A guarantee holds against whoever cannot guess the noise, so it is drawn from the operating system's generator and is no
-function of the run's seed. `SeededDraws` is for tests: who knows the seed can take its noise off again.
+function of the run's seed. `seeded_draws` is for tests: who knows the seed can take its noise off again.
 
 The continuous Gaussian is rounded to a grid far finer than its deviation and far coarser than double precision, since
 the last bits of a floating-point sum could tell what was added (Mironov, "On Significance of the Least Significant Bits
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,47 +25,39 @@ from torch import Tensor
 
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_updates import Tensors
 
 __all__ = [
     "LEAST_STEPS",
+    "TAIL",
     "ClipRule",
-    "NoiseShare",
     "RoundNoise",
-    "SeededDraws",
-    "SystemDraws",
     "UniformDraws",
     "add_gaussian",
     "clipped",
     "discrete_gaussian",
     "next_bound",
+    "seeded_draws",
+    "system_draws",
 ]
 
+UniformDraws = Callable[
+    [int], NDArray[np.float64]
+]  # so many independent uniform numbers, above 0 and up to 1
 _GRID: Final = 2.0**-24  # what the continuous Gaussian is rounded to, in deviations
 _AT_ONCE: Final = 1 << 18  # items drawn at once, so that the temporaries stay small
 
 
-class UniformDraws(Protocol):
-    """A source of independent uniform random numbers."""
-
-    def uniform(self, count: int) -> NDArray[np.float64]: ...
-
-
-class SystemDraws:
-    """The operating system's generator, a cryptographic one."""
-
-    def uniform(self, count: int) -> NDArray[np.float64]:
-        words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-        return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+def system_draws(count: int) -> NDArray[np.float64]:
+    """Of the operating system's generator, a cryptographic one."""
+    words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+    return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
 
-class SeededDraws:
-    """Numbers that follow from a seed and a few others; for tests alone."""
-
-    def __init__(self, seed: int, *numbers: int) -> None:
-        self._random = np.random.default_rng(mix(seed, *numbers))
-
-    def uniform(self, count: int) -> NDArray[np.float64]:
-        return 1.0 - self._random.random(count)
+def seeded_draws(seed: int, *numbers: int) -> UniformDraws:
+    """Draws that follow from a seed and a few numbers; for tests alone."""
+    random = np.random.default_rng(mix(seed, *numbers))
+    return lambda count: 1.0 - random.random(count)
 
 
 def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraws) -> None:
@@ -73,8 +65,8 @@ def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraw
     for begin in range(0, len(sums), _AT_ONCE):
         part = sums[begin : begin + _AT_ONCE]
         half = (len(part) + 1) // 2
-        radius = np.sqrt(-2.0 * np.log(draws.uniform(half)))
-        angle = (2.0 * math.pi) * draws.uniform(half)
+        radius = np.sqrt(-2.0 * np.log(draws(half)))
+        angle = (2.0 * math.pi) * draws(half)
         part += deviation * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: len(part)]
         np.rint(part / step, out=part)
         part *= step
@@ -89,10 +81,10 @@ def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDAr
         part = found[begin : begin + _AT_ONCE]
         done = 0
         while done < len(part):  # by rejection from a discrete Laplace
-            size = np.floor(-scale * np.log(draws.uniform(len(part) - done)))
-            negative = draws.uniform(len(size)) <= 0.5
+            size = np.floor(-scale * np.log(draws(len(part) - done)))
+            negative = draws(len(size)) <= 0.5
             chance = np.exp(-((size - deviation**2 / scale) ** 2) / (2 * deviation**2))
-            keep = chance >= draws.uniform(len(size))
+            keep = chance >= draws(len(size))
             keep &= ~(negative & (size == 0))  # or zero would come twice as often
             some = np.where(negative, -size, size)[keep].astype(np.int64)
             part[done : done + len(some)] = some
@@ -127,13 +119,13 @@ class ClipRule:
         if word == _ADAPTIVE:
             quantile = _number(number) if colon else 0.5
             if not 0 < quantile < 1:
-                raise UserError(f"clip={text}: {number!r} is no quantile between 0 and 1, as in adaptive:0.5")
+                why = f"clip={text}: {number!r} is not a quantile between 0 and 1, as in adaptive:0.5"
+                raise UserError(why)
             return cls(bound=FIRST_BOUND, quantile=quantile)
         bound = _number(text)
         if not 0 < bound < math.inf:
-            raise UserError(
-                f"clip={text}: must be a number above 0, adaptive:QUANTILE, or no for updates of any length"
-            )
+            why = f"clip={text}: must be a number above 0, adaptive:QUANTILE, or no for updates of any length"
+            raise UserError(why)
         return cls(bound=bound)
 
 
@@ -144,11 +136,8 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def clipped(change: Sequence[Tensor], bound: float) -> tuple[Tensor, bool]:
-    """An update in one row and double precision, no longer than `bound`, and whether it was within.
-
-    One with a number that is not finite is zero, and was not within.
-    """
+def clipped(change: Tensors, bound: float) -> tuple[Tensor, bool]:
+    """An update in one row, no longer than `bound`, and whether it was within; zero where it is not finite."""
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in change])
     norm = float(torch.linalg.vector_norm(flat))
     if not math.isfinite(norm):
@@ -181,37 +170,29 @@ _BIT_SHARE: Final = 20  # s is the cohort by this, as in the paper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseShare:
-    """How a noise multiplier is shared between the update and the item that says whether it was clipped."""
+class RoundNoise:
+    """The noise of a round in which updates are at most as long as `bound`."""
 
     update: float  # the multiplier of the update alone, z_u
     bit: float  # the deviation of the noise of the sum of bits, s; 0 where there are none
-
-    @classmethod
-    def of(cls, noise: float, cohort: float, *, adapts: bool) -> NoiseShare:
-        if not adapts:
-            return cls(update=noise, bit=0.0)
-        if noise == 0:
-            return cls(update=0.0, bit=0.0)
-        bit = max(cohort / _BIT_SHARE, noise)
-        return cls(update=1 / math.sqrt(noise**-2 - (2 * bit) ** -2), bit=bit)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundNoise:
-    """The noise of a round in which updates are no longer than `bound`."""
-
-    share: NoiseShare
     bound: float
     adapts: bool
 
+    @classmethod
+    def of(cls, noise: float, cohort: float, *, bound: float, adapts: bool) -> RoundNoise:
+        if not adapts or noise == 0:
+            return cls(update=noise, bit=0.0, bound=bound, adapts=adapts)
+        bit = max(cohort / _BIT_SHARE, noise)
+        update = 1 / math.sqrt(noise**-2 - (2 * bit) ** -2)
+        return cls(update=update, bit=bit, bound=bound, adapts=adapts)
+
     @property
     def deviation(self) -> float:
-        return self.share.update * self.bound
+        return self.update * self.bound
 
     @property
     def bit_scale(self) -> float:
-        return self.deviation / self.share.bit if self.share.bit else self.bound
+        return self.deviation / self.bit if self.bit else self.bound
 
     def vector(self, update: Tensor, within: bool) -> Tensor:
         if not self.adapts:
@@ -222,10 +203,7 @@ class RoundNoise:
     def in_steps(
         self, vector: Tensor, step: float, clients: int, draws: UniformDraws | None
     ) -> NDArray[np.int64]:
-        """A client's vector in whole steps, cut towards zero, with its share of the noise if it adds one.
-
-        `clients` is the fewest whose sum is shown.
-        """
+        """A client's vector in steps, cut towards zero, with its share of the noise; `clients`: the fewest of a sum."""
         whole = np.trunc(vector.numpy() / step).astype(np.int64)
         if draws is not None and self.deviation:
             whole += discrete_gaussian(len(whole), self.deviation / step / math.sqrt(clients), draws)
@@ -238,9 +216,3 @@ class RoundNoise:
     def share_within(self, item: float, cohort: float) -> float:
         """The share of updates within the bound, from the noisy sum of the clients' indicators."""
         return item / self.bit_scale / cohort + 0.5
-
-    def bounds_for(self, step: float, limit: float, clients: int) -> tuple[float, float]:
-        """Between which the bound must stay where clients add noise: for enough steps, and for room up to `limit`."""
-        mine = self.share.update / math.sqrt(clients)
-        least = LEAST_STEPS * step / mine if mine else 0.0
-        return least, limit / (1.0 + TAIL * mine)

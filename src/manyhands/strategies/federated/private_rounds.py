@@ -4,16 +4,16 @@ A round is the Gaussian mechanism: noise of `noise` times the most that one clie
 round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
 divergences, by Google's `dp-accounting`; they add up over rounds, and epsilon follows from their sum.
 
-With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
-rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
-knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
-with most of them is the worst off.
+A trusted server alone knows which clients were in which round: all are counted alike, at the price of a round that one
+may have been in. With secure aggregation the server is not trusted, and knows which clients it asked: each is counted
+by its own rounds, at the full price, and the one with most of them is the worst off.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -24,16 +24,8 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.privacy_noise import (
-    LEAST_STEPS,
-    ClipRule,
-    NoiseShare,
-    RoundNoise,
-    SeededDraws,
-    SystemDraws,
-    UniformDraws,
-    next_bound,
-)
+from manyhands.strategies.federated import privacy_noise
+from manyhands.strategies.federated.privacy_noise import LEAST_STEPS, TAIL, ClipRule, RoundNoise, UniformDraws
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategy import check_choice
@@ -42,7 +34,6 @@ __all__ = [
     "FIXED",
     "SERVER",
     "SYSTEM",
-    "PrivacyBudget",
     "PrivacyTerms",
     "PrivateRounds",
     "RoundKind",
@@ -108,46 +99,31 @@ def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
 def most_rounds(
     kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
 ) -> int:
-    def is_within(rounds: int) -> bool:
+    def exceeds(rounds: int) -> bool:
         played = dict(before or {})
         played[kind] = played.get(kind, 0) + rounds
-        return epsilon_of(played, delta) <= epsilon
+        return epsilon_of(played, delta) > epsilon
 
-    if not is_within(1):
-        return 0
-    low, high = 1, 2
-    while high < _ENDLESS and is_within(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_within(middle) else (low, middle)
-    return low
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrivacyBudget:
-    """The privacy promise: the largest epsilon (0: unlimited) at this delta."""
-
-    epsilon: float
-    delta: float
+    return bisect_left(range(1, _ENDLESS), True, key=exceeds)
 
 
 class Spending:
-    """Counts rounds of one kind, after those of others that a resumed run has behind it.
+    """Counts rounds of one kind, after those of others of a resumed run; each of `clients` by itself, with 0 all alike.
 
-    Each of so many `clients` is counted by itself; with 0, all alike.
+    The budget is the largest `epsilon` (0: unlimited) at this `delta`.
     """
 
-    def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
-        self._kind, self._budget = kind, budget
+    def __init__(self, kind: RoundKind, *, epsilon: float, delta: float, clients: int = 0) -> None:
+        self._kind, self._epsilon, self._delta = kind, epsilon, delta
         self._apart = clients > 0
         self._rounds = np.zeros(max(1, clients), dtype=np.int64)
         self._before: dict[RoundKind, int] = {}
         self.most_rounds = self._allowed()  # by the budget; None: there is none
 
     def _allowed(self) -> int | None:
-        epsilon, delta = self._budget.epsilon, self._budget.delta
-        return most_rounds(self._kind, epsilon, delta, self._before) if epsilon else None
+        if not self._epsilon:
+            return None
+        return most_rounds(self._kind, self._epsilon, self._delta, self._before)
 
     @property
     def rounds(self) -> int:
@@ -157,14 +133,13 @@ class Spending:
         self._rounds[list(chosen) if self._apart else 0] += 1
 
     def affords(self, chosen: Sequence[int]) -> bool:
-        asked = self._rounds[list(chosen)] if self._apart else self._rounds
-        return self.most_rounds is None or bool((asked < self.most_rounds).all())
+        rounds = self._rounds[list(chosen)] if self._apart else self._rounds
+        return self.most_rounds is None or bool((rounds < self.most_rounds).all())
 
     def why_over(self) -> str:
-        budget = self._budget
         next_one = "the next round would bring a client to" if self._apart else "another one would make it"
         return (
-            f"the privacy budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent: {self.summary()}, "
+            f"the privacy budget of epsilon={self._epsilon:g} at delta={self._delta:g} is spent: {self.summary()}, "
             f"and {next_one} {self.epsilon_after(1):.4g}"
         )
 
@@ -196,20 +171,16 @@ class Spending:
     def epsilon_after(self, more: int) -> float:
         played = dict(self._before)
         played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
-        return epsilon_of(played, self._budget.delta)
+        return epsilon_of(played, self._delta)
 
 
 # A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far. A
 # setting that promises less than a reader thinks is rejected.
 
-_LEAST_NOISE: Final = 1e-3
-_MOST_NOISE: Final = 1e6
-SERVER: Final = "server"
-CLIENTS: Final = "clients"
-FIXED: Final = "fixed"
-POISSON: Final = "poisson"
-SYSTEM: Final = "system"
-SEED: Final = "seed"
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
+SERVER, CLIENTS = "server", "clients"
+FIXED, POISSON = "fixed", "poisson"
+SYSTEM, SEED = "system", "seed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,13 +208,14 @@ class PrivacyTerms:
             )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
-            for name, default in (
-                ("epsilon", 0.0),
-                ("delta", 0.0),
-                ("noise_by", SERVER),
-                ("sampling", FIXED),
-                ("randomness", SYSTEM),
-            ):
+            usual = {
+                "epsilon": 0.0,
+                "delta": 0.0,
+                "noise_by": SERVER,
+                "sampling": FIXED,
+                "randomness": SYSTEM,
+            }
+            for name, default in usual.items():
                 if (value := getattr(self, name)) != default:
                     shown = f"{value:g}" if isinstance(value, float) else value
                     raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")
@@ -290,7 +262,7 @@ class PrivacyTerms:
 
     def round_noise(self, cohort: float, bound: float) -> RoundNoise:
         adapts = self.rule is not None and self.rule.quantile is not None
-        return RoundNoise(share=NoiseShare.of(self.noise, cohort, adapts=adapts), bound=bound, adapts=adapts)
+        return RoundNoise.of(self.noise, cohort, bound=bound, adapts=adapts)
 
     def limits(self, per_round: int, fixed: FixedPoint | None) -> tuple[float, float]:
         """Between which the clip's bound must stay: with a secure sum it has a smallest step and a largest number."""
@@ -298,8 +270,9 @@ class PrivacyTerms:
             return 0.0, math.inf
         if self.noise == 0 or self.noise_by == SERVER:
             return fixed.step, fixed.clip
-        noise = self.round_noise(float(per_round), 1.0)
-        return noise.bounds_for(fixed.step, fixed.clip, fewest_clients(per_round))
+        # Clients add noise: it takes enough steps, and capacity for its tail.
+        share = self.round_noise(float(per_round), 1.0).update / math.sqrt(fewest_clients(per_round))
+        return LEAST_STEPS * fixed.step / share, fixed.clip / (1.0 + TAIL * share)
 
     def check_clients(self, clients: int, per_round: int, fixed: FixedPoint | None) -> None:
         """UserError where the promise is void for so many clients, or the fixed point cannot hold the noise."""
@@ -347,9 +320,9 @@ class PrivateRounds:
         self.cohort: Final = terms.fraction * clients if self.draws_itself else float(per_round)
         self.fewest: Final = fewest_clients(per_round)
         kind = RoundKind(noise=terms.noise, probability=terms.fraction if self.draws_itself else 1.0)
-        budget = PrivacyBudget(epsilon=terms.epsilon, delta=terms.delta)
-        spending = Spending(kind, budget, clients if terms.secure else 0) if terms.noise else None
-        self.spending: Final = spending
+        counted = clients if terms.secure else 0
+        budget = {"epsilon": terms.epsilon, "delta": terms.delta}
+        self.spending: Final = Spending(kind, **budget, clients=counted) if terms.noise else None
         self.step: Final = fixed.step if fixed is not None else 0.0  # of the fixed-point encoding
 
     @property
@@ -360,7 +333,7 @@ class PrivateRounds:
         """Collective: who takes part in round `number`, each client by a draw of its own that worker 0 makes."""
         taken = torch.zeros(self._clients, dtype=torch.float64)
         if rank == 0:
-            drawn = self._draws(number, _SELECTING).uniform(self._clients)
+            drawn = self._draws(number, _SELECTING)(self._clients)
             taken += torch.from_numpy((drawn <= self._terms.fraction).astype(float))
         return [int(one) for one in total(taken).nonzero().flatten()]
 
@@ -372,12 +345,14 @@ class PrivateRounds:
         return self._draws(number, _SERVER) if client is None else self._draws(number, _CLIENT, client)
 
     def _draws(self, *numbers: int) -> UniformDraws:
-        return SeededDraws(self._seed, *numbers) if self._terms.randomness == SEED else SystemDraws()
+        if self._terms.randomness == SEED:
+            return privacy_noise.seeded_draws(self._seed, *numbers)
+        return privacy_noise.system_draws
 
     def follow(self, within: float) -> None:
         """Set the next round's bound, by the share of updates that were within this one's."""
         if self._quantile is not None:
-            self.bound = self._allowed(next_bound(self.bound, self._quantile, within))
+            self.bound = self._allowed(privacy_noise.next_bound(self.bound, self._quantile, within))
 
     def _allowed(self, bound: float) -> float:
         return min(max(bound, self._least), self._most)

@@ -136,8 +136,7 @@ class RefuseReport:
     client: int
     attempt: int
     why: str
-    repeated: bool = False
-    """Whether it is in the sum already, just as it came now: its sender did not get the answer."""
+    repeated: bool = False  # whether it is in the sum already: its sender did not get the answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +146,9 @@ class CloseRound:
     attempt: int
     number: int
     counted: tuple[int, ...]  # whose updates are in it
-    rejected: tuple[int, ...] = ()
-    """Whose updates are to be left out of it, since their norms are too large beside the others'."""
+    rejected: tuple[
+        int, ...
+    ] = ()  # whose are to be left out, since their norms are too large beside the others'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,12 +191,10 @@ class RoundTerms:
     minimum: int = 1  # reports without which it is abandoned at its deadline
     over: float = 1.3  # how many times as many clients are asked as are needed
     deadline_s: float = 600.0  # how long a round waits for reports
-    select_s: float = 30.0
-    """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
+    select_s: float = 30.0  # how long for all it would ask, before it begins with those there, if enough
     present_s: float = 60.0  # how long a client counts as present after its last request
     patience_s: float = math.inf  # after how long without a round that counts the server gives up
-    norm_ratio: float = 0.0
-    """How many times the median of a round's norms an update may have (client_updates.py); 0: any."""
+    norm_ratio: float = 0.0  # how many times the median of a round's norms an update may have; 0: any
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -229,16 +227,13 @@ class RoundState:
     attempt: int = 0  # rounds that were begun; the number of the newest, from 1
     abandoned: int = 0  # how many of them were given up
     now_s: float = 0.0  # the latest time of any event since the server's last start
-    since_s: float = 0.0
-    """When the phase began; while clients are selected, when enough for a round were there."""
+    since_s: float = 0.0  # when the phase began; in selection, when enough for a round were there
     counted_s: float = 0.0  # when the last round counted, or the server was started
-    present: Mapping[int, float] = field(default_factory=dict)  # when each client was heard of last
+    present: Mapping[int, float] = field(default_factory=dict)  # when each client was last seen
     asked: tuple[int, ...] = ()  # the clients asked in the current attempt, ascending
     gone: tuple[int, ...] = ()  # those of them who will not report
-    reported: Mapping[int, str] = field(default_factory=dict)
-    """Those who have, and the digest of their report."""
-    norms: Mapping[int, float] = field(default_factory=dict)
-    """Norms of the reported updates, where single updates are seen."""
+    reported: Mapping[int, str] = field(default_factory=dict)  # those who have, and their digests
+    norms: Mapping[int, float] = field(default_factory=dict)  # of single updates, where they are seen
     rejected: int = 0  # updates of all rounds so far that did not count because of their norms
 
     @property
@@ -306,9 +301,8 @@ def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseR
     why, repeated = "", False
     # The attempt number never repeats, so a report of an earlier attempt cannot count in a later one.
     if event.attempt != state.attempt or state.phase is not RoundPhase.REPORTING:
-        why = f"the report is of attempt {event.attempt}, which has ended"
-        if event.attempt > state.attempt:
-            why = f"there was no attempt {event.attempt} yet"
+        ended = f"the report is of attempt {event.attempt}, which has ended"
+        why = ended if event.attempt <= state.attempt else f"there was no attempt {event.attempt} yet"
     elif event.client in state.reported:
         repeated = state.reported[event.client] == event.digest
         why = f"client {event.client} has reported already in attempt {event.attempt}"
@@ -316,9 +310,8 @@ def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseR
         why = f"client {event.client} is not asked in attempt {event.attempt}"
     elif _is_late(terms, state):
         why = f"the deadline of attempt {event.attempt} has passed"
-    if not why:
-        return None
-    return RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
+    refusal = RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
+    return refusal if why else None
 
 
 def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
@@ -333,17 +326,12 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
             state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
-            return _abandon(
-                state, f"{count} of {len(state.asked)} clients have reported, and it takes {terms.minimum}"
-            )
+            came = f"{count} of {len(state.asked)} clients have reported"
+            return _abandon(state, f"{came}, and it takes {terms.minimum}")
         return state, ()
     if state.now_s - state.counted_s >= terms.patience_s:
         why = f"no round has counted for {terms.patience_s:g} s"
         return replace(state, phase=RoundPhase.GIVEN_UP), (EndRounds(complete=False, why=why),)
-    return _select(terms, state)
-
-
-def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
     there = sorted(client for client, at_s in state.present.items() if state.now_s - at_s < terms.present_s)
     if len(there) < terms.minimum:
         return replace(state, since_s=state.now_s), ()
@@ -352,9 +340,9 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
     drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
     asked = tuple(there[place] for place in drawn)
     # A new attempt number, also when the round is the same: reports of the abandoned attempt stay invalid.
-    phase, attempt = RoundPhase.REPORTING, state.attempt + 1
-    begun = replace(_between(state), phase=phase, attempt=attempt, asked=asked)
-    return begun, (BeginRound(attempt=begun.attempt, number=begun.done, asked=asked),)
+    attempt = state.attempt + 1
+    begun = replace(_between(state), phase=RoundPhase.REPORTING, attempt=attempt, asked=asked)
+    return begun, (BeginRound(attempt=attempt, number=begun.done, asked=asked),)
 
 
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
@@ -368,11 +356,11 @@ def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
     state = replace(state, rejected=state.rejected + len(rejected))
     if len(counted) < terms.minimum:
         whose = described_norms({client: state.norms[client] for client in rejected})
-        return _abandon(
-            state,
+        why = (
             f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
-            f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}",
+            f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}"
         )
+        return _abandon(state, why)
     # `done` grows here alone, together with the decision that saves the model: no round counts twice.
     closed = CloseRound(attempt=state.attempt, number=state.done, counted=counted, rejected=rejected)
     after = replace(_between(state), done=state.done + 1, counted_s=state.now_s)

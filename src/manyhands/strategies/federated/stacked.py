@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,61 +25,51 @@ from manyhands.data.randomness import mix
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_data import Batches, Samples, apart
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, Tensors
 from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
 from manyhands.task import Task
 
 __all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
 
-Gradients = Callable[[Sequence[Tensor], Any], tuple[list[Tensor], Tensor]]
+Indices = NDArray[np.int64]
+Found = tuple[list[Tensor], Tensor]  # gradients, and losses
+Correct = Callable[[int, Tensors, Tensors], None]
+ITEM_BY_ITEM: Final = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
+"""Optimizers that do to an item of a parameter what depends on this item alone."""
+_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WORTH: Final = 20  # times that a shape has been computed before a graph of it is made
 _GRAPHS: Final = 8  # at most: each keeps its own memory
 _WARM_UP: Final = 3  # runs before a capture, in which libraries choose their kernels
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    indices: Tensor
-    gradients: list[Tensor]
-    losses: Tensor
-
-    def replay(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
-        host = torch.from_numpy(np.ascontiguousarray(indices.reshape(-1))).pin_memory()
-        self.indices.copy_(host, non_blocking=True)
-        self.graph.replay()
-        return self.gradients, self.losses
-
-
 class ReplayedGradients:
     """Gradients of the first rows of `stacks`, from samples on the GPU; a shape that comes often has a graph."""
 
-    def __init__(self, gradients: Gradients, samples: Samples, stacks: Sequence[Tensor]) -> None:
+    def __init__(self, gradients: Callable[[Tensors, Any], Found], samples: Samples, stacks: Tensors) -> None:
         self._gradients, self._samples, self._stacks = gradients, samples, stacks
-        self._seen: dict[tuple[int, ...], int] = {}
-        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._graphs: dict[tuple[int, ...], Callable[[Indices], Found]] = {}
         self.refused = ""  # why no graph could be made, where that was tried
 
-    def __call__(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
+    def __call__(self, indices: Indices) -> Found:
         """For samples (clients, batch) of the first so many clients; valid until the next call."""
         shape = indices.shape
-        if shape in self._captured:
-            return self._captured[shape].replay(indices)
-        self._seen[shape] = self._seen.get(shape, 0) + 1
-        if self._seen[shape] > _WORTH and len(self._captured) < _GRAPHS and not self.refused:
+        self._counts[shape] = self._counts.get(shape, 0) + 1
+        often = self._counts[shape] > _WORTH and len(self._graphs) < _GRAPHS
+        if often and shape not in self._graphs and not self.refused:
             try:
-                self._captured[shape] = self._capture(shape)
+                self._graphs[shape] = self._capture(shape)
             except RuntimeError as error:  # a graph cannot hold every loss; it is then launched as before
                 self.refused = str(error).split("\n", 1)[0]
-            else:
-                return self._captured[shape].replay(indices)
+        if shape in self._graphs:
+            return self._graphs[shape](indices)
         return self._compute(torch.from_numpy(np.ascontiguousarray(indices)).to(self._stacks[0].device))
 
-    def _compute(self, indices: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _compute(self, indices: Tensor) -> Found:
         batch = apart(self._samples.gather(indices.reshape(-1)), indices.shape)
         return self._gradients([stack[: len(indices)] for stack in self._stacks], batch)
 
-    def _capture(self, shape: tuple[int, ...]) -> _Captured:
+    def _capture(self, shape: tuple[int, ...]) -> Callable[[Indices], Found]:
         indices = torch.zeros(int(np.prod(shape)), dtype=torch.int64, device=self._stacks[0].device)
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
@@ -90,34 +79,23 @@ class ReplayedGradients:
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            gradients, losses = self._compute(indices.view(shape))
-        return _Captured(graph, indices, gradients, losses)
+            found = self._compute(indices.view(shape))
+
+        def replay(wanted: Indices) -> Found:
+            host = torch.from_numpy(np.ascontiguousarray(wanted.reshape(-1))).pin_memory()
+            indices.copy_(host, non_blocking=True)
+            graph.replay()
+            return found
+
+        return replay
 
 
-Indices = NDArray[np.int64]
-Correct = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
-ITEM_BY_ITEM: Final = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
-"""Optimizers that do to an item of a parameter what depends on this item alone."""
-_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_Parts = Sequence[tuple[Indices, Indices]]  # positions (clients,) and samples (clients, batch)
+_Work = tuple[ClientAssignment, list[Indices]]  # and the client's batches in order
 
 
-@dataclass(frozen=True, slots=True)
-class StackedStep:
-    """One step of the first `active` clients: for each size of batch, which of them, and their samples."""
-
-    active: int
-    parts: Sequence[tuple[Indices, Indices]]  # positions (clients,) and samples (clients, batch)
-
-
-class _Work(NamedTuple):
-    """A client's assignment, and its batches in order."""
-
-    given: ClientAssignment
-    batches: list[Indices]
-    client: int
-
-
-def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
+def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[tuple[int, _Parts]]:
+    """Each step: how many clients are active, the first so many; for each size of batch, which, and their samples."""
     counts = [len(own) for own in batches_of]
     assert counts == sorted(counts, reverse=True), "clients with more steps come first"
     for number in range(counts[0] if counts else 0):
@@ -125,11 +103,13 @@ def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
         by_size: dict[int, list[int]] = {}
         for position in range(active):
             by_size.setdefault(len(batches_of[position][number]), []).append(position)
-        parts = [
-            (np.array(positions), np.stack([batches_of[position][number] for position in positions]))
-            for positions in by_size.values()
-        ]
-        yield StackedStep(active, parts)
+        yield (
+            active,
+            [
+                (np.array(positions), np.stack([batches_of[position][number] for position in positions]))
+                for positions in by_size.values()
+            ],
+        )
 
 
 class _LossOfBatch(nn.Module):
@@ -146,10 +126,7 @@ class _LossOfBatch(nn.Module):
 
 
 class StackedGradients:
-    """Gradient and loss of each of several clients, on its own batch with its own parameters.
-
-    Tensors come in the order of `held`: the model's parameters, then its floating-point buffers.
-    """
+    """Gradient and loss of each of several clients, on its own batch with its own tensors, in the order of `held`."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         loss = _LossOfBatch(task, model)
@@ -164,7 +141,7 @@ class StackedGradients:
 
         self._gradients = vmap(grad_and_value(loss_of), randomness="error")
 
-    def __call__(self, stacked: Sequence[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
+    def __call__(self, stacked: Tensors, batch: Any) -> Found:
         """For tensors (clients, …), a batch (clients, samples, …): gradients of what is trained, losses (clients,)."""
         trained = {self._names[one]: stacked[one] for one in self.trained}
         named = zip(self._names, stacked, strict=True)
@@ -218,37 +195,38 @@ class StackedTrainer:
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
         works = [
-            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)), one.client)
+            (one, list(batches(self._work, one.samples, self._seed, one.number, one.client)))
             for one in assigned
         ]
-        works.sort(key=lambda work: -len(work.batches))
-        begun = [algorithm.begin(work.client, work.given.weights) for work in works]
-        starts = [algorithm.layers.put(work.client, own) for work, own in zip(works, begun, strict=True)]
+        works.sort(key=lambda work: -len(work[1]))
+        starts = [
+            algorithm.layers.put(one.client, algorithm.begin(one.client, one.weights)) for one, _ in works
+        ]
         losses = self._run(works, starts, like, algorithm.correct if algorithm.corrects else None)
         updates = {}
-        for position, (work, start) in enumerate(zip(works, starts, strict=True)):
-            steps = len(work.batches)
+        for position, ((one, own), start) in enumerate(zip(works, starts, strict=True)):
+            steps = len(own)
             with torch.no_grad():
-                change = algorithm.reported(work.client, start, self._row(position, start), steps)
-            updates[work.client] = ClientUpdate(
-                client=work.client,
+                change = algorithm.reported(one.client, start, self._row(position, start), steps)
+            updates[one.client] = ClientUpdate(
+                client=one.client,
                 change=change,
-                samples=len(work.given.samples),
+                samples=len(one.samples),
                 steps=steps,
                 loss=losses[position] / max(1, steps),
-                staleness=work.given.staleness,
+                staleness=one.staleness,
             )
         if algorithm.trains_personal:
-            near = [work.given.weights for work in works]
-            starts = [algorithm.personal(work.client, work.given.weights) for work in works]
+            near = [one.weights for one, _ in works]
+            starts = [algorithm.personal(one.client, one.weights) for one, _ in works]
             self._run(works, starts, like, algorithm.correct_personal, near)
-            for position, (work, start) in enumerate(zip(works, starts, strict=True)):
+            for position, ((one, _), start) in enumerate(zip(works, starts, strict=True)):
                 with torch.no_grad():
-                    algorithm.keep_personal(work.client, self._row(position, start))
+                    algorithm.keep_personal(one.client, self._row(position, start))
         for one in assigned:
             yield updates[one.client]
 
-    def _row(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
+    def _row(self, position: int, start: Tensors) -> list[Tensor]:
         tensors = list(start)
         for one in self._trained:
             tensors[one] = self._stacks[one][position]
@@ -257,40 +235,40 @@ class StackedTrainer:
     def _run(
         self,
         works: Sequence[_Work],
-        starts: Sequence[Sequence[Tensor]],
+        starts: Sequence[Tensors],
         like: Optimizer,
         correct: Correct | None,
-        near: Sequence[Sequence[Tensor]] | None = None,
+        near: Sequence[Tensors] | None = None,
     ) -> list[float]:
-        """All steps of these clients, from these tensors; the sum of each one's losses.
-
-        Gradients are corrected by those in `near`, or by these.
-        """
+        """All steps of these clients; the sums of their losses. Gradients are corrected by `near`, or by `starts`."""
         self._begin(starts, like)
-        active = len(works)
-        steps = list(steps_of([work.batches for work in works]))
-        wanted = [indices for step in steps for _, indices in step.parts]
-        seed = mix(self._seed, works[0].given.number, works[0].client)
-        self._coming = self.samples.each(Batches(wanted, seed))
-        for step in steps:
-            if step.active < active:
-                active = self._shrink(step.active)
+        steps = list(steps_of([own for _, own in works]))
+        wanted = [indices for _, parts in steps for _, indices in parts]
+        first, _ = works[0]
+        self._coming = self.samples.each(Batches(wanted, mix(self._seed, first.number, first.client)))
+        for active, parts in steps:
+            if active < len(self._rows[0]):
+                self._shrink(active)
             with plain_products(self._model):
-                gradients, losses = self._computed(step)
+                gradients, losses = self._computed(active, parts)
             with torch.no_grad():
-                self._losses[: step.active] += losses
+                self._losses[:active] += losses
                 for row, gradient in zip(self._rows, gradients, strict=True):
                     row.grad = gradient
-                if correct is not None:
-                    for position, work in enumerate(works[: step.active]):
-                        parameters = self._parameters_of(position, starts[position])
-                        correct(work.client, parameters, (near or starts)[position])
+                for position, (one, _) in enumerate(works[:active]):
+                    if correct is None:
+                        break
+                    parameters = list(starts[position][: self._parameters])
+                    for row, gradient, number in zip(self._rows, gradients, self._trained, strict=True):
+                        parameters[number] = row[position].detach()  # what is not trained has no gradient
+                        parameters[number].grad = gradient[position]
+                    correct(one.client, parameters, (near or starts)[position])
                 self._clip(gradients)
                 self._optimizer.step()
         return self._losses.tolist()
 
     @torch.no_grad()
-    def _begin(self, starts: Sequence[Sequence[Tensor]], like: Optimizer) -> None:
+    def _begin(self, starts: Sequence[Tensors], like: Optimizer) -> None:
         count = len(starts)
         if not self._stacks:
             self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
@@ -309,7 +287,7 @@ class StackedTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
             group["params"] = [self._rows[place] for place in places]
 
-    def _shrink(self, active: int) -> int:
+    def _shrink(self, active: int) -> None:
         smaller = [self._stacks[one][:active] for one in self._trained]
         state = self._optimizer.state
         for before, after in zip(self._rows, smaller, strict=True):
@@ -324,18 +302,16 @@ class StackedTrainer:
         self._rows = smaller
         for group, places in zip(self._optimizer.param_groups, self._places, strict=True):
             group["params"] = [smaller[place] for place in places]
-        return active
 
-    def _computed(self, step: StackedStep) -> tuple[list[Tensor], Tensor]:
-        if len(step.parts) == 1:
-            [(_, indices)] = step.parts
+    def _computed(self, active: int, parts: _Parts) -> Found:
+        if len(parts) == 1:
+            [(_, indices)] = parts
             if self._replayed is not None:
                 return self._replayed(indices)
-            stacks = [stack[: step.active] for stack in self._stacks]
-            return self._gradients(stacks, self._next_apart(indices))
+            return self._gradients([stack[:active] for stack in self._stacks], self._next_apart(indices))
         gradients = [torch.empty_like(row) for row in self._rows]
-        losses = self._losses.new_empty(step.active)
-        for positions, indices in step.parts:
+        losses = self._losses.new_empty(active)
+        for positions, indices in parts:
             where = torch.from_numpy(positions).to(self._device)
             stacks = [stack[where] for stack in self._stacks]
             found, lost = self._gradients(stacks, self._next_apart(indices))
@@ -344,20 +320,12 @@ class StackedTrainer:
             losses[where] = lost.to(losses.dtype)
         return gradients, losses
 
-    def _next_apart(self, indices: NDArray[np.int64]) -> Any:
-        if self.samples.resident:  # some steps may be replayed without a batch
-            return self.samples.fetch_apart(indices)
-        return apart(next(self._coming), indices.shape)
+    def _next_apart(self, indices: Indices) -> Any:
+        resident = self.samples.resident  # some steps may be replayed without a batch
+        batch = self.samples.fetch(indices.reshape(-1)) if resident else next(self._coming)
+        return apart(batch, indices.shape)
 
-    def _parameters_of(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
-        parameters = list(start[: self._parameters])  # what is not trained has no gradient
-        for row, one in zip(self._rows, self._trained, strict=True):
-            assert row.grad is not None, "gradients come before they are corrected"
-            parameters[one] = row[position].detach()
-            parameters[one].grad = row.grad[position]
-        return parameters
-
-    def _clip(self, gradients: Sequence[Tensor]) -> None:
+    def _clip(self, gradients: Tensors) -> None:
         task = self._task
         if task.clip_norm is not None:
             norms = [torch.linalg.vector_norm(one.flatten(1), dim=1) for one in gradients]

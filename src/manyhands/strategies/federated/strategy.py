@@ -30,7 +30,7 @@ from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedP
 from manyhands.strategy import Strategy, integer, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "Tuning"]
+__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "tuning_epochs"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
@@ -75,27 +75,17 @@ def _named_federated() -> Iterator[None]:
         raise UserError(f"federated {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Fine-tuning settings: for how many epochs each client trains on its samples."""
-
-    epochs: int
-
-    @classmethod
-    def parse(cls, text: str) -> Tuning | None:
-        """Read `finetune:2`, or `finetune` for one epoch; None for `none`; UserError for anything else."""
-        if text == _NOTHING_PERSONAL:
-            return None
-        word, colon, number = text.partition(":")
-        if word != FINE_TUNE:
-            raise UserError(f"personal={text}: unknown; {nearest(word, [FINE_TUNE, _NOTHING_PERSONAL])}")
-        if not colon:
-            return cls(1)
-        if not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
-            raise UserError(
-                f"personal={text}: {number!r} is no number of epochs; write {FINE_TUNE}:1 or more"
-            )
-        return cls(int(number))
+def tuning_epochs(personal: str) -> int:
+    """Of `finetune:2`, or `finetune` for one epoch; 0 for `none`; UserError for anything else."""
+    if personal == _NOTHING_PERSONAL:
+        return 0
+    word, colon, number = personal.partition(":")
+    if word != FINE_TUNE:
+        raise UserError(f"personal={personal}: unknown; {nearest(word, [FINE_TUNE, _NOTHING_PERSONAL])}")
+    if colon and not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
+        why = f"personal={personal}: {number!r} is not a number of epochs; write {FINE_TUNE}:1 or more"
+        raise UserError(why)
+    return int(number or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,23 +216,20 @@ class Federated(Strategy):
 
     def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
         with _named_federated():
-            tuning = Tuning.parse(self.personal)
+            tunes = tuning_epochs(self.personal) > 0
         if not 0 <= self.held_out < 1:
             raise UserError(f"federated held_out={self.held_out:g}: must be a number from 0 to below 1")
-        if tuning is not None and algorithm.trains_personal:
+        if tunes and algorithm.trains_personal:
             raise UserError(
                 f"federated personal={self.personal}: not with algorithm={self.algorithm}: each client has a model of "
                 "its own already; leave one of the two out"
             )
-        for name, value, asked in (
-            ("personal", self.personal, tuning is not None),
-            ("held_out", f"{self.held_out:g}", self.held_out > 0),
-        ):
-            if asked and self.noise:
-                raise UserError(
-                    f"federated {name}={value}: with noise nothing is reported of single clients, so that nobody would "
-                    "see what comes of it; leave one of the two out"
-                )
+        if self.noise and (tunes or self.held_out):
+            given = f"personal={self.personal}" if tunes else f"held_out={self.held_out:g}"
+            raise UserError(
+                f"federated {given}: with noise nothing is reported of single clients, so that nobody would see what "
+                "comes of it; leave one of the two out"
+            )
 
     def _check_secure(self, algorithm: FederatedAlgorithm) -> None:
         if not self.secure:
@@ -354,10 +341,8 @@ class Federated(Strategy):
         if algorithm.keeps_versions:
             besides += self.per_round(self.clients) * model.weights
             what += ", and the models that clients began with"
-        if algorithm.single_updates:
-            besides += (
-                3 * self.per_round(self.clients) * model.weights
-            )  # as they are, and in double precision
+        if algorithm.single_updates:  # as they are, and in double precision
+            besides += 3 * self.per_round(self.clients) * model.weights
             what += ", and every update"
         if self.secure:
             asked = min(self.clients, math.ceil(self.per_round(self.clients) * self.over))

@@ -9,8 +9,8 @@ from torch import nn
 
 from manyhands.data.own import Parties
 from manyhands.engine.exchange import Exchange
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
@@ -22,7 +22,7 @@ from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.strategies.federated.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.simulation import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 
@@ -42,9 +42,8 @@ class FederatedTraining(ExchangeTraining):
             ("sparse", bool(task.sparse)),
         ):
             if wanted:
-                raise UserError(
-                    f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
-                )
+                why = f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
+                raise UserError(why)
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.engine.exchange import Traffic
 from manyhands.errors import NonFinite
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import (
@@ -21,24 +20,17 @@ from manyhands.strategies.federated.client_updates import (
     RoundPlace,
     RoundTally,
     TallySum,
-    WeighedUpdate,
+    Tensors,
     norm_class,
     shaped,
 )
 from manyhands.strategies.federated.privacy_noise import clipped
 from manyhands.strategies.federated.private_rounds import PrivateRounds
-from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words, sum_of, words_of
-from manyhands.strategies.federated.secure.primitives import (
-    Draw,
-    public_identity,
-)
-from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
-from manyhands.strategies.federated.secure.secure_protocol import (
-    RoundAbandoned,
-    SecureClient,
-    SecureServer,
-    SecureStage,
-)
+from manyhands.strategies.federated.secure import secure_protocol as protocol
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words, sum_of, words_of
+from manyhands.strategies.federated.secure.primitives import Draw, public_identity
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms
+from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
 __all__ = ["SecureTally", "hash_of", "tally_for"]
@@ -50,13 +42,13 @@ def tally_for(
     strategy: Federated,
     algorithm: FederatedAlgorithm,
     place: RoundPlace,
-    weights: Sequence[Tensor],
-    like: Sequence[Tensor],
+    weights: Tensors,
+    like: Tensors,
     private: PrivateRounds | None = None,
 ) -> RoundTally:
     """What collects updates of tensors like these in a round, whose clients each worker asks in the same order."""
 
-    def summing(like: Sequence[Tensor]) -> RoundTally:
+    def summing(like: Tensors) -> RoundTally:
         if strategy.secure:
             return SecureTally(strategy.fixed_point, place.clients, weights, number=place.number, like=like)
         if algorithm.single_updates:
@@ -69,72 +61,63 @@ def tally_for(
 class PlainTally:
     """Sums updates in double precision, so that it hardly matters which worker simulated which client."""
 
-    def __init__(self, total: Total, like: Sequence[Tensor], *, by_norm: bool = True) -> None:
+    def __init__(self, total: Total, like: Tensors, *, by_norm: bool = True) -> None:
         self._total = total
         self._sums = ClassSums(like, by_norm=by_norm)
-        self._sent = Traffic()
+        self._messages, self._num_bytes = 0, 0
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
+        self._messages += 1
+        self._num_bytes += update.num_bytes
         self._sums.add(update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
         mine = self._sums.total(largest)
         words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
         found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
-        sums, weight, loss = shaped(found[:-2], mine.sums), float(found[-2]), float(found[-1])
-        return TallySum(sums=sums, weight=weight, loss=loss, traffic=self._sent)
+        sums, (weight, loss) = shaped(found[:-2], mine.sums), found[-2:].tolist()
+        sent = self._messages, self._num_bytes
+        return TallySum(sums=sums, weight=weight, loss=loss, messages_sent=sent[0], bytes_sent=sent[1])
 
 
 class KeptTally:
     """Keeps every update: each worker gets all, in the order of the round's clients."""
 
-    def __init__(self, total: Total, clients: Sequence[int], like: Sequence[Tensor]) -> None:
+    def __init__(self, total: Total, clients: Sequence[int], like: Tensors) -> None:
         self._total, self._clients, self._like = total, clients, like
         self._mine: dict[int, tuple[ClientUpdate, float]] = {}
-        self._sent = Traffic()
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
         self._mine[update.client] = (update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        if largest is not None:
-            counted = [one for one, (update, _) in self._mine.items() if norm_class(update.norm) <= largest]
-            self._mine = {client: self._mine[client] for client in counted}
-        items = sum(one.numel() for one in self._like)
-        found: list[WeighedUpdate] = []
-        weight, loss = 0.0, 0.0
+        found = TallySum(sums=[torch.zeros_like(one, dtype=torch.float64) for one in self._like])
+        found.messages_sent = len(self._mine)
+        found.bytes_sent = sum(update.num_bytes for update, _ in self._mine.values())
+        items, updates = sum(one.numel() for one in self._like), list[Tensors]()
         for client in self._clients:
             flat = torch.zeros(items + 2, dtype=torch.float64)
-            if client in self._mine:
-                update, mine = self._mine[client]
+            update, mine = self._mine.get(client, (None, 0.0))
+            if update is not None and (largest is None or norm_class(update.norm) <= largest):
                 change = [one.detach().flatten().to("cpu", torch.float64) for one in update.change]
                 flat = torch.cat([*change, torch.tensor([mine, mine * update.loss], dtype=torch.float64)])
             flat = self._total(flat)
-            if not float(flat[-2]):
+            weight, loss = flat[-2:].tolist()
+            if not weight:
                 continue  # its update was not finite, or its norm too large
             pieces = zip(shaped(flat[:-2], self._like), self._like, strict=True)
-            whole = [one.to(like.dtype) for one, like in pieces]
-            found.append(WeighedUpdate(client=client, change=whole, weight=float(flat[-2])))
-            weight, loss = weight + float(flat[-2]), loss + float(flat[-1])
-        sums = [torch.zeros_like(one, dtype=torch.float64) for one in self._like]
-        for each in found:
-            for total_of, change_of in zip(sums, each.change, strict=True):
-                total_of.add_(change_of, alpha=each.weight)
-        missing, traffic = len(self._clients) - len(found), self._sent
-        return TallySum(sums=sums, weight=weight, loss=loss, traffic=traffic, updates=found, missing=missing)
+            updates.append([one.to(like.dtype) for one, like in pieces])
+            for total_of, change_of in zip(found.sums, updates[-1], strict=True):
+                total_of.add_(change_of, alpha=weight)
+            found.weight, found.loss = found.weight + weight, found.loss + loss
+        return replace(found, updates=updates, missing=len(self._clients) - len(updates))
 
 
 class PrivateTally:
     """The tally of one round of a private run."""
 
     def __init__(
-        self,
-        inside: Callable[[Sequence[Tensor]], RoundTally],
-        rounds: PrivateRounds,
-        like: Sequence[Tensor],
-        place: RoundPlace,
+        self, inside: Callable[[Tensors], RoundTally], rounds: PrivateRounds, like: Tensors, place: RoundPlace
     ) -> None:
         self._rounds, self._like, self._place = rounds, like, place
         self._noise = rounds.noise
@@ -168,8 +151,9 @@ class PrivateTally:
             row = place.total(row)
         if self._noise.adapts:
             rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
-        sums = shaped(row[: self._items], self._like)
-        return TallySum(sums=sums, weight=rounds.cohort, loss=math.nan, traffic=found.traffic)
+        return replace(
+            found, sums=shaped(row[: self._items], self._like), weight=rounds.cohort, loss=math.nan
+        )
 
 
 _NO_WORDS: Words = np.empty(0, np.uint64)  # of a client that leaves before it masks
@@ -195,15 +179,13 @@ def play_round(
     leaves: Mapping[int, SecureStage] | None = None,
     draw: Draw = os.urandom,
 ) -> SecureSum:
-    """The sum of the inputs of all clients that stay; `identities` are their Ed25519 secrets.
-
-    A client leaves at the stage that `leaves` says, before it answers, or before it masks if it has no input.
-    RoundAbandoned where too few are left.
-    """
+    """The sum of the inputs of clients that stay; others leave at the stage in `leaves`, or before they mask."""
     roster = {client: public_identity(secret) for client, secret in identities.items()}
     own = identities.items()
-    clients = {client: SecureClient(client, secret, roster, terms, model, draw) for client, secret in own}
-    server = SecureServer(terms, roster, model)
+    clients = {
+        client: protocol.SecureClient(client, secret, roster, terms, model, draw) for client, secret in own
+    }
+    server = protocol.SecureServer(terms, roster, model)
     going = {client: SecureStage.MASK for client in identities if client not in inputs} | dict(leaves or {})
     sent, received, messages = dict.fromkeys(identities, 0), dict.fromkeys(identities, 0), 0
     inbox: Mapping[int, bytes] = dict.fromkeys(identities, b"")
@@ -218,11 +200,11 @@ def play_round(
             messages += 1
             server.receive(client, answer)
         inbox = server.advance()
-    words, stayed = server.result(), server.survivors
+    words, stayed = server.result(), server.lists.survivors
     return SecureSum(words=words, survivors=stayed, messages=messages, sent=sent, received=received)
 
 
-def hash_of(weights: Sequence[Tensor]) -> bytes:
+def hash_of(weights: Tensors) -> bytes:
     found = hashlib.sha256()
     for one in weights:
         found.update(f"{one.dtype} {tuple(one.shape)};".encode())
@@ -237,21 +219,16 @@ class SecureTally:
         self,
         fixed: FixedPoint,
         clients: Sequence[int],
-        weights: Sequence[Tensor],
+        weights: Tensors,
         *,
         number: int = 0,
-        like: Sequence[Tensor] | None = None,
+        like: Tensors | None = None,
     ) -> None:
-        """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
+        """Of round `number`, from 0, in which clients begin with `weights` and send tensors like `like`."""
         self._fixed, self._number = fixed, number
         self._like = weights if like is None else like
-        self._terms = SecureTerms(  # UserError where that is not safe
-            round_id=os.urandom(32),
-            clients=len(clients),
-            threshold=fewest_clients(len(clients)),
-            length=sum(one.numel() for one in self._like) + LOSS_ITEMS + 1,
-            fixed=fixed,
-        )
+        items = sum(one.numel() for one in self._like)
+        self._terms = SecureTerms.draw(fixed, len(clients), items)  # UserError where that is not safe
         self._model = hash_of(weights)
         self._identities = {client: os.urandom(32) for client in clients}
         self._inputs: dict[int, Words] = {}
@@ -260,15 +237,17 @@ class SecureTally:
         self._inputs[update.client] = words_of(self._fixed, update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """The sum; who was not added has left before it masked. NonFinite if too few have not."""
+        """The sum; a client that was not added has left before it masked. NonFinite if too few are left."""
         del largest  # no norm is seen
         try:
             found = play_round(self._terms, self._identities, self._inputs, self._model)
-        except RoundAbandoned as error:
+        except protocol.RoundAbandoned as error:
             raise NonFinite(
                 f"round {self._number + 1} was abandoned, and the model was not changed: {error}; clients leave "
                 "whose update is not finite"
             ) from error
         flat, loss, weight = sum_of(self._fixed, found.words)
-        traffic = Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values()))
-        return TallySum(sums=shaped(flat, self._like), weight=weight, loss=loss, traffic=traffic)
+        sums, num_bytes = shaped(flat, self._like), sum(found.sent.values())
+        return TallySum(
+            sums=sums, weight=weight, loss=loss, messages_sent=found.messages, bytes_sent=num_bytes
+        )

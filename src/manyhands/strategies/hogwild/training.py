@@ -83,10 +83,7 @@ class HogwildTrainer:
         self._course = Course()
 
     def run(self, start: Loaded | None = None) -> Trained:
-        """Train from `start`, or from scratch, to the last step; raises NonFinite on the worker whose loss broke.
-
-        Removes the tensors from `start`.
-        """
+        """Train from `start`, whose tensors it removes, or from scratch; NonFinite on the worker whose loss broke."""
         with self._computer.loading_ahead():
             return self._run(start)
 
@@ -242,7 +239,6 @@ class HogwildTrainer:
             self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
 
     def _break(self, step: int) -> None:
-        """The loss is not finite: take no step, and set the flag for the others."""
         since = f"an update before step {step + 1}" if self._course.last is not None else ""
         clip = not self._computer.task.clips
         self._cause = diagnose(self._built.model, self._course, since=since, clip=clip)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
@@ -63,15 +63,8 @@ class Local(Strategy):
     def __post_init__(self) -> None:
         check_link(self.link)
         more = "optimizers keep more than matrices of gradients; use allreduce link=tcp"
-        check_codec(
-            self.codec,
-            link=self.link,
-            strategy=self.word,
-            feedback=self.feedback,
-            sends_changes=True,
-            chooses=True,
-            refused={"powersgd": more},
-        )
+        given: Any = {"link": self.link, "strategy": self.word, "feedback": self.feedback}
+        check_codec(self.codec, **given, sends_changes=True, chooses=True, refused={"powersgd": more})
         outer_step(self.outer, 1)  # refuses what it cannot read
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be an integer, 0 or more")
@@ -105,9 +98,8 @@ class Local(Strategy):
 
     @property
     def facts(self) -> Facts:
-        drifts = Promise(
-            answer=Answer.NO, words="replicas drift apart between averages; the same in every repetition"
-        )
+        apart = "replicas drift apart between averages; the same in every repetition"
+        drifts = Promise(answer=Answer.NO, words=apart)
         in_step = TO_ROUNDING if self.codec == RAW else ROUNDED
         same = in_step if self.steps == 1 and self.outer == MEAN else drifts
         instead = ""  # a loop may leave a step out in which its partner waits for it

@@ -19,6 +19,7 @@ from manyhands.strategy import enough
 
 __all__ = ["LayerCost", "PartBytes", "balanced", "check_cuts", "part_bytes", "parts_of", "planned"]
 
+Cuts: TypeAlias = tuple[int, ...]
 PartBytes: TypeAlias = Callable[[int, int, int], int]
 """(number of the part, its first layer, the layer after its last) -> bytes that its worker needs for it."""
 
@@ -54,11 +55,8 @@ def check_cuts(cuts: Sequence[int], layers: int, parts: int) -> None:
 
 def balanced(
     costs: Sequence[float], parts: int, fits: Callable[[int, int, int], bool] = lambda *_: True
-) -> tuple[int, ...] | None:
-    """The cuts whose most expensive part is cheapest, or None where there is no way to cut.
-
-    Only parts are considered for which `fits` holds: (part, first layer, layer after the last).
-    """
+) -> Cuts | None:
+    """The cuts whose most expensive part is cheapest, of parts (number, first, end) that fit; None: there are none."""
     layers = len(costs)
     upto = [0.0]
     for cost in costs:
@@ -105,9 +103,7 @@ def part_bytes(layers: Sequence[LayerCost], held: Sequence[int], *, recompute: b
     return need
 
 
-def planned(
-    layers: Sequence[LayerCost], stages: int, chunks: int, need: PartBytes, limit: int
-) -> tuple[int, ...]:
+def planned(layers: Sequence[LayerCost], stages: int, chunks: int, need: PartBytes, limit: int) -> Cuts:
     """The best cuts into `stages` × `chunks` parts such that no worker needs more than `limit` bytes (0: no limit).
 
     A worker with several parts has an equal share of the limit for each. Where nothing fits, the UserError says how
@@ -116,7 +112,7 @@ def planned(
     parts, seconds = stages * chunks, [layer.seconds for layer in layers]
     whole = len(layers)
 
-    def cut(costs: Sequence[float], most: float) -> tuple[int, ...] | None:
+    def cut(costs: Sequence[float], most: float) -> Cuts | None:
         def fits(part: int, begin: int, end: int) -> bool:
             return ends[end] and (most == math.inf or need(part, begin, end) <= most)
 

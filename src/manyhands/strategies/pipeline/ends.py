@@ -134,7 +134,6 @@ class TrainingEnds:
         seed_all(mix(self._seed, microbatch, place + 1))
 
     def prepare(self, microbatch: int) -> None:
-        """Fetch the samples of a micro-batch, unless they were fetched already."""
         if microbatch not in self._batches:
             begin_ns = time.monotonic_ns()
             self._seed_task(microbatch)
@@ -142,7 +141,6 @@ class TrainingEnds:
             self.input_ns += time.monotonic_ns() - begin_ns
 
     def input(self, microbatch: int) -> Any:
-        """The input of the first part."""
         self.prepare(microbatch)
         self._seed_task(microbatch)
         with self.computing():
@@ -178,12 +176,10 @@ class TrainingEnds:
 class MeasureEnds:
     """The ends for one batch of evaluation data and one measure."""
 
-    def __init__(
-        self, computer: Computer, number: int, piece: Microbatch, measure: tuple[str, Metric]
-    ) -> None:
+    def __init__(self, computer: Computer, number: int, piece: Microbatch, named: tuple[str, Metric]) -> None:
         self._computer, self._piece = computer, piece
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
-        self._name, self._function = measure
+        self._name, self._function = named
         self._what = "task.loss" if self._name == "evaluation_loss" else f"task.metrics[{self._name!r}]"
 
     def begin(self, place: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -16,16 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands.engine.chain import chain_of
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import (
-    Exchange,
-    GradientParts,
-    LocalStep,
-    Meter,
-    PeerTraffic,
-    SharedStep,
-    Times,
-    WorkerPart,
-)
+from manyhands.engine.exchange import GradientParts, LocalStep, Meter, SharedStep, Times, WorkerPart
 from manyhands.engine.footprint import sizes_of
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
@@ -41,33 +32,26 @@ from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage
 from manyhands.strategies.pipeline.strategy import Pipeline
-from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
+from manyhands.strategies.tensor.training import GridExchange
 
 __all__ = ["Holding", "PipelineExchange", "holding_of", "layer_costs", "require_own_statistics"]
 
-_ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
-"""Message kinds of the groups, which share links with the stages' messages; from the last on, one per group."""
-
+Chain = Sequence[nn.Module]
+_TIED: Final = 0x100  # message kinds from here on, one per group of stages that share weights
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
-class PipelineExchange(Exchange):
-    """One stage of a pipeline replica; `plan` has as many micro-batches as the strategy.
-
-    `mark(step, state, place=(stage, micro-batch))` publishes what this worker is doing.
-    """
-
-    builds_on_host = True
+class PipelineExchange(GridExchange):
+    """One stage of a pipeline replica; `mark(step, state, place=(stage, micro-batch))` publishes what it does."""
 
     def __init__(
         self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: Callable[..., None]
     ) -> None:
-        self.rank, self.world = resources.rank, resources.world
+        links, grid = resources.links() if resources.world > 1 else {}, strategy.grid(resources.world)
+        super().__init__(resources.rank, grid, links, resources.timeout_s)
         self._strategy, self._plan, self._mark = strategy, plan, mark
-        self._grid = strategy.grid(self.world)
-        self._place = self._grid.place(self.rank)
         self.part = WorkerPart(
             index=self._place.data,  # all stages of a pipeline work on the same samples
             count=self._grid.data,
@@ -84,25 +68,14 @@ class PipelineExchange(Exchange):
         )
         self.meter = Meter(
             take_times=self._take_times,
-            traffic=lambda: sum((group.traffic() for group in self._groups()), self._post.traffic()),
+            traffic=lambda: sum((group.traffic() for group in self._groups), self._post.traffic()),
         )
         self.table = strategy.table()
         # Who reports for its replica: the first slice of the last stage, which has the loss.
         self._counts = self._place.stage == strategy.stages - 1 and self._place.slice == 0
-        self._links = links = resources.links() if self.world > 1 else {}
-        self.wire = next((link.wire for link in links.values()), self.wire)
-        self._timeout_s = timeout_s = resources.timeout_s
-        self._all = self._group(range(self.world), _ALL, "all workers")
-        self._replicas = self._group(
-            self._grid.along(GridAxis.DATA, self.rank), _REPLICAS, "replicas of a stage"
-        )
-        self._slices = self._group(self._grid.along(GridAxis.SLICE, self.rank), _SLICES, "slices of a stage")
-        self._stages = self._grid.along(GridAxis.STAGE, self.rank)
-        self._post = StageMessages(self._place.stage, self._stages, links, timeout_s)
-        self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
-        self._posts: dict[int, PeerTraffic] = {}
-        self._steps = 0
-        self._passed_ns = 0
+        self._stages = grid.along(GridAxis.STAGE, self.rank)
+        self._post = StageMessages(self._place.stage, self._stages, links, resources.timeout_s)
+        self._shared: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []  # with other stages
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -128,7 +101,8 @@ class PipelineExchange(Exchange):
         for number, (stages, parameters) in enumerate(holding.tied):
             members = [self._stages[stage] for stage in stages]
             group = self._group(members, _TIED + number, "stages that share weights")
-            self._tied.append((group, tuple(local[id(one)] for one in parameters)))
+            self._groups.append(group)
+            self._shared.append((group, tuple(local[id(one)] for one in parameters)))
         self._borders = StageBorders(self.table, place.stage, holding.parts, self._post, str(computer.device))
         self._borders.passed = self._passed
         self.stage: WaveStage | PipelineStage = (
@@ -142,7 +116,7 @@ class PipelineExchange(Exchange):
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         del model  # the stage's parts are used instead
-        waits_of(self._groups())  # drop what was counted between steps
+        waits_of(self._groups)  # drop what was counted between steps
         begin_ns = time.monotonic_ns()
         share = computer.share(step, self.part.index, self.part.count)
         ends = TrainingEnds(computer, share, step, self.part.index)
@@ -198,29 +172,13 @@ class PipelineExchange(Exchange):
         """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
         self._steps += 1
         sum_gradients(self._replicas, [one.local for one in self._held.held])
-        for group, parameters in self._tied:
+        for group, parameters in self._shared:
             sum_gradients(group, parameters)
         shared = agree_on(self._all, local, counts=self._counts)
-        for posts in (self._post.take_traffic(), *(group.take_traffic() for group in self._groups())):
-            for worker, post in posts.items():
-                self._posts.setdefault(worker, PeerTraffic()).add(post)
+        self._add_posts(self._post.take_traffic(), *(group.take_traffic() for group in self._groups))
         return shared
 
-    def apply(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def optimizer_state(self) -> dict[str, Any] | None:
-        return self._held.optimizer_state(self._all)
-
-    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        return self._held.model_state(self._all, model)
-
-    def total(self, values: Tensor) -> Tensor:
-        return self._all.all_reduce(values)
-
     def _buffers(self, _model: nn.Module) -> Iterable[Tensor]:
-        """The buffers of this worker's layers, and the model's own."""
         modules = (module for part in self._holding.parts for module in part.modules)
         layers = (buffer for module in modules for buffer in module.buffers())
         own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
@@ -229,28 +187,12 @@ class PipelineExchange(Exchange):
     def _take_times(self) -> Times:
         """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
-        waits, items = waits_of(self._groups()), self._borders.take_times()
+        waits, items = waits_of(self._groups), self._borders.take_times()
         passed_ns = sum(item.exchange_ns for item in items)
         return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, microbatches=items)
 
-    def summary(self) -> Mapping[str, Any]:
-        return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-
     def _passed(self) -> Passed:
-        spent_ns = self._sliced.state.spent_ns
-        passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
-        self._passed_ns = spent_ns
-        return passed
-
-    def _groups(self) -> list[LinkGroup]:
-        return [self._all, self._replicas, self._slices, *(group for group, _ in self._tied)]
-
-    def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
-        return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
+        return Passed(self._take_spent_ns(), self._slices.take_waits())
 
     def _slice(self, model: nn.Module, holding: Holding, device: torch.device) -> list[Held]:
         """Slice this stage's layers and move them to the device; return what this worker holds of each parameter."""
@@ -265,15 +207,10 @@ class PipelineExchange(Exchange):
             module.to(device)
         for one in holding.own:
             one.data = one.data.to(device)
-        place, held = self._place, []
-        for one in holding.parameters:
-            mine = self._sliced.cut.get(id(one))
-            reports = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
-            local, where = (one, None) if mine is None else (mine.local, mine.cut)
-            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, reports=reports))
-        return held
+        held = self._holds(holding.parameters)
+        return [replace(one, reports=one.reports and id(one.whole) in holding.first) for one in held]
 
-    def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
+    def _agree_on_cuts(self, model: nn.Module, chain: Chain) -> tuple[int, ...]:
         strategy, parts = self._strategy, self.table.parts
         if strategy.cuts:
             return strategy.cuts
@@ -307,7 +244,7 @@ _TRIES: Final = 3
 
 
 def layer_costs(
-    chain: Sequence[nn.Module],
+    chain: Chain,
     x: Any,
     *,
     device: torch.device,
@@ -411,9 +348,7 @@ class Holding:
     buffers: tuple[str, ...]  # names of the buffers that this stage reports
 
 
-def holding_of(
-    model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int, stage: int
-) -> Holding:
+def holding_of(model: nn.Module, chain: Chain, cuts: Sequence[int], stages: int, stage: int) -> Holding:
     """What `stage` holds of a model with these cuts; part k is on stage k mod `stages`."""
     places = parts_of(cuts, len(chain))
     holders: dict[int, set[int]] = {}  # stages by parameter or buffer, of those that layers have
@@ -448,9 +383,7 @@ def holding_of(
     )
 
 
-def require_own_statistics(
-    model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int
-) -> None:
+def require_own_statistics(model: nn.Module, chain: Chain, cuts: Sequence[int], stages: int) -> None:
     """Raise UserError for a layer with running statistics that is on several stages: the copies would diverge."""
     having: dict[int, set[int]] = {}
     for number, within in enumerate(parts_of(cuts, len(chain))):

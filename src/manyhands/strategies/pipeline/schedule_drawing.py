@@ -149,14 +149,14 @@ def _box(schedule: Schedule, item: StageWork, cell: int) -> str:
     """One work item; the number of lines at the foot of its box is the number of its chunk."""
     x, y = _LEFT + item.tick * cell, _TOP + item.stage * _ROW
     chunk = f", part {_letter(item.chunk)}" if schedule.chunks > 1 else ""
-    said = f"tick {item.tick}, stage {item.stage}: {item.work.value} of {item.microbatch}{chunk}"
+    title = f"tick {item.tick}, stage {item.stage}: {item.work.value} of {item.microbatch}{chunk}"
     lines = "".join(
         f'<rect class="later" x="{x + 3}" y="{y + _BOX - 4 - 3 * number}" width="{cell - 7}" height="1.5"/>'
         for number in range(min(item.chunk, 3))
     )
     return (
         f'<rect class="{_KINDS[item.work][0]}" x="{x}" y="{y}" width="{cell - 1}" height="{_BOX}" rx="2">'
-        f"<title>{said}</title></rect>{lines}"
+        f"<title>{title}</title></rect>{lines}"
         f'<text class="on" x="{x + (cell - 1) / 2:g}" y="{y + 17}">{_name(schedule, item)}</text>'
     )
 

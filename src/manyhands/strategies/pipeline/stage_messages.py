@@ -28,6 +28,7 @@ from manyhands.transport.link.interface import Link, Message
 
 __all__ = ["ChainPart", "Flow", "Passed", "StageBorders", "StageMessages"]
 
+Links = Mapping[int, Link]
 _MOST_MICROBATCHES: Final = 1 << 16
 
 
@@ -47,9 +48,7 @@ class Flow(IntEnum):
 class _StageMailbox(Mailbox):
     """The mailbox of a worker, whose errors name stages and micro-batches."""
 
-    def __init__(
-        self, stage: int, workers: Sequence[int], links: Mapping[int, Link], timeout_s: float
-    ) -> None:
+    def __init__(self, stage: int, workers: Sequence[int], links: Links, timeout_s: float) -> None:
         super().__init__(workers[stage], links, timeout_s)
         self._stages = {worker: stage for stage, worker in enumerate(workers)}
         self.doing = ""
@@ -68,9 +67,7 @@ class StageMessages:
     the stage, its worker and the micro-batch.
     """
 
-    def __init__(
-        self, stage: int, workers: Sequence[int], links: Mapping[int, Link], timeout_s: float
-    ) -> None:
+    def __init__(self, stage: int, workers: Sequence[int], links: Links, timeout_s: float) -> None:
         self.stage = stage
         self.on_wait: Callable[[MicrobatchTime], object] = lambda _: None
         """Called with each receive that had to wait."""
@@ -93,10 +90,7 @@ class StageMessages:
         self._first_shapes = {}
 
     def send(self, flow: Flow, part: int, microbatch: int, tensor: Tensor, to: int) -> None:
-        """Send the output of `part`, or the gradient of that output, to stage `to`; never waits.
-
-        The tensor must not be changed afterwards.
-        """
+        """Send `part`'s output, or its gradient, to stage `to`; never waits. The tensor must not change afterwards."""
         if flow is Flow.OUTPUT:
             first = self._first_shapes.setdefault(part, (microbatch, tuple(tensor.shape)))
             if self._checked and (len(first[1]) != tensor.dim() or first[1][1:] != tuple(tensor.shape[1:])):
@@ -246,10 +240,7 @@ class StageBorders:
         return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
 
     def gradient(self, part: ChainPart, microbatch: int, shape: torch.Size) -> Tensor | None:
-        """Receive the gradient of the part's output, which has this shape; not for the last part.
-
-        None where no trained parameter depends on the output.
-        """
+        """Receive the gradient of the part's output of this shape; None where no trained parameter depends on it."""
         after = (part.number + 1) % self.schedule.stages
         gradient = self.post.receive(Flow.GRADIENT, part.number, microbatch, after)
         return gradient.reshape(shape).to(self._device) if gradient.numel() else None

@@ -64,9 +64,8 @@ class PutOff:
             for fork in self._forks:  # continue backward from this operation to its parameters alone
                 edges = [GradientEdge(fork.node, number) for number in fork.arrived]
                 if edges:
-                    torch.autograd.backward(
-                        edges, list(fork.arrived.values()), inputs=fork.parameters, retain_graph=True
-                    )
+                    came = list(fork.arrived.values())
+                    torch.autograd.backward(edges, came, inputs=fork.parameters, retain_graph=True)
         self._forks = None
         del self._root, self._gradient
 
@@ -130,9 +129,7 @@ def _in_order(start: Node) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [
-                (after, False) for after, _ in node.next_functions if after is not None and after not in seen
-            ]
+            stack += [(one, False) for one, _ in node.next_functions if one is not None and one not in seen]
     return order
 
 
@@ -159,10 +156,7 @@ class PipelineStage:
         self.most_kept = 0  # peak number of (part, micro-batch) pairs that were kept at once in the last pass
 
     def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
-        """Run forward and backward of the first `count` micro-batches; gradients accumulate in the parameters.
-
-        `mark` is called before each work item with the number of its micro-batch.
-        """
+        """Run the first `count` micro-batches; gradients accumulate. `mark` gets each item's micro-batch before it."""
         self._borders.post.begin()
         self._kept, self.most_kept = {}, 0
         for item in self._items:
@@ -257,7 +251,6 @@ _POINTWISE: Final = (
 
 
 def check_over_time(chain: Sequence[nn.Module]) -> None:
-    """Raise UserError for a layer that cannot be applied to one slice of time after another."""
     for place, module in enumerate(chain):
         of_features = isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1
         if isinstance(module, (OverTime, *_POINTWISE)) or of_features:
@@ -294,10 +287,7 @@ class WaveStage:
         self.most_kept = 0  # peak number of slices that were kept at once in the last pass
 
     def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
-        """Run forward and backward of `count` pieces, one after the other; gradients accumulate in the parameters.
-
-        `mark` is called before each work item with the number of its slice.
-        """
+        """Run `count` pieces, one after the other; gradients accumulate. `mark` gets each item's slice before it."""
         self.most_kept = 0
         for piece in range(count):
             self._borders.post.begin(checked=False)

@@ -97,7 +97,6 @@ class Pipeline(Strategy):
         return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
-        """By the cuts that are given, or those that balance these costs."""
         self.grid(workers)
         parts, layers = self.table().parts, len(costs)
         if layers < parts:
@@ -115,7 +114,6 @@ class Pipeline(Strategy):
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
         grid, table = self.grid(workers), self.table()
         held, parts = max(most_held(table)), self.stages * self.tensor
         samples = -(-model.batch_size // (grid.data * self.microbatches))

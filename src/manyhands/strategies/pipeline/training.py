@@ -46,7 +46,6 @@ class PipelineTraining(ProcessTraining):
         expect(_GIVEN_GRADIENTS)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Add, to the common results, what all workers together sent for each sliced layer in a training step."""
         samples, besides = super().gather(finished)
         return samples, {**besides, **sum_layer_traffic(finished)}
 
@@ -72,7 +71,6 @@ class PipelineTraining(ProcessTraining):
 
 
 def check_model(strategy: Pipeline, model: nn.Module) -> None:
-    """Raise UserError where the model is not a chain, has too few layers, or cannot be cut or sliced as requested."""
     chain, parts = chain_of(model), strategy.table().parts
     if parts > len(chain):
         each = f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""

@@ -33,24 +33,8 @@ from manyhands.native.dtypes import HALVES
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
-from manyhands.strategies.common.sharding.layer_units import (
-    Unit,
-    UnitMemory,
-    move_buffers,
-    piece_ranges,
-    pieces_in,
-    units_of,
-)
+from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.visits import (
-    Action,
-    Await,
-    Fetch,
-    Hand,
-    Release,
-    UnitFlow,
-    UnitVisits,
-)
 from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap
@@ -68,6 +52,9 @@ class ShardedExchange(Exchange):
 
     steps_itself = True
     builds_on_host = True
+    _optimizer: Optimizer
+    _whole: HeldModel
+    _visits: layer_units.UnitVisits
 
     def __init__(self, resources: Resources) -> None:
         self.rank, self.world = resources.rank, resources.world
@@ -77,21 +64,22 @@ class ShardedExchange(Exchange):
             self.rank, range(self.world), self._links, resources.timeout_s, kind=_KIND, name="sharded"
         )
         self.part = WorkerPart(index=self.rank, count=self.world, total_in_step=self._sum)
-        self.parts = GradientParts(held=self._reached_sums, counted=self._reached_sums, total=self.total)
+
+        def reached_sums() -> list[Tensor]:
+            return [gradient for gradient in self._summed() if gradient is not None]
+
+        self.parts = GradientParts(held=reached_sums, counted=reached_sums, total=self.total)
         self.meter = Meter(take_times=self._take_times, traffic=self._group.traffic)
-        self._unit_rounds = UnitRounds(self._group, lambda grant: self._pieces[grant.request.unit].act(grant))
+        self._unit_rounds = UnitRounds(self._group, self._act)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands sharded")
         self._device = resources.device
-        self._optimizer: Optimizer | None = None
-        self._whole: HeldModel | None = None
-        self._held: list[tuple[KeptPieces, Held]] = []
+        self._held: list[Held] = []
         self._pieces: list[KeptPieces] = []
         self._places: list[tuple[KeptPieces, int]] = []
-        self._visits: UnitVisits | None = None
         self._tap: GradientTap | None = None
-        self._flow = UnitFlow(0)
+        self._flow = layer_units.UnitFlow(0)
         self._pending: dict[int, Future[None]] = {}
-        self._handed: dict[int, Future[None]] = {}
+        self._handed: list[Future[None]] = []
         self._reached: list[bool] = []
         self._waited_ns = 0
 
@@ -102,25 +90,25 @@ class ShardedExchange(Exchange):
         """
         whole = stepping_for(optimizer, Sharded().facts.stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
-        for unit in units_of(model):
-            memory = UnitMemory(unit, self._device)
+        for unit in layer_units.units_of(model):
+            memory = layer_units.UnitMemory(unit, self._device)
             pieces = KeptPieces(memory, self._group, whole=whole)
             self._run(pieces.deal_out)
             memory.adopt()
             memory.let_go()
             self._pieces.append(pieces)
-        move_buffers(model, self._device)
+        layer_units.move_buffers(model, self._device)
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
-        self._held = [(pieces, held) for pieces in self._pieces for held in pieces.held()]
-        reduced = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
-        reduced = {name: buffer for name, buffer in reduced.items() if name in outline.keys}
-        self._whole = HeldModel(outline, optimizer, [held for _, held in self._held], reduced)
+        self._held = [held for pieces in self._pieces for held in pieces.held()]
+        named = model.named_buffers(remove_duplicate=False) if self.rank == 0 else ()
+        reported = {name: buffer for name, buffer in named if name in outline.keys}
+        self._whole = HeldModel(outline, optimizer, self._held, reported)
         self._optimizer = optimizer
         lasting = [one.unit.number for one in self._pieces if one.unit.module is None]
-        self._flow = UnitFlow(len(self._pieces), lasting)
+        self._flow = layer_units.UnitFlow(len(self._pieces), lasting)
         memories = [pieces.memory for pieces in self._pieces]
-        self._visits = UnitVisits(model, memories, self._flow, self._carry_out)
+        self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(pieces, number) for pieces in self._pieces for number in pieces.unit.trained]
         parameters = [pieces.unit.parameters[number] for pieces, number in self._places]
         self._tap = GradientTap(parameters, self._on_gradient)
@@ -128,14 +116,14 @@ class ShardedExchange(Exchange):
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         self._flow.begin("training")
-        with self._need_visits().watching():
+        with self._visits.watching():
             return super().compute(computer, model, step)
 
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
         self._flow.begin("evaluation")
-        with self._need_visits().watching():
+        with self._visits.watching():
             return super().evaluate(computer, model, alike=alike)
 
     def backward(self, loss: Tensor, share: float) -> None:
@@ -166,8 +154,7 @@ class ShardedExchange(Exchange):
 
     def apply(self) -> None:
         """Step this worker's pieces; no worker reads them before it requests their units again."""
-        assert self._optimizer is not None, "attach comes first"
-        for (_, held), gradient in zip(self._held, self._summed(), strict=True):
+        for held, gradient in zip(self._held, self._summed(), strict=True):
             held.local.grad = None if gradient is None else gradient.view(held.local.shape)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -176,12 +163,10 @@ class ShardedExchange(Exchange):
             pieces.reached.clear()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        assert self._whole is not None, "attach comes first"
         return self._run(partial(self._whole.optimizer_state, self._group))
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """Collective: assemble the model in host memory on worker 0, which must have the capacity for all of it."""
-        assert self._whole is not None, "attach comes first"
         return self._run(partial(self._whole.model_state, self._group, model))
 
     def total(self, values: Tensor) -> Tensor:
@@ -201,27 +186,33 @@ class ShardedExchange(Exchange):
         for link in self._links.values():
             link.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._visits is not None and self._tap is not None:
+        if self._tap is not None:
             self._visits.close()
             self._tap.close()
             self._show_pieces()
-        self._visits = self._tap = None
+        self._tap = None
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _carry_out(self, actions: Iterable[layer_units.Action]) -> None:
         for action in actions:
             match action:
-                case Fetch(unit):
+                case layer_units.Fetch(unit):
                     self._pieces[unit].memory.make_room()
-                    self._pending[unit] = self._ask(UnitRequest(Want.VALUES, unit))
-                case Await(unit):
+                    request = UnitRequest(Want.VALUES, unit)
+                    self._pending[unit] = self._thread.submit(self._unit_rounds.take, request)
+                case layer_units.Await(unit):
                     if unit in self._pending:
                         self._wait_for(self._pending.pop(unit))
-                case Hand(unit):
+                case layer_units.Hand(unit):
                     self._await_sums()  # one sum may be in flight while the next layer computes
                     self._pieces[unit].hand_on()
-                    self._handed[unit] = self._ask(UnitRequest(Want.SUM, unit))
-                case Release(unit):
+                    request = UnitRequest(Want.SUM, unit)
+                    self._handed.append(self._thread.submit(self._unit_rounds.take, request))
+                case layer_units.Release(unit):
                     self._pieces[unit].memory.let_go()
+
+    def _act(self, granted: Grant) -> None:
+        pieces, wants_values = self._pieces[granted.request.unit], granted.request.want is Want.VALUES
+        (pieces.give_values if wants_values else pieces.add_sums)(granted.members)
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         pieces, number = self._places[index]
@@ -234,9 +225,6 @@ class ShardedExchange(Exchange):
             )
         if pieces.add_gradient(number, gradient):
             self._carry_out(self._flow.complete(pieces.unit.number))
-
-    def _ask(self, request: UnitRequest) -> Future[None]:
-        return self._thread.submit(self._unit_rounds.take, request)
 
     def _wait_for(self, future: Future[Result]) -> Result:
         begin = time.monotonic_ns()
@@ -251,11 +239,11 @@ class ShardedExchange(Exchange):
     def _meet(self) -> None:
         """Collective: take part in the others' requests until every worker has arrived here."""
         self._await_sums()
-        self._wait_for(self._ask(UnitRequest(Want.RENDEZVOUS)))
+        self._run(partial(self._unit_rounds.take, UnitRequest(Want.RENDEZVOUS)))
 
     def _await_sums(self) -> None:
         while self._handed:
-            self._wait_for(self._handed.pop(next(iter(self._handed))))
+            self._wait_for(self._handed.pop(0))
 
     def _summed(self) -> list[Tensor | None]:
         """By piece, in the order of `held`: the sum if any worker reached the parameter, else None."""
@@ -266,19 +254,12 @@ class ShardedExchange(Exchange):
             for number, gradient in pieces.gradients()
         ]
 
-    def _reached_sums(self) -> list[Tensor]:
-        return [gradient for gradient in self._summed() if gradient is not None]
-
     def _show_pieces(self) -> None:
         """Point the model's parameters to this worker's pieces, so that a reader finds valid memory."""
-        of_whole: dict[nn.Parameter, Tensor] = {held.whole: held.local.detach() for _, held in self._held}
+        of_whole: dict[nn.Parameter, Tensor] = {held.whole: held.local.detach() for held in self._held}
         for pieces in self._pieces:
             for parameter in pieces.unit.parameters:
                 parameter.data = of_whole.get(parameter, parameter.new_empty(0))
-
-    def _need_visits(self) -> UnitVisits:
-        assert self._visits is not None, "attach comes first"
-        return self._visits
 
 
 class KeptPieces:
@@ -287,20 +268,21 @@ class KeptPieces:
     With `whole`, as some optimizers need it, every parameter has one owner, and pieces are whole tensors.
     """
 
-    def __init__(self, memory: UnitMemory, group: LinkGroup, *, whole: bool) -> None:
+    def __init__(self, memory: layer_units.UnitMemory, group: LinkGroup, *, whole: bool) -> None:
         self.memory, self._group = memory, group
-        self.unit: Unit = memory.unit
-        self._ranges = [piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts]
+        self.unit: layer_units.Unit = memory.unit
+        self._ranges = [
+            layer_units.piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts
+        ]
         self.values = [
             flat.new_empty(len(ranges[group.index]))
             for flat, ranges in zip(memory.flats, self._ranges, strict=True)
         ]
         self.sums: list[Tensor] = []
+        self.reached: set[int] = set()  # the parameters that had a gradient here in this step
         self.coming: list[Tensor] = []  # gradients of the layer's backward, which were not handed on
         self._outgoing: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}
-        self.reached: set[int] = set()  # the parameters that had a gradient here in this step
-        self._missing = set(self.unit.trained)
+        self.hand_on()
 
     def deal_out(self) -> None:
         """Collective, once: member 0 sends every worker its pieces of the parameters."""
@@ -319,7 +301,7 @@ class KeptPieces:
 
     def held(self) -> Iterator[Held]:
         for layout, ranges, values in zip(self.unit.layouts, self._ranges, self.values, strict=True):
-            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+            for piece, begin in layer_units.pieces_in(layout, ranges[self._group.index]):
                 parameter = self.unit.parameters[piece.parameter]
                 count = piece.end - piece.begin
                 part = values[begin : begin + count]
@@ -332,7 +314,7 @@ class KeptPieces:
     def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield, by piece in the order of `held`, the parameter's number and the summed gradient or None."""
         for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
-            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+            for piece, begin in layer_units.pieces_in(layout, ranges[self._group.index]):
                 end = begin + piece.end - piece.begin
                 yield piece.parameter, self.sums[row][begin:end] if self.sums else None
 
@@ -352,37 +334,34 @@ class KeptPieces:
     def hand_on(self) -> None:
         """Queue the gradients that have come for the next sum; later gradients belong to another sum."""
         assert not self._outgoing, "the last sum comes first"
-        self._outgoing, self.coming, self._views = self.coming, [], {}
+        self._outgoing, self.coming = self.coming, []
+        self._views: dict[int, Tensor] = {}
         self._missing = set(self.unit.trained)
 
-    def act(self, granted: Grant) -> None:
-        if granted.request.want is Want.VALUES:
-            self._give_values(granted.members)
-        else:
-            self._add_sums(granted.members)
-
-    def _give_values(self, members: Sequence[int]) -> None:
+    def give_values(self, members: Sequence[int]) -> None:
         """All members send their pieces to the members that requested the unit."""
         me = self._group.index
         wanted = me in members
         for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
             on_host = mine.cpu()
             sends = {index: on_host for index in members if index != me and on_host.numel()}
+            places = {
+                index: flat[part.start : part.stop] for index, part in enumerate(ranges if wanted else ())
+            }
+            mine_here = places.pop(me, None)
             rooms = {
-                index: room if flat.device.type == "cpu" else torch.empty_like(room, device="cpu")
-                for index, part in enumerate(ranges if wanted else ())
-                if index != me and len(part)
-                for room in (flat[part.start : part.stop],)
+                index: place if flat.device.type == "cpu" else torch.empty_like(place, device="cpu")
+                for index, place in places.items()
+                if len(place)
             }
             self._group.exchange(sends, rooms)
-            if not wanted:
-                continue
-            flat[ranges[me].start : ranges[me].stop].copy_(mine)
+            if mine_here is not None:
+                mine_here.copy_(mine)
             if flat.device.type != "cpu":
                 for index, room in rooms.items():
-                    flat[ranges[index].start : ranges[index].stop].copy_(room)
+                    places[index].copy_(room)
 
-    def _add_sums(self, members: Sequence[int]) -> None:
+    def add_sums(self, members: Sequence[int]) -> None:
         """Sum the members' gradients in their order, each piece on its owner."""
         me = self._group.index
         if not self.sums:
@@ -453,9 +432,8 @@ class UnitRounds:
             if request.want is Want.RENDEZVOUS:
                 for worker, waited in self._group.take_waits().items():
                     self.waits[worker] = self.waits.get(worker, 0) + waited
-            granted = grant(
-                [UnitRequest(Want(want), unit) for want, unit in (one.tolist() for one in requests)]
-            )
+            pairs = (one.tolist() for one in requests)
+            granted = grant([UnitRequest(Want(want), unit) for want, unit in pairs])
             if granted.request.want is not Want.RENDEZVOUS:
                 self._act(granted)
             if self._group.index in granted.members:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +30,13 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding import visits
+from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
-from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["OffloadExchange"]
+__all__ = ["Move", "OffloadExchange", "OffloadedTensors", "StreamMover", "ThreadMover"]
 
 HOST = "host"
 _SMALLEST_MOVED = 1 << 12  # bytes of a saved tensor that is worth moving
@@ -48,15 +49,15 @@ class OffloadExchange(Exchange):
     part = WorkerPart(index=0, count=1)
     steps_itself = builds_on_host = True
     _optimizer: Optimizer
-    _visits: visits.UnitVisits
+    _visits: layer_units.UnitVisits
 
     def __init__(self, limit: int, device: torch.device, place: str = HOST) -> None:
         self.parts = GradientParts(held=self._waiting, counted=self._waiting, total=self.total)
         self._limit, self._device, self._place = limit, device, place
-        self._mover: Mover = mover_for(device)
+        self._mover: Mover = StreamMover(device) if device.type == "cuda" else ThreadMover()
         self._layers: list[_Layer] = []
         self._places: list[tuple[_Layer, int]] = []
-        self._flow = visits.UnitFlow(0)
+        self._flow = layer_units.UnitFlow(0)
         self._attached = ExitStack()
         self._saved = OffloadedTensors(self._mover, 0)
         self._defers, self._steps, self._backward = False, True, False
@@ -87,8 +88,8 @@ class OffloadExchange(Exchange):
         self._layers = [_Layer(memory, self._mover, self._place, optimizer) for memory in memories]
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
-        self._flow = visits.UnitFlow(len(units), lasting, ahead=budget.ahead)
-        self._visits = visits.UnitVisits(model, memories, self._flow, self._carry_out)
+        self._flow = layer_units.UnitFlow(len(units), lasting, ahead=budget.ahead)
+        self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
         parameters = [layer.unit.parameters[number] for layer, number in self._places]
         self._attached.callback(self._show_host_values)
@@ -170,20 +171,20 @@ class OffloadExchange(Exchange):
         self._attached.close()
         self._mover.close()
 
-    def _carry_out(self, actions: Iterable[visits.Action]) -> None:
+    def _carry_out(self, actions: Iterable[layer_units.Action]) -> None:
         for action in actions:
             match action:
-                case visits.Fetch(unit):
+                case layer_units.Fetch(unit):
                     self._keep_pace()
                     self._layers[unit].fetch(with_state=self._backward and self._steps)
-                case visits.Await(unit):
+                case layer_units.Await(unit):
                     self._layers[unit].arrive()
-                case visits.Hand(unit):
+                case layer_units.Hand(unit):
                     if self._steps:
                         self._step(self._layers[unit])
                     else:
                         self._layers[unit].keep_gradients()
-                case visits.Release(unit):
+                case layer_units.Release(unit):
                     self._layers[unit].let_go()
 
     def _step(self, layer: _Layer) -> None:
@@ -247,7 +248,6 @@ class _Layer:
         return [found[number] for number in range(len(found))]
 
     def fetch(self, *, with_state: bool) -> None:
-        """Begin to copy the values, and optionally the optimizer's state, to the device."""
         self.memory.make_room()
         pairs = list(zip(self._rows, self.memory.flats, strict=True))
         if with_state:
@@ -255,13 +255,11 @@ class _Layer:
         self._coming.append(self._mover.bring(pairs, self.leaving))
 
     def arrive(self) -> None:
-        """Order whatever is computed next after the copies to the device."""
         for move in self._coming:
             move.before_next()
         self._coming.clear()
 
     def let_go(self) -> None:
-        """Free the device memory, once copies from it are done."""
         self.arrive()
         if self.leaving is not None and not self._mover.frees_late:
             self.leaving.finish()
@@ -269,7 +267,6 @@ class _Layer:
         self._here.clear()
 
     def keep_gradients(self) -> None:
-        """Move the gradients to the host, and add them to those already there."""
         for number in self.unit.trained:
             parameter = self.unit.parameters[number]
             gradient, parameter.grad = parameter.grad, None
@@ -393,3 +390,110 @@ def _room(like: Tensor, mover: Mover, place: str) -> Tensor:
         with suppress(OSError):
             Path(path).unlink()  # the mapping keeps the memory
     return flat.view(like.shape)
+
+
+# Background copies between a device and host memory: on streams of a GPU, or in a thread.
+
+Pair: TypeAlias = tuple[Tensor, Tensor]  # source and target of a copy
+
+
+class Move(NamedTuple):
+    """Copies that were begun."""
+
+    before_next: Callable[[], object]  # order whatever is computed from now on after these copies
+    finish: Callable[[], object]
+    """Wait until the copies are done: the host may then read and write the tensors."""
+    event: torch.cuda.Event | None = None
+
+
+class Mover(ABC):
+    """Copies between the host and a device; copies in one direction are done in order."""
+
+    pins: ClassVar[bool]  # whether host memory is pinned
+    frees_late: ClassVar[bool]
+    """Whether a source may be freed during its copy, because its memory is not reused before that is done."""
+
+    @abstractmethod
+    def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
+        """Begin to copy from host to device, after another move, and after what was computed in that memory."""
+
+    @abstractmethod
+    def take(self, pairs: Sequence[Pair]) -> Move:
+        """Begin to copy from device to host, after everything computed so far."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all copies are done: the host may then read the tensors."""
+
+    def room(self, like: Tensor) -> Tensor:
+        """Allocate host memory for the contents of a device tensor; pinned, copies from it to a GPU are fast."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pins)
+
+    def close(self) -> None:
+        self.finish()
+
+
+class ThreadMover(Mover):
+    """Copies in a thread, if the device is the host itself."""
+
+    pins = frees_late = False
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands mover")
+        self._last: Move | None = None
+
+    def bring(self, pairs: Sequence[Pair], _after: Move | None = None) -> Move:
+        return self.take(pairs)
+
+    def take(self, pairs: Sequence[Pair]) -> Move:
+        done = self._thread.submit(_copy, pairs).result  # the computing thread waits for it
+        self._last = Move(done, done)
+        return self._last
+
+    def finish(self) -> None:
+        if self._last is not None:
+            self._last.finish()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class StreamMover(Mover):
+    """Copies on one GPU stream per direction, to and from pinned host memory."""
+
+    pins = frees_late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None and after.event is not None:
+            self._in.wait_event(after.event)
+        return self._begin(self._in, pairs)
+
+    def take(self, pairs: Sequence[Pair]) -> Move:
+        """Copy after what was computed; memory freed meanwhile is not reused before the copy has ended."""
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        for source, _ in pairs:
+            source.record_stream(self._out)
+        return self._begin(self._out, pairs)
+
+    def finish(self) -> None:
+        self._in.synchronize()
+        self._out.synchronize()
+
+    def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
+        with torch.cuda.stream(stream):
+            _copy(pairs)
+            done = stream.record_event()
+        # The computing stream waits for it, not the host.
+        return Move(lambda: torch.cuda.current_stream(self._device).wait_event(done), done.synchronize, done)
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[Pair]) -> None:
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)

@@ -43,29 +43,25 @@ class Single(Strategy):
 
     def __post_init__(self) -> None:
         if self.offload != "host" and not self.device_memory:
-            raise UserError(
-                f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
-            )
+            needs = "only means something with device_memory, as in device_memory=2GiB"
+            raise UserError(f"offload={self.offload} {needs}")
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
         if compiled and self.device_memory:
-            raise UserError(
-                f"device_memory={show_size(self.device_memory)}: compiled steps have no layers to move"
-            )
+            given = f"device_memory={show_size(self.device_memory)}"
+            raise UserError(f"{given}: compiled steps have no layers to move")
         if self.offload != "host" and not os.access(self.offload, os.W_OK | os.X_OK):
-            raise UserError(
-                f"offload={self.offload}: not a folder that can be written to; make it, or use offload=host"
-            )
+            why = "not a folder that can be written to; make it, or use offload=host"
+            raise UserError(f"offload={self.offload}: {why}")
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         if not self.device_memory:
             return super().needs(model, workers)
         plan_budget(self.device_memory, _units(model), model.buffers)  # refuses what is too little
+        some = "some layers at a time, up to the limit"
         return [
-            WorkerMemory(
-                who="device", besides=self.device_memory, what="some layers at a time, up to the limit"
-            ),
+            WorkerMemory(who="device", besides=self.device_memory, what=some),
             WorkerMemory(who=self.offload, weights=model.parameters, state=model.state),
         ]
 
@@ -90,9 +86,8 @@ class Single(Strategy):
 
 
 def _units(model: ModelFootprint) -> list[UnitBytes]:
-    gradients, state = (
-        part / model.parameters if model.parameters else 0.0 for part in (model.gradients, model.state)
-    )
+    whole = model.parameters or 1  # without parameters there is neither
+    gradients, state = model.gradients / whole, model.state / whole
     return [
         UnitBytes(
             name=layer.name,
@@ -138,9 +133,8 @@ class Budget:
 def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Budget:
     """Plan how to stay within `limit` bytes; a UserError states the need if not even one layer at a time fits."""
     lasting = sum(unit.values for unit in units if unit.lasts) + buffers
-    largest = max(
-        units, key=lambda unit: unit.to_step, default=UnitBytes(name="", values=0, gradients=0, state=0)
-    )
+    none = UnitBytes(name="", values=0, gradients=0, state=0)
+    largest = max(units, key=lambda unit: unit.to_step, default=none)
     usable = int(limit * _KEPT)
     tight = lasting + largest.to_step
     if usable < tight:

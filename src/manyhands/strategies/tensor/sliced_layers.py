@@ -49,9 +49,8 @@ class SlicedModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def beside(cls, module: Any, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
+    def beside(cls, _module: Any, _how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
         """Submodules that must be sliced along with this one, by their names in it, and how."""
-        del module, how
         return {}
 
     @property
@@ -166,10 +165,7 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
 
 
 class HeadsAttention(SlicedModule, nn.MultiheadAttention):
-    """Torch's MultiheadAttention with some of its heads, whose contributions to the output are summed.
-
-    Same arguments and results, in every batch layout.
-    """
+    """Torch's MultiheadAttention with some of its heads, whose contributions are summed; results are the same."""
 
     in_proj_weight = whole_attribute("in_proj_weight")
     in_proj_bias = whole_attribute("in_proj_bias")

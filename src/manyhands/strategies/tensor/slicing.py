@@ -121,7 +121,6 @@ def slice_modules(
 
 
 def check_plan(model: nn.Module, slices: int) -> None:
-    """Raise UserError where a model's plan cannot be carried out, before anything is sliced."""
     if slices == 1:
         return  # nothing is sliced
     modules = dict(model.named_modules())

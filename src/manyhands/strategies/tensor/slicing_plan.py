@@ -193,9 +193,8 @@ def declared_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | N
         matching = [pattern] if pattern in names else [one for one in layers if fnmatchcase(one, pattern)]
         if not matching:
             (close,) = get_close_matches(str(pattern), names, n=1, cutoff=0) or ("none",)
-            raise UserError(
-                f"tensor_plan: {type(module).__name__} has no module {pattern!r}; the nearest is {close!r}"
-            )
+            kind = type(module).__name__
+            raise UserError(f"tensor_plan: {kind} has no module {pattern!r}; the nearest is {close!r}")
         plan |= dict.fromkeys(matching, Slicing.parse(how))
     return {_joined(prefix, name): how for name, how in plan.items()}
 
@@ -336,10 +335,7 @@ def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[st
 
 
 def pair_up(chain: Sequence[Named], slices: int) -> tuple[Plan, int]:
-    """Of a layer that leaves its output sliced, the layers between, and the one that takes it: the plan, and how many.
-
-    0 where the chain does not begin with such a pair.
-    """
+    """The plan from a layer that leaves its output sliced to the one that takes it, and how many; 0: no pair."""
     name, first = chain[0]
     if _is_plain_linear(first):
         width, opens = first.out_features, SliceKind.COLUMN

@@ -6,7 +6,7 @@ data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from manyhands.engine.exchange import (
     Traffic,
     WorkerPart,
 )
-from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
+from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
@@ -35,47 +35,93 @@ from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.tensor.moves import layer_traffic, sum_layer_traffic
-from manyhands.strategies.tensor.slicing import check_plan, slice_modules
+from manyhands.strategies.tensor.slicing import Sliced, check_plan, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
 from manyhands.transport.link.interface import Link
-from manyhands.transport.link.wire import Wire, wire_of
 
-__all__ = ["TensorExchange", "TensorTraining"]
+__all__ = ["GridExchange", "TensorExchange", "TensorTraining"]
 
-_EVERYONE, _SLICES, _DATA = 41, 42, 43
-"""Message kinds that keep the traffic of the three groups apart, since they share links."""
+_ALL, _REPLICAS, _SLICES = 0x60, 0x61, 0x62
+"""Message kinds that keep the traffic of the groups apart, since they share links."""
 
 
-class TensorExchange(Exchange):
-    """One worker's endpoint: its slice of one replica of the model."""
+class GridExchange(Exchange):
+    """One worker of a grid of replicas, stages and slices: its groups, what it holds of the model, its traffic."""
 
     builds_on_host = True
+    _held: HeldModel
+    _sliced: Sliced
+    _optimizer: Optimizer
+
+    def __init__(self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float) -> None:
+        self.rank, self.world = rank, grid.workers
+        self._grid, self._place = grid, grid.place(rank)
+        self._links, self._timeout_s = links, timeout_s
+        self.wire = next((link.wire for link in links.values()), self.wire)
+        self._all = self._group(range(grid.workers), _ALL, "all workers")
+        self._replicas = self._group(grid.along(GridAxis.DATA, rank), _REPLICAS, "the replicas of a slice")
+        self._slices = self._group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
+        self._groups = [self._all, self._replicas, self._slices]
+        self._posts: dict[int, PeerTraffic] = {}
+        self._steps = self._spent_ns = 0
+
+    def apply(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        return self._held.optimizer_state(self._all)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        return self._held.model_state(self._all, model)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return self._all.all_reduce(values.clone())
+
+    def summary(self) -> Mapping[str, Any]:
+        return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
+        return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
+
+    def _holds(self, parameters: Iterable[nn.Parameter]) -> list[Held]:
+        """What this worker has of each; of the first replica, all slices report cut ones and the first whole ones."""
+        held, place = [], self._place
+        for one in parameters:
+            mine = self._sliced.cut.get(id(one))
+            local, cut = (one, None) if mine is None else (mine.local, mine.cut)
+            reports = place.data == 0 and (cut is not None or place.slice == 0)
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=cut, reports=reports))
+        return held
+
+    def _add_posts(self, *taken: Mapping[int, PeerTraffic]) -> None:
+        for posts in taken:
+            for worker, post in posts.items():
+                self._posts.setdefault(worker, PeerTraffic()).add(post)
+
+    def _take_spent_ns(self) -> int:
+        """Nanoseconds of communication between slices, in forward and backward, since the last call."""
+        before, self._spent_ns = self._spent_ns, self._sliced.state.spent_ns
+        return self._spent_ns - before
+
+
+class TensorExchange(GridExchange):
+    """One worker's endpoint: its slice of one replica of the model."""
 
     def __init__(
-        self,
-        rank: int,
-        grid: Grid,
-        links: Mapping[int, Link],
-        timeout_s: float,
-        device: torch.device | None = None,
+        self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float, device: str = "cpu"
     ) -> None:
-        self.rank, self.world = rank, grid.workers
-        self._grid, self._place, self._links = grid, grid.place(rank), links
-        wires = {link.wire for link in links.values()}
-        self.wire = wire_of(wires.pop()) if wires else Wire.NONE
-
-        def group(members: Any, kind: int, name: str) -> LinkGroup:
-            return LinkGroup(rank, members, links, timeout_s, kind=kind, name=name)
-
-        self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
-        self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
-        self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        super().__init__(rank, grid, links, timeout_s)
         self.part = WorkerPart(
             index=self._place.data,  # all slices of a replica compute on the same samples
             count=grid.data,
             copies=grid.copies,
             parameters=lambda _: self._held.named(),
-            total_of_copies=lambda values: self._data.all_reduce(values.clone()),
+            total_of_copies=lambda values: self._replicas.all_reduce(values.clone()),
         )
         self.parts = GradientParts(
             held=lambda: self._held.gradients(),
@@ -83,38 +129,27 @@ class TensorExchange(Exchange):
             counted=lambda: self._held.gradients(lambda one: one.cut is not None or self._place.slice == 0),
             total=self._slices.all_reduce,
         )
-        self._groups = self._everyone, self._slices, self._data
         self.meter = Meter(
             take_times=self._take_times,
             traffic=lambda: sum((group.traffic() for group in self._groups), Traffic()),
         )
-        self._device = device if device is not None else torch.device("cpu")
-        self._posts: dict[int, PeerTraffic] = {}
-        self._counted_ns = 0
-        self._steps = 0
+        self._device = torch.device(device)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
-            self._everyone.broadcast(tensor.detach())
+            self._all.broadcast(tensor.detach())
         outline = Outline.of(model)
-        whole = {id(one): one for one in outline.parameters.values()}
+        whole = dict.fromkeys(outline.parameters.values())
         self._sliced = slice_modules(model, self._slices)
         model.to(self._device)  # moves the slices only: the whole parameters are no longer the model's
-        first = self._place.data == 0
-        held = []
-        for identity, parameter in whole.items():
-            mine = self._sliced.cut.get(identity)
-            local, cut = (parameter, None) if mine is None else (mine.local, mine.cut)
-            reports = first and (cut is not None or self._place.slice == 0)
-            held.append(Held(whole=parameter, local=local, shape=parameter.shape, cut=cut, reports=reports))
         buffers = {
             key: value
-            for key, value in model.named_buffers()
-            if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
+            for key, value in (model.named_buffers() if self._place.data == 0 else ())
+            if key in outline.shapes and (self.rank == 0 or key in self._sliced.buffers)
         }
         if self._sliced.cut:
             stepping_for(optimizer, Tensor().facts.stepping, Tensor.word)
-        self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
+        self._held = HeldModel(outline, optimizer, self._holds(whole), buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
         keep_freed_memory()  # every step frees what the next one allocates
@@ -131,49 +166,23 @@ class TensorExchange(Exchange):
         """Collective: each replica evaluates its part of the evaluation data."""
         if alike:
             return computer.evaluate(model)
-        return computer.evaluate(model, self.part.index, self.part.count, self._data.all_reduce)
+        return computer.evaluate(model, self.part.index, self.part.count, self._replicas.all_reduce)
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: agree on the step; unless a worker reports bad values, sum gradients over the replicas."""
-        shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
+        shared = agree_on(self._all, local, counts=self._place.slice == 0)
         if not shared.bad_workers:
-            sum_gradients(self._data, [one.local for one in self._held.held])
+            sum_gradients(self._replicas, [one.local for one in self._held.held])
         self._steps += 1
-        for group in self._groups:
-            for peer, post in group.take_traffic().items():
-                self._posts.setdefault(peer, PeerTraffic()).add(post)
+        self._add_posts(*(group.take_traffic() for group in self._groups))
         return shared
 
-    def apply(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def optimizer_state(self) -> dict[str, Any] | None:
-        return self._held.optimizer_state(self._everyone)
-
-    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        return self._held.model_state(self._everyone, model)
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        return self._everyone.all_reduce(values.clone())
-
     def _take_times(self) -> Times:
-        """Time of communication between slices in forward and backward, and the traffic of agreed steps by peer.
-
-        Waiting for late peers is reported as waiting, not as exchange time.
-        """
-        total_ns = self._sliced.state.spent_ns
-        spent_ns, self._counted_ns = total_ns - self._counted_ns, total_ns
+        """Waiting for late peers is reported as waiting, not as exchange time."""
         posts, self._posts = self._posts, {}
         waits = waits_of(self._groups)
-        return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
-
-    def summary(self) -> Mapping[str, Any]:
-        return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        exchange_ns = max(0, self._take_spent_ns() - sum(waits.values()))
+        return Times(exchange_ns=exchange_ns, wait_ns=waits, posts=posts)
 
 
 class TensorTraining(ExchangeTraining):
@@ -189,7 +198,8 @@ class TensorTraining(ExchangeTraining):
         if resources.world == 1:
             return SingleExchange()  # a single worker has no peers
         grid, links = strategy.grid(resources.world), resources.links()
-        return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)
+        device = str(resources.device or "cpu")
+        return TensorExchange(resources.rank, grid, links, resources.timeout_s, device)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         samples, besides = super().gather(finished)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
@@ -41,6 +41,8 @@ _COLUMNS_AT_ONCE = 1024
 _WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
+OnRows = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,6 +89,15 @@ class Holdout:
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
 
+    def only(self, blocks: Iterator[RowBlock], *, held: bool) -> Iterator[RowBlock]:
+        """The rows that are held out, or the others."""
+        first = 0
+        for block in blocks:
+            out = self.chosen(first, len(block))
+            first += len(block)
+            if out.any() if held else not out.all():
+                yield block if not out.any() and not held else block.take(out if held else ~out)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSample:
@@ -101,7 +112,6 @@ class RowSample:
     held_weights: Numbers
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
-        """The bins of every feature that has two or more; columns are sorted by several threads."""
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(
@@ -136,7 +146,7 @@ class RowSample:
 
 def _column_values(
     sample: RowSample, categorical: frozenset[int]
-) -> tuple[NDArray[np.int64], Callable[[int], Numbers]]:
+) -> tuple[Indices, Callable[[int], Numbers]]:
     """The columns that may have two bins, which those without a value have not unless they are categories.
 
     And the values of each, without the zeros that are left out.
@@ -158,9 +168,7 @@ def _column_values(
     return columns[columns < sample.columns], values_of
 
 
-def sample_rows(
-    source: RowSource, holdout: Holdout, seed: int, on_rows: Callable[[int], None] | None = None
-) -> RowSample:
+def sample_rows(source: RowSource, holdout: Holdout, seed: int, on_rows: OnRows = None) -> RowSample:
     """Go through a source once; DataError where rows have no labels, or labels that are no numbers."""
     kept: list[tuple[RowBlock, NDArray[np.uint64]]] = []
     held, limit, first, columns = 0, _WORD, 0, 0

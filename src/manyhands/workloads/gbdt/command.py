@@ -49,7 +49,7 @@ class _Table(GbdtOptions):
         return open_source(path, Reading(threads=len(os.sched_getaffinity(0))), self.label)
 
     def table(
-        self, valid: str | None = None, fraction: float | None = None, start: Path | None = None
+        self, valid: str | None = None, fraction: float | None = None, start: Any = None
     ) -> TableChoice:
         from manyhands.workloads.gbdt.row_sources import EMBEDDED
         from manyhands.workloads.gbdt.text_format import read_model
@@ -69,12 +69,8 @@ class _Table(GbdtOptions):
 @dataclass(frozen=True, kw_only=True)
 class _TrainGbdt(seam.WorkerOptions, _Table):
     valid: str | None = option(None, "rows to measure on after each tree, read likewise", metavar="FILE")
-    valid_fraction: float | None = option(
-        None, "hold out this share of the rows instead", shown="0; 0.2 of embedded sets"
-    )
-    start: Path | None = option(
-        None, "begin with this model, ours or LightGBM's: its trees come first", metavar="MODEL"
-    )
+    valid_fraction: float | None = option(None, "hold out this share", shown="0; 0.2 of embedded sets")
+    start: Path | None = option(None, "begin with this model's trees, ours or LightGBM's", metavar="MODEL")
     test: str | None = option(None, "rows to measure the model on at the end, read likewise", metavar="FILE")
     workers: int = option(1, "processes, each with a part of the rows", at_least=1)
 
@@ -96,18 +92,24 @@ def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[seam.ComparedTask]:
 
 
 def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.gbdt.bin_table import Holdout
     from manyhands.workloads.gbdt.model import measure_model
     from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
     from manyhands.workloads.gbdt.training import train_gbdt
 
     test = asked.source(asked.test) if asked.test is not None else None
-    table = asked.table(asked.valid, asked.valid_fraction, asked.start)
+    table, options = asked.table(asked.valid, asked.valid_fraction, asked.start), narrowed(GbdtOptions, asked)
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
-    result = train_gbdt(table, narrowed(GbdtOptions, asked), bars=bars, keep=keep, **how)
+    result = train_gbdt(table, options, bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / MODEL_TEXT
     write_model(model, file)
     by_gain, by_split = model.importance("gain"), model.importance("split")
     order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
+    measured = measure_model(model, test) if test is not None else {}
+    if test is None and result.valid_rows:
+        held = Holdout(fraction=table.valid_fraction, seed=options.seed) if table.valid is None else None
+        quality = measure_model(model, table.valid or table.train, held)["quality"]
+        measured = {"quality": quality}
     summary = {
         **result.full_summary(),
         "trees": len(model.trees),
@@ -118,7 +120,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
             for at in order
             if by_split[at]
         ],
-        **(measure_model(model, test) if test is not None else {}),
+        **measured,
         **how,
         "model": str(file),
     }

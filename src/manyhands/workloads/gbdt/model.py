@@ -7,7 +7,7 @@ most its threshold, or among its categories; missing values (NaN) go where the n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import bin_kernels
+from manyhands.workloads.gbdt.bin_table import Holdout
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
 from manyhands.workloads.gbdt.growing import GrownTree, tree_of
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -25,7 +26,7 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.workloads.logreg.labels import PAIRS, measure
 
-__all__ = ["DecisionTree", "GbdtModel", "Links", "measure_model"]
+__all__ = ["LINKS", "DecisionTree", "GbdtModel", "measure_model"]
 
 # Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses.
 _MISSING_NAN = 8
@@ -97,30 +98,23 @@ class DecisionTree:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What a sum of leaves means: `objective` as LightGBM writes it, whose first word is one of `KNOWN`."""
+LINKS = {
+    **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
+    **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
+    **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
+}
+"""What a sum of leaves means, by the first word of an objective as LightGBM writes it."""
 
-    objective: str
 
-    KNOWN = {  # noqa: RUF012 - a table, not a field
-        **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
-        **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
-        **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
-    }
-
-    @property
-    def kind(self) -> str:
-        return self.KNOWN[self.objective.split()[0]]
-
-    def __call__(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self.kind == "identity":
-            return scores
-        if self.kind == "sigmoid":
-            given = (float(one[8:]) for one in self.objective.split() if one.startswith("sigmoid:"))
-            scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
-        found: NDArray[np.float64] = np.exp(scores)
-        return found
+def _predicted(objective: str, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    word, *settings = objective.split()
+    if LINKS[word] == "identity":
+        return scores
+    if LINKS[word] == "sigmoid":
+        given = (float(one[8:]) for one in settings if one.startswith("sigmoid:"))
+        scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
+    found: NDArray[np.float64] = np.exp(scores)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,8 +125,7 @@ class GbdtModel:
     objective: str
     names: tuple[str, ...]
     infos: tuple[str, ...]
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What it was trained with; for a reader only."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with; for a reader only
     label_index: int = 0
     """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
 
@@ -182,7 +175,7 @@ class GbdtModel:
 
     def predict(self, block: RowBlock) -> NDArray[np.float64]:
         """Numbers, or probabilities of the larger label."""
-        return Links(self.objective)(self.scores(block))
+        return _predicted(self.objective, self.scores(block))
 
     def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
         """Features beyond those that it was trained on count nothing."""
@@ -222,24 +215,31 @@ class GbdtModel:
         return out
 
 
-def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
-    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number."""
+def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None = None) -> dict[str, Any]:
+    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number.
+
+    On all rows, or on those that are held out; `quality` is what the page of a run shows of it.
+    """
     source, scores, labels, weights = source.for_names(model.names), [], [], []
-    for block in source.blocks():
+    on = "test rows" if holdout is None else "rows held out"
+    for block in source.blocks() if holdout is None else holdout.only(source.blocks(), held=True):
         if block.labels is None:
             raise DataError(f"{source.name} has rows without labels; to predict them use `manyhands predict`")
         scores.append(model.scores(block))
         labels.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
     score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
-    link = Links(model.objective)
-    if link.kind == "sigmoid":
+    if LINKS[model.objective.split()[0]] == "sigmoid":
         pair = next((pair for pair in PAIRS if np.isin(label, pair).all()), None)
         if pair is None:
             raise DataError(f"{source.name} has labels other than -1 and 1, 0 and 1, or 1 and 2")
         found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32))
-        return {**asdict(found), "test_rows": len(label)}
-    predicted = link(score)
-    error = float(np.average((predicted - label) ** 2, weights=weight))
+        return {**found.figures, "test_rows": len(label), "quality": found.quality(on, pair)}
+    error = float(np.average((_predicted(model.objective, score) - label) ** 2, weights=weight))
     spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
-    return {"rmse": error**0.5, "r2": 1 - error / spread if spread else None, "test_rows": len(label)}
+    explained = 1 - error / spread if spread else None
+    quality = {
+        "measured_on": f"{len(label):,} {on}",
+        "scores": {"RMSE": error**0.5, **({"R²": explained} if explained is not None else {})},
+    }
+    return {"rmse": error**0.5, "r2": explained, "test_rows": len(label), "quality": quality}

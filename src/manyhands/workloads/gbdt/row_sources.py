@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.file_reader import bundled_file
-from manyhands.data.matrix import Rows
 from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
-from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.errors import DataError, UserError, nearest
 
 __all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
@@ -81,12 +80,9 @@ class RowSource(ABC):
     """Rows that can be gone through again and again, but for stdin; `name` is what messages call it."""
 
     name: str
-    names: Sequence[str] | None = None
-    """What the columns of features are called, where the source says."""
-    is_read_once: bool = False
-    """Whether rows that were gone through are gone, as those of stdin."""
-    label_index: int = 0
-    """Which column of the file has the labels, where one has."""
+    names: Sequence[str] | None = None  # what the columns of features are called, where the source says
+    is_read_once: bool = False  # whether rows that were gone through are gone, as those of stdin
+    label_index: int = 0  # which column of the file has the labels, where one has
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:

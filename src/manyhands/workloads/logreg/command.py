@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,10 @@ __all__ = ["LOGREG"]
 @dataclass(frozen=True, kw_only=True)
 class _Examples(LogregOptions):
     train: str = option(..., "examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin", metavar="FILE")
-    file_format: str = option(
-        "auto", "how they are written: libsvm or vw; auto looks at the first line", flag="--format"
-    )
+    file_format: str = option("auto", "their form: libsvm or vw; auto: by the first line", flag="--format")
     bits: int | None = option(None, "hash features into 2^bits rows", shown="none: the index is the row")
     hash_names: str = option(
-        "numbers", "names of vw files that are numbers: numbers, as they are, or all: hashed", flag="--hash"
+        "numbers", "vw names that are numbers: numbers: as they are; all: hashed", flag="--hash"
     )
     skip_bad: bool = option(False, "leave out lines that are wrong and count them", flag="--skip-bad")
 
@@ -47,7 +45,7 @@ class _Examples(LogregOptions):
 class _TrainLogreg(WorkerOptions, _Examples):
     test: str | None = option(None, "examples to measure the model on, read likewise", metavar="FILE")
     strategy: str = option(
-        "single", "how: single, hogwild, allreduce, mirrored, central, local or ps, with settings"
+        "single", "single, hogwild, allreduce, mirrored, central, local, ps; with settings"
     )
     workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one a core")
     memory: int = memory_option("parsed examples kept in memory; more go to temporary files", at_least=0)
@@ -87,17 +85,19 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
-    measured: dict[str, Any] = {"accuracy": None, "auc": None, "log_loss": None, "examples": 0}
-    bad_lines, passes = 0, len(result.progressive_loss)
+    measured: dict[str, Any] = dict.fromkeys(("accuracy", "auc", "log_loss"))
+    tested_examples, bad_lines, passes = 0, 0, len(result.progressive_loss)
     if asked.test is not None:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
-            measured = asdict(model.evaluate(tested, phase.advance))
-        bad_lines = tested.bad_lines
+            found = model.evaluate(tested, phase.advance)
+        quality = found.quality("test examples", (model.labels.no, model.labels.yes))
+        measured = {**found.figures, "quality": quality}
+        tested_examples, bad_lines = found.examples, tested.bad_lines
     summary = {
         **measured,
         **result.full_summary(),
-        "test_examples": measured["examples"],
+        "test_examples": tested_examples,
         "learner": asked.learner,
         "l1": asked.l1,
         "l2": asked.l2,

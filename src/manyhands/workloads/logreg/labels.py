@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,22 @@ class Metrics:
     accuracy: float
     auc: float | None
     log_loss: float
+    confusion: tuple[tuple[int, int], tuple[int, int]]
+    """How many examples of each label, no before yes, were predicted to be a no and a yes; weights do not count."""
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"accuracy": self.accuracy, "auc": self.auc, "log_loss": self.log_loss}
+
+    def quality(self, measured_on: str, labels: Sequence[object]) -> dict[str, Any]:
+        """What the page of a run shows of a model that was measured on this."""
+        scores = dict(zip(("accuracy", "AUC", "log loss"), self.figures.values(), strict=True))
+        return {
+            "measured_on": f"{self.examples:,} {measured_on}",
+            "scores": {name: one for name, one in scores.items() if one is not None},
+            "labels": [f"{one:g}" if isinstance(one, float) else str(one) for one in labels],
+            "confusion": self.confusion,
+        }
 
 
 def measure(
@@ -74,10 +91,15 @@ def measure(
     _, group = np.unique(margins, return_inverse=True)
     yes, no = np.bincount(group, counted * is_yes), np.bincount(group, counted * ~is_yes)
     pairs = yes.sum() * no.sum()
+    said = margins > 0
     area = float((yes * (np.cumsum(no) - no / 2)).sum() / pairs) if pairs else None
     return Metrics(
         examples=len(margins),
-        accuracy=float(np.average((margins > 0) == is_yes, weights=counted)),
+        accuracy=float(np.average(said == is_yes, weights=counted)),
         auc=area,
         log_loss=float(np.average(np.logaddexp(0.0, away), weights=counted)),
+        confusion=(
+            (int((~said & ~is_yes).sum()), int((said & ~is_yes).sum())),
+            (int((~said & is_yes).sum()), int((said & is_yes).sum())),
+        ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.data.matrix import Rows
-from manyhands.data.row_files import FORMATS, Reading, RowFile, RowText
+from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
 from manyhands.errors import DataError, UserError
@@ -60,7 +59,6 @@ class LogregModel:
         return np.exp(-np.logaddexp(0.0, -self.margins(rows)))
 
     def file(self, path: Path | str, reading: Reading | None = None) -> RowFile:
-        """A file of examples, to be read as this model needs it."""
         return RowFile(path, replace(reading or Reading(), bits=self.bits, hash=self.hash))
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
@@ -80,7 +78,6 @@ class LogregModel:
         write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
     def narrowed(self, precision: str) -> LogregModel:
-        """This model as it is read back from a file of that precision."""
         read = widen(narrow(self._tensors, precision))
         return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
 
@@ -109,9 +106,8 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
     reading = Reading(bits=int(header["bits"]) if header["bits"] else None, hash=header["hash"])
     if reading.bits is not None and weight.size != 1 << reading.bits:
         raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
-    return LogregModel(
-        table=np.concatenate([bias, weight]), labels=Labels(no, yes), bits=reading.bits, hash=reading.hash
-    )
+    table, labels = np.concatenate([bias, weight]), Labels(no, yes)
+    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash)
 
 
 class LogregPredictor(Predictor[Rows]):
@@ -146,7 +142,6 @@ class LogregPredictor(Predictor[Rows]):
         return Rows.join(parts)
 
     def answers(self, inputs: Rows) -> list[Any]:
-        """The probability of the larger label, and which label that makes."""
         labels = self.model.labels
         return [
             {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}
@@ -172,7 +167,7 @@ def export_logreg(asked: ExportAsked) -> Export:
     model = LogregModel.load(run)
     file = asked.target(f"model-{precision}.safetensors")
     models = (model, model.narrowed(precision)) if test is not None else ()
-    before, after = [asdict(one.evaluate(one.file(test))) for one in models if test] or ({}, {})
+    before, after = [one.evaluate(one.file(test)).figures for one in models if test] or ({}, {})
     model.save(file, precision)
     summary = run / "summary.json"
     steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.matrix_files import MatrixBlock
+from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.workloads.svd.model import SvdModel
@@ -102,8 +103,6 @@ def _checked(matrix: Any) -> Any:
 
 
 class _Blocks:
-    """The matrix in blocks that stay in the cache."""
-
     def __init__(self, matrix: Any) -> None:
         """`matrix` is what `_checked` gave, or that transposed."""
         self._csr: Any = matrix.tocsr() if hasattr(matrix, "tocsr") else None

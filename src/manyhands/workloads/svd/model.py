@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.matrix import MatrixBlock, MatrixFile
-from manyhands.data.matrix_files import open_matrix
+from manyhands.data.matrix_files import MatrixBlock, MatrixFile, open_matrix
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import DataError, UserError
@@ -47,7 +46,6 @@ class SvdModel:
 
     @classmethod
     def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
-        """What is known, at the end or before it."""
         values, components = components_of(space, sizes.rank)
         return cls(
             singular_values=values,
@@ -83,9 +81,7 @@ class SvdModel:
             found = self.project(block)
             if not np.isfinite(found).all():
                 row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
-                raise DataError(
-                    f"{file.path}, row {row} has a value that is no number; fill it in or leave it out"
-                )
+                raise DataError(f"{file.path}, row {row} has a value that is no number; fill it in")
             yield found
 
     def save(self, path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_library_text, windows
+from manyhands.data.file_reader import VOCABULARY, encode, read_text, standard_library_text, windows
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
@@ -151,7 +151,6 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def chain(self) -> Sequence[nn.Module]:
-        """The embedding of tokens at their positions, each block, the norm, the head."""
         embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
         return [embedding, *self.blocks, self.norm, self.head]
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.text_windows import VOCABULARY
+from manyhands.data.file_reader import VOCABULARY
 from manyhands.engine.chain import State
 from manyhands.task import Task
 from manyhands.workloads.task_options import option

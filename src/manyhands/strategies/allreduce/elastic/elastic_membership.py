@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.errors import UserError, num_of
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,
@@ -25,17 +25,13 @@ from manyhands.strategies.common.membership import (
 )
 
 __all__ = [
-    "Abort",
     "ArrivedInEpoch",
-    "Ask",
     "BeginEpoch",
     "Depart",
-    "Dismiss",
     "Done",
     "ElasticAction",
     "ElasticEvent",
     "ElasticMembership",
-    "ElasticPlan",
     "EndSoon",
     "EpochSeat",
     "EpochView",
@@ -43,6 +39,7 @@ __all__ = [
     "LeaveEpoch",
     "LeftEpoch",
     "MemberReady",
+    "Notify",
     "RunOver",
 ]
 
@@ -66,11 +63,9 @@ class EpochView:
     seats: tuple[EpochSeat, ...]
     donor: int | None = None
     """The member whose state the fresh members take; None if no member has any and all begin with that of rank 0."""
+    # How many exchanges of the previous epoch count: a member that has passed one fewer has the result of the last
+    # one in its memory, and takes it as well.
     passed: int = 0
-    """How many exchanges of the previous epoch count.
-
-    A member that has passed one fewer has the result of the last one in its memory, and takes it as well.
-    """
 
     def rank_of(self, member: int) -> int:
         return next(rank for rank, seat in enumerate(self.seats) if seat.member == member)
@@ -106,10 +101,9 @@ class LeftEpoch:
     epoch: int
     passed: int  # how many exchanges of the epoch the member knows to be complete
     step: int  # the number of steps that the member has taken
-    at_border: bool
-    """Whether its next action is a step; otherwise a collective action between two steps, or nothing more."""
+    at_border: bool  # whether its next action is a step, not a collective action between two steps, or none
     began: bool = False  # whether it had begun to compute a step that it has not taken
-    settled: bool = True  # whether it has the state of the run
+    has_state: bool = True  # whether it has the state of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,20 +147,12 @@ class EndSoon:
     """The run ends after the next step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Send `GatherEpoch` to the members of the epoch."""
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send these members this order; before `LeaveEpoch`, end every wait in the epoch."""
 
-    epoch: int
     members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """End every wait in the epoch, and send `LeaveEpoch` to its members."""
-
-    epoch: int
-    members: tuple[int, ...]
+    order: GatherEpoch | LeaveEpoch | Depart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +162,12 @@ class BeginEpoch:
     view: EpochView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
-    """Send `Depart` to this member."""
-
-    member: int
-
-
 @dataclass(frozen=True, slots=True)
 class RunOver:
     """The weights are in place, and the run is over."""
 
 
-ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | Fail | RunOver
+ElasticAction = StartWorker | KillMember | Notify | BeginEpoch | Fail | RunOver
 
 
 # `ElasticMembership.handle(event)` returns the actions to take. The rules:
@@ -208,22 +187,6 @@ ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | 
 # - When all steps are done, the lowest slot leaves the weights. If it dies first, the next one does.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticPlan:
-    """The settings of an elastic run that membership depends on."""
-
-    workers: int
-    min_workers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UserError(f"workers={self.workers} must be at least 1")
-        if not 1 <= self.min_workers <= self.workers:
-            raise UserError(
-                f"min_workers={self.min_workers} must lie between 1 and the number of workers, {self.workers}"
-            )
-
-
 class _Phase(Enum):
     OPENING = auto()  # some requested worker is not ready yet
     AT_WORK = auto()  # the members of the view train
@@ -234,9 +197,15 @@ class _Phase(Enum):
 class ElasticMembership(Membership):
     """The launcher's knowledge of the members, and its decisions about who takes part."""
 
-    def __init__(self, plan: ElasticPlan) -> None:
+    def __init__(self, workers: int, min_workers: int = 1) -> None:
+        if workers < 1:
+            raise UserError(f"workers={workers} must be at least 1")
+        if not 1 <= min_workers <= workers:
+            raise UserError(
+                f"min_workers={min_workers} must lie between 1 and the number of workers, {workers}"
+            )
         super().__init__(first_member=0)
-        self._plan = plan
+        self._workers, self._min_workers = workers, min_workers
         self._phase = _Phase.OPENING
         self._ready: dict[int, MemberReady] = {}  # by member
         self._left: dict[int, LeftEpoch] = {}  # by member: what it reported when it left the newest epoch
@@ -246,7 +215,7 @@ class ElasticMembership(Membership):
         self.redone = 0  # the number of steps that were begun and then computed again
 
     def begin(self) -> list[ElasticAction]:
-        return [self._start_worker(self._new_slot()) for _ in range(self._plan.workers)]
+        return [self._start_worker(self._new_slot()) for _ in range(self._workers)]
 
     def handle(self, event: ElasticEvent) -> list[ElasticAction]:
         """Return the actions for `event`; none once the run has failed or is over."""
@@ -281,7 +250,7 @@ class ElasticMembership(Membership):
                 waiting = [member.number for member in self._in_state(MemberState.READY)]
                 return [
                     RunOver(),
-                    *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
+                    Notify((*self._numbers(), *waiting), Depart()),
                     *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
                 ]
             case MemberSilent():
@@ -306,30 +275,29 @@ class ElasticMembership(Membership):
         if self._phase is not _Phase.AT_WORK or not (waiting or leaves):
             return []
         self._phase = _Phase.GATHERING
-        return [Ask(epoch=self.view.epoch, members=self._numbers())]
+        return [Notify(self._numbers(), GatherEpoch(epoch=self.view.epoch))]
 
     def _remove(self, number: int) -> list[ElasticAction]:
         slot, active = self._slots.get(number), self._in_phase(SlotPhase.ACTIVE)
         if slot is None or slot not in active:
             there = ", ".join(str(one.number) for one in active)
             raise UserError(f"slot={number}: there is no such worker; there are {there}")
-        if len(active) - 1 < self._plan.min_workers:
-            raise UserError(
-                f"slot={number}: {len(active) - 1} workers would be left, and min_workers={self._plan.min_workers}"
-            )
+        if len(active) - 1 < self._min_workers:
+            left = num_of(len(active) - 1, "worker")
+            raise UserError(f"slot={number}: {left} would be left, and min_workers={self._min_workers}")
         slot.phase = SlotPhase.RETIRING
         member = next((one for one in self._members.values() if one.slot == number), None)
         if member is None or member in self._in_view():
             return self._ask()
         member.state = MemberState.LEAVING  # it has no part in any epoch: nobody has to wait for it
-        return [Dismiss(member=member.number), *(self._open() if self._phase is _Phase.OPENING else [])]
+        opened = self._open() if self._phase is _Phase.OPENING else []
+        return [Notify((member.number,), Depart()), *opened]
 
     def _bury(self, member: RunMember, sentence: str) -> list[ElasticAction]:
         """Replace a dead member in its slot, and move the survivors of its epoch to a new one."""
         was_in_view = member in self._in_view()
         del self._members[member.number]
-        slot = self._slot_of(member)
-        assert slot is not None, "every member has a slot"
+        slot = self._slots[member.slot or 0]  # every member has one
         replaced: list[ElasticAction] = []
         if slot.phase is SlotPhase.RETIRING:
             slot.lost = sentence
@@ -344,14 +312,13 @@ class ElasticMembership(Membership):
             return replaced
         self.changes += 1
         there = len(self._in_view())
-        if there < self._plan.min_workers:
-            left = "no worker is" if not there else "1 worker is" if there == 1 else f"{there} workers are"
-            return self._fail(f"{left} left, and min_workers={self._plan.min_workers}: {self._lost()}")
-        aborts: list[ElasticAction] = []
+        if there < self._min_workers:
+            left = f"{num_of(there, 'worker')} {'is' if there == 1 else 'are'}" if there else "no worker is"
+            return self._fail(f"{left} left, and min_workers={self._min_workers}: {self._lost()}")
         if self._phase is not _Phase.CHANGING:
             self._phase = _Phase.CHANGING
-            aborts = [Abort(epoch=self.view.epoch, members=self._numbers())]
-        return [*aborts, *replaced, *self._change()]
+            replaced.insert(0, Notify(self._numbers(), LeaveEpoch(epoch=self.view.epoch)))
+        return [*replaced, *self._change()]
 
     def _change(self) -> list[ElasticAction]:
         """Begin the next epoch once every member of this one has left it."""
@@ -366,36 +333,37 @@ class ElasticMembership(Membership):
         for member in there:
             self._progressed(member, max(left.step for left in ahead))
         if self.view.donor is not None:
-            settled = {left.member for left in reports if left.settled}
+            holders = {left.member for left in reports if left.has_state}
         else:  # in a first epoch, all have the state of the run once one has passed its beginning
-            settled = {left.member for left in reports} if any(left.settled for left in ahead) else set()
+            holders = {left.member for left in reports} if any(left.has_state for left in ahead) else set()
         going: list[RunMember] = []
         staying = there  # not at a step boundary: members that are to leave are asked again
         if all(left.at_border for left in ahead):
             going = [member for member in there if self._is_retiring(member)]
             staying = [member for member in there if member not in going]
-            if not any(member.number in settled for member in staying) and going:
+            if not any(member.number in holders for member in staying) and going:
                 # Nobody who stays could pass the state on: one stays until the new members have it.
-                donor = next((one for one in going if one.number in settled), going[0])
+                donor = next((one for one in going if one.number in holders), going[0])
                 going, staying = [one for one in going if one is not donor], [*staying, donor]
             staying += self._in_state(MemberState.READY)
         for member in going:
             member.state = MemberState.LEAVING
             self.changes += 1
-        return [*(Dismiss(member=one.number) for one in going), *self._publish(staying, passed, settled)]
+        departs: list[ElasticAction] = [Notify((one.number,), Depart()) for one in going]
+        return [*departs, *self._publish(staying, passed, holders)]
 
-    def _publish(self, members: list[RunMember], passed: int, settled: set[int]) -> list[ElasticAction]:
-        """Begin an epoch; `settled` have the state of the run, the others get it from the lowest slot of these."""
+    def _publish(self, members: list[RunMember], passed: int, holders: set[int]) -> list[ElasticAction]:
+        """Begin an epoch; `holders` have the state of the run, the others get it from the lowest slot of these."""
         members = sorted(members, key=lambda member: member.slot or 0)
-        donor = next((member.number for member in members if member.number in settled), None)
+        donor = next((member.number for member in members if member.number in holders), None)
         if self._has_state and donor is None:
             return self._fail(f"nobody who has the state of the run is left: {self._lost()}")
-        self._has_state = self._has_state or bool(settled)
+        self._has_state = self._has_state or bool(holders)
         seats = tuple(
             EpochSeat(
                 slot=member.slot or 0,
                 member=member.number,
-                fresh=bool(settled) and member.number not in settled,
+                fresh=bool(holders) and member.number not in holders,
                 host=self._ready[member.number].host,
                 address=self._ready[member.number].address,
             )
@@ -404,7 +372,7 @@ class ElasticMembership(Membership):
         self.changes += sum(one.state is MemberState.READY for one in members) if self.view.epoch else 0
         for member in members:
             member.state = MemberState.WORKING
-            if member.number in settled:
+            if member.number in holders:
                 self._slots[member.slot or 0].lost = ""
         self._left.clear()
         self.view = EpochView(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
@@ -412,8 +380,7 @@ class ElasticMembership(Membership):
         return [BeginEpoch(view=self.view), *self._ask()]
 
     def _is_retiring(self, member: RunMember) -> bool:
-        slot = self._slot_of(member)
-        return slot is not None and slot.phase is SlotPhase.RETIRING
+        return self._slots[member.slot or 0].phase is SlotPhase.RETIRING
 
     def _in_view(self) -> list[RunMember]:
         return self._in_state(MemberState.WORKING, MemberState.PAUSED)

@@ -5,10 +5,8 @@ ready ──► view ──► open ──► hand_over (who has the state) ─�
 
 The memory of an epoch is created by the launcher. Members start before the epochs that they will be in, so they cannot
 inherit an epoch's descriptors: these come as packets of a `SOCK_SEQPACKET` pair, a few names as JSON and a descriptor
-for each (SCM_RIGHTS). Nothing has a name in a file system, and what no process holds any more is freed.
-
-The state that a donor passes on has the form of a checkpoint: raw tensors (safetensors), and JSON for the rest. A new
-member continues from it as a resumed run continues from a checkpoint; no disk is involved.
+for each (SCM_RIGHTS). Nothing has a name in a file system, and what no process holds any more is freed. The state that
+a donor passes on has the form of a checkpoint: raw tensors (safetensors), and JSON for the rest.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ __all__ = [
 ]
 
 _BUFFERS = "buffers that no checkpoint has"
-_STATE_FILES = ("state tensors", "state tree")
-"""The names of the memory files in which a donor leaves its state."""
-
+_STATE_FILES = ("state tensors", "state tree")  # the memory files in which a donor leaves its state
 _MOST_IN_A_PACKET = 128  # the kernel's limit is 253
 _PACKET_BYTES = 64 * 2**10
 
@@ -82,32 +78,26 @@ class Epoch(ABC):
         """Collective among members that are not fresh, if some are: the donor passes a `state_tree`, others None."""
 
     @abstractmethod
-    def take(self) -> Loaded:
-        """On a fresh member: wait for the donor's state."""
-
+    def take(self) -> Loaded: ...  # on a fresh member: wait for the donor's state
     @abstractmethod
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         """Collective, once: return the strategy's collective, and what `ElasticCollective` confirms by."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release all resources; idempotent."""
+    def close(self) -> None: ...  # release all resources; idempotent
 
 
 class Epochs(ABC):
     """Opens one member's epochs one after the other; a context manager."""
 
     @abstractmethod
-    def ready(self, member: int) -> MemberReady:
-        """Return the message that asks for a seat."""
-
+    def ready(self, member: int) -> MemberReady: ...  # the message that asks for a seat
     @abstractmethod
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
         """Collective: enter this epoch; raises `exchange.LOST` if a member is lost before all are in."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release what opening epochs needs; no epoch is opened afterwards."""
+    def close(self) -> None: ...  # release what opening epochs needs; no epoch is opened afterwards
 
 
 class SharedEpochs(Epochs):
@@ -120,9 +110,7 @@ class SharedEpochs(Epochs):
         return MemberReady(member=member)
 
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        files = receive_files(
-            self._files, view.epoch, self._timeout_s
-        )  # the launcher sent them before the view
+        files = receive_files(self._files, view.epoch, self._timeout_s)  # they were sent before the view
         return _SharedEpoch(files, view, line.member, self._timeout_s)
 
     def close(self) -> None:
@@ -143,7 +131,8 @@ class _SharedEpoch(Epoch):
 
     def hand_over(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            write_state(self._files[_STATE_FILES[0]], self._files[_STATE_FILES[1]], state)
+            tensors, tree = (self._files[name] for name in _STATE_FILES)
+            write_state(tensors, tree, state)
         self._group.barrier()
 
     def take(self) -> Loaded:
@@ -152,20 +141,19 @@ class _SharedEpoch(Epoch):
 
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         _close_all(self._files.pop(name) for name in _STATE_FILES if name in self._files)
-        group = self._group
+        group, rank, world = self._group, self._group.rank, self._group.world
 
         def links() -> Mapping[int, Link]:
             kind = mesh_kind(network=strategy.uses_network)
             ends = {
                 peer: [self._files.pop(f"link {peer} {part}") for part in kind.parts]
-                for peer in range(group.world)
-                if peer != group.rank
+                for peer in range(world)
+                if peer != rank
             }
-            return kind.attach(group.rank, ends)
+            return kind.attach(rank, ends)
 
-        resources = Resources(
-            rank=group.rank, world=group.world, timeout_s=self._timeout_s, group=lambda: group, links=links
-        )
+        wait_s = self._timeout_s
+        resources = Resources(rank=rank, world=world, timeout_s=wait_s, group=lambda: group, links=links)
         return collective_for(strategy, resources), group.barrier if strategy.facts.uses_links else None
 
     def close(self) -> None:
@@ -177,44 +165,37 @@ class _SharedEpoch(Epoch):
 class EpochFiles:
     """What the members of one epoch share, as held by the launcher; `close` is idempotent.
 
-    `of` returns what each member gets. `let_go` is called when all have theirs: a link's end that stayed open here
-    would hide a death. The control word stays open, for `abort`.
+    `of` returns what each member gets. `passed` is closed when all have theirs: a link's end that stayed open here
+    would hide a death. The control word of `group` stays open, for `abort`.
     """
 
     def __init__(self, world: int, strategy: Strategy, *, with_state: bool) -> None:
-        self._passed = ExitStack()
         self._state: dict[str, int] = {}
         self._mesh: Mesh | None = None
-        self._group = SharedGroupFiles.create(world)
+        self.group = SharedGroupFiles.create(world)
         with ExitStack() as stack:
-            stack.callback(self._group.close)
+            stack.callback(self.group.close)
             passed = stack.enter_context(ExitStack())
             if strategy.facts.uses_links and world > 1:
                 self._mesh = passed.enter_context(mesh_kind(network=strategy.uses_network)(world))
             for name in _STATE_FILES if with_state else ():
                 self._state[name] = os.memfd_create(f"manyhands:{name}", os.MFD_CLOEXEC)
                 passed.callback(os.close, self._state[name])
-            self._passed = passed.pop_all()
+            self.passed = passed.pop_all()
             stack.pop_all()
 
     def of(self, rank: int) -> dict[str, int]:
         """Return the descriptors for the member of `rank`, by name; they remain owned by this object."""
-        files = {"control": self._group.control, "arena": self._group.arena, **self._state}
+        files = {"control": self.group.control, "arena": self.group.arena, **self._state}
         if self._mesh is not None:
             for peer, ends in self._mesh.descriptors(rank).items():
                 for part, descriptor in zip(self._mesh.parts, ends, strict=True):
                     files[f"link {peer} {part}"] = descriptor
         return files
 
-    def let_go(self) -> None:
-        self._passed.close()
-
-    def abort(self) -> None:
-        self._group.abort()
-
     def close(self) -> None:
-        self._passed.close()
-        self._group.close()
+        self.passed.close()
+        self.group.close()
 
 
 def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) -> None:
@@ -225,11 +206,8 @@ def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) 
         more = first + len(some) < len(names)
         head = json.dumps({"epoch": epoch, "names": some, "more": more}).encode()
         rights = array.array("i", [files[name] for name in some])
-        connection.sendmsg(
-            [head],
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
-            socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
-        )
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
 
 
 def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> dict[str, int]:
@@ -246,10 +224,8 @@ def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> di
             raise PeerTimeout(
                 f"the launcher has not sent the memory of epoch {epoch} for {timeout_s:g} s", -1
             )
-        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        data, control, _, _ = connection.recvmsg(
-            _PACKET_BYTES, socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET), flags
-        )
+        room = socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET)
+        data, control, _, _ = connection.recvmsg(_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise Aborted("the launcher is gone")
         descriptors = array.array("i")
@@ -355,10 +331,9 @@ class LinkedEpochs(Epochs):
 
         Raises ManyhandsError if a link cannot be opened although no member is lost, as behind a firewall.
         """
-        rank = view.rank_of(line.member)
-        here, wiring, plain = view.seats[rank].host, self._wiring, Security.loopback()
+        rank, wiring, plain = view.rank_of(line.member), self._wiring, Security.loopback()
         far = {
-            peer: plain if seat.host == here else wiring.security
+            peer: plain if seat.host == view.seats[rank].host else wiring.security
             for peer, seat in enumerate(view.seats)
             if peer != rank
         }
@@ -403,15 +378,13 @@ class _LinkedEpoch(Epoch):
         """The donor sends its state to each fresh member directly."""
         if state is not None:
             data = torch.frombuffer(bytearray(b"".join(pack_tree(state))), dtype=torch.uint8)
+            pieces = (torch.tensor([len(data)]), *torch.split(data, _PIECE_BYTES))
             fresh = [rank for rank, seat in enumerate(self._view.seats) if seat.fresh]
-            mailbox, length = self._mailbox(), torch.tensor([len(data)])
-            messages = [
-                (rank, piece) for piece in (length, *torch.split(data, _PIECE_BYTES)) for rank in fresh
-            ]
-            mailbox.flush(mailbox.post(messages), fresh)
+            mailbox = self._mailbox()
+            mailbox.flush(mailbox.post([(rank, piece) for piece in pieces for rank in fresh]), fresh)
 
     def take(self) -> Loaded:
-        assert self._view.donor is not None, "who is new takes the state of somebody"
+        assert self._view.donor is not None, "a fresh member takes the state of another one"
         donor, mailbox, length = self._view.rank_of(self._view.donor), self._mailbox(), torch.zeros(1).long()
         mailbox.receive(donor, length, [])
         count = int(length)
@@ -436,7 +409,7 @@ class _LinkedEpoch(Epoch):
             alarm=self._alarm,
         )
         gradients, _ = collective_across_hosts(chosen, resources)
-        return gradients, gradients.barrier
+        return gradients, gradients.executor.barrier
 
     def close(self) -> None:
         for link in self._links.values():

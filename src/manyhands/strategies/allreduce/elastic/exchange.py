@@ -7,11 +7,6 @@
 Parameters and optimizer change only after the last exchange of a step, so what a worker holds when a step is cut is
 what it held before it; buffers, which a forward may change, are copied before each step and put back.
 
-The collective of an epoch distinguishes a lost member from a complete exchange:
-
-    finish    every member has the sum in its memory   →   it counts
-              a member is lost                          →   wait for the launcher: it counts, or MembersChanged
-
 An exchange is complete for one member only when every member has its result in memory: a property of the collective in
 shared memory; over links, a barrier ensures it. Members are therefore never more than one exchange apart, and after a
 loss one number decides: the highest count among the survivors. A member that is one behind has the result in its
@@ -22,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +54,7 @@ class StepChannel:
         self.member = member
         self.view: EpochView | None = None
         self.passed = 0  # the number of exchanges of the epoch that this member knows to be complete
-        self.next: EpochView | None = None
-        """The next view, from when the launcher announces it until the member has entered it."""
+        self.next: EpochView | None = None  # the next view, from its announcement until it is entered
 
     @property
     def epoch(self) -> int:
@@ -105,9 +100,6 @@ class ElasticCollective(Collective):
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         return self._inner.allocate(parcels)
-
-    def rounds(self, parcel: Parcel) -> bool:
-        return self._inner.rounds(parcel)
 
     def begin(self, step: int) -> None:
         self._inner.begin(step)
@@ -156,6 +148,8 @@ class ElasticCollective(Collective):
 class ElasticExchange(Exchange):
     """One worker's end across epochs; `receive` is called first, then the calls of any exchange."""
 
+    _trained: tuple[nn.Module, Optimizer]
+
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
         self._sent = Traffic()  # in epochs that are over
         self.meter = Meter(
@@ -169,14 +163,12 @@ class ElasticExchange(Exchange):
         self.channel = StepChannel(line.member)
         self._opened: Epoch | None = None
         self._inner: AllReduceExchange | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
         self._loaded: Loaded | None = None
         self._joining_state: Callable[[], Mapping[str, Any]] = dict
         self._buffers: list[torch.Tensor] = []
         self._steps_done = 0
-        self._at_border = True
-        self._began = self._settled = self._paused = False
+        self.at_border = True  # whether the next action is a step
+        self._began = self._has_state = self._paused = self._is_fresh = False
 
     def receive(self) -> Loaded | None:
         """Wait for an epoch; return the donor's state, or None if this member begins together with all others."""
@@ -188,19 +180,17 @@ class ElasticExchange(Exchange):
                 if self._opened is None or not self._is_fresh:
                     return None
                 self._loaded = self._opened.take()  # collective with the others' `_open`
-                self._settled = True
+                self._has_state = True
                 return self._loaded
             except LOST:
                 self.leave()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._trained = model, optimizer
         if self._loaded is not None:
             restore_buffers(model, self._loaded)
-            extra = dict(self._loaded.extra)
-            self._joining_state = lambda: (
-                extra
-            )  # until the loop has begun, the next member gets what this one got
+            # Until the loop has begun, the next member gets what this one got.
+            self._joining_state = partial(dict, self._loaded.extra)
             self._steps_done, self._loaded = self._loaded.step, None
         self._buffers = [torch.empty_like(buffer) for buffer in model.buffers()]
         while True:
@@ -208,10 +198,10 @@ class ElasticExchange(Exchange):
                 if self.channel.next is not None:
                     self._open()
                 self._lay_out()
-                if not self._settled:
+                if not self._has_state:
                     assert self._current.hooks is not None, "it is laid out"
                     self._current.hooks.broadcast([*model.parameters(), *model.buffers()])
-                    self._settled = True
+                    self._has_state = True
                 return
             except LOST:
                 self.leave()
@@ -221,7 +211,7 @@ class ElasticExchange(Exchange):
 
     def atomically(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
         """Run `work` with the current members, and repeat it if one is lost before it is complete."""
-        self._steps_done, self._at_border = steps_done, at_border
+        self._steps_done, self.at_border = steps_done, at_border
         while True:
             if at_border and self._paused and self.channel.next is None:
                 self.leave()
@@ -253,9 +243,6 @@ class ElasticExchange(Exchange):
             # Every worker of the epoch holds the model.
             self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
 
-    def end(self) -> None:
-        self._at_border = False
-
     def leave(self) -> bool:
         """Report progress and wait for the next view; return whether the interrupted exchange is complete."""
         if self.channel.next is not None:
@@ -266,9 +253,9 @@ class ElasticExchange(Exchange):
                 epoch=self.channel.epoch,
                 passed=self.channel.passed,
                 step=self._steps_done,
-                at_border=self._at_border,
+                at_border=self.at_border,
                 began=self._began,
-                settled=self._settled,
+                has_state=self._has_state,
             )
         )
         return self.channel.learn(self._line.next_view(self.channel.epoch))
@@ -281,6 +268,7 @@ class ElasticExchange(Exchange):
         assert view is not None, "the launcher has announced it"
         self._paused = False
         self._opened = self._epochs.open(view, self._line)
+        self._is_fresh = view.seats[self.rank].fresh and not self._has_state
         if view.has_fresh and not self._is_fresh:
             state = None
             if view.donor == self._line.member:
@@ -299,18 +287,6 @@ class ElasticExchange(Exchange):
         )
 
     @property
-    def _trained(self) -> tuple[nn.Module, Optimizer]:
-        assert self._model is not None, "attach comes first"
-        assert self._optimizer is not None, "attach comes first"
-        return self._model, self._optimizer
-
-    @property
-    def _is_fresh(self) -> bool:
-        view = self.channel.view
-        assert view is not None, "an epoch is open"
-        return view.seats[self.rank].fresh and not self._settled
-
-    @property
     def _current(self) -> AllReduceExchange:
         assert self._inner is not None, "attach comes first"
         return self._inner
@@ -326,7 +302,7 @@ class ElasticExchange(Exchange):
         """Collective: after it, every member of the epoch takes the step."""
         view = self.channel.view
         assert view is not None, "a step is taken in an epoch"
-        shared = self._current.agree(replace(local, pause=self._line.is_asked(view.epoch)))
+        shared = self._current.agree(replace(local, pause=self._line.gather == view.epoch))
         self._paused, self._began = shared.pause, False
         return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,10 +87,8 @@ class ElasticPart:
     slot: int
     ring: EventRing
     checkpoints: CheckpointStore | None
-    leave_weights: Callable[[Mapping[str, torch.Tensor]], None]
-    """Called on the lowest member at the end of the run."""
-    resume: Callable[[], Loaded | None]
-    """Returns the checkpoint that the run begins with, for members of the first epoch."""
+    leave_weights: Callable[[Mapping[str, torch.Tensor]], None]  # on the lowest member, at the end of the run
+    resume: Callable[[], Loaded | None]  # the checkpoint that the run begins with, for the first epoch
     early: Sequence[Mapping[str, Any]] = ()  # messages that the launcher has sent before
 
 
@@ -102,8 +100,7 @@ class TakeSlot:
     slot: int
     threads: int
     resumes: bool  # whether the checkpoint that the run begins with follows
-    checkpoints: str | None
-    """The leader's checkpoint folder, if the run keeps one; only the leader can write there."""
+    checkpoints: str | None  # the leader's folder, if the run keeps one; only the leader can write there
 
 
 PARTS: Final = TypedNotes(TakeSlot)
@@ -122,11 +119,9 @@ def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
         checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
 
-        def resume() -> Loaded | None:
-            if job.resume_step is None:
-                return None
-            assert checkpoints is not None, "a run that is resumed has a directory"
-            return checkpoints.load(job.resume_step)
+        def resume() -> Loaded | None:  # a run that is resumed has a directory
+            step = job.resume_step
+            return checkpoints.load(step) if step is not None and checkpoints is not None else None
 
         part = ElasticPart(
             context=context,
@@ -168,7 +163,7 @@ def _end(
     part: ElasticPart, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
 ) -> None:
     """The lowest member of the epoch leaves the weights; all members stay until one has."""
-    exchange.end()
+    exchange.at_border = False
     left = False
     while not line.departs and not part.context.stopping:
         exchange.follow()
@@ -208,10 +203,8 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
     line = party.connection
     while line.stop_requested() or not (early := line.received()):  # as long as the leader lives
         if line.stop_requested():
-            over = line.over
-            raise Aborted(
-                over.sentence if over is not None else f"the run ended before {line.name} had a part in it"
-            )
+            sentence = f"the run ended before {line.name} had a part in it"
+            raise Aborted(line.over.sentence if line.over is not None else sentence)
         select.select([line.control_fileno()], [], [], _WAIT_S)
     part: TakeSlot = PARTS.read(early[0])
     start = Loaded.of(unpack_tree(line.take(START, job.timeout_s))) if part.resumes else None
@@ -221,7 +214,7 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
         slot=part.slot,
         ring=line.ring,
         checkpoints=_SentCheckpoints(line, Path(part.checkpoints)) if part.checkpoints is not None else None,
-        leave_weights=lambda weights: line.give(WEIGHTS, _copied(encode_tensors(weights))),
+        leave_weights=lambda weights: line.give(WEIGHTS, list(map(bytes, encode_tensors(weights)))),
         resume=lambda: start,
         early=early[1:],
     )
@@ -249,10 +242,5 @@ class _SentCheckpoints(CheckpointStore):
             "score": snapshot.score,
             "may_hold_infinity": sorted(snapshot.may_hold_infinity),
         }
-        self._line.give(CHECKPOINT, _copied(pack_tree(tree)))
+        self._line.give(CHECKPOINT, list(map(bytes, pack_tree(tree))))  # copies: tensors change meanwhile
         return self.path_of(snapshot.step)
-
-
-def _copied(chunks: Iterator[Any]) -> list[bytes]:
-    """Yield copied chunks: they are sent while the tensors behind them may change."""
-    return [bytes(chunk) for chunk in chunks]

@@ -12,9 +12,9 @@ optimizer between two steps (evaluation, checkpoint, comparison of workers) find
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,21 +36,15 @@ from manyhands.engine.exchange import (
 )
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SlicedGradients, SliceSender, cut
-from manyhands.strategies.common.collectives.collective import (
-    broadcast,
-    gradient_layouts,
-    kept_by_codecs,
-    remember_kept,
-    total,
-)
+from manyhands.strategies.allreduce.priority.sender import Agreed, SlicedGradients, SliceSender, cut
+from manyhands.strategies.common.collectives import collective as sums
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
 from manyhands.wire.flat_layout import trainable
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Blocked", "LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
+__all__ = ["LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
 
 _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
 
@@ -59,6 +53,7 @@ class PriorityExchange(Exchange):
     """One worker's end; at most `credit_bytes` are in flight at once, in slices of at most that size."""
 
     _gradients: SlicedGradients
+    _sender: SliceSender
     _model: nn.Module
     _optimizer: Optimizer
 
@@ -71,33 +66,32 @@ class PriorityExchange(Exchange):
 
         def residuals() -> Mapping[str, Any]:
             self.finish()
-            return kept_by_codecs(collective, self._carrier_index, self._carrier)
+            return sums.kept_by_codecs(collective, self._carrier_index, self._carrier)
 
         self.part = WorkerPart(
             index=self.rank, count=self.world, copies=(range(self.world),), parameters=stepped
         )
         self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = ExchangeState(gather=residuals, load=partial(remember_kept, collective))
+        self.kept = ExchangeState(gather=residuals, load=partial(sums.remember_kept, collective))
         self._collective, self._bucket_bytes, self._credit_bytes = collective, bucket_bytes, credit_bytes
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
         self._unarrived: list[int] = []  # by parameter: its slices that are still to come
         self._is_applied = True  # all of the last step that was agreed on
-        self._blocked: list[Blocked] = []
+        self._blocked: list[tuple[int, int]] = []  # intervals (begin, end) in nanoseconds
         self._posts: Mapping[int, PeerTraffic] = {}
-        self._sender: SliceSender | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer, self._late = model, optimizer, LateOptimizer(optimizer)
-        layouts = gradient_layouts(model, self._bucket_bytes)
+        layouts = sums.gradient_layouts(model, self._bucket_bytes)
         slices = cut(layouts, self._credit_bytes)
         parcels = [layout.parcel(number) for number, layout in enumerate(layouts)]
         carrier = Parcel.whole(len(parcels), _CARRIER_ITEMS, torch.float64, exact=True)
         *buckets, self._carrier = self._collective.allocate([*parcels, carrier])
         self._carrier_index = len(parcels)
         weights = [*model.parameters(), *model.buffers()]
-        broadcast(self._collective, self._carrier_index, self._carrier, weights)
+        sums.broadcast(self._collective, self._carrier_index, self._carrier, weights)
         parameters = list(trainable(model))
         self._slices = slices
         self._sender = SliceSender(self._collective, slices, len(parameters), self._credit_bytes)
@@ -115,17 +109,15 @@ class PriorityExchange(Exchange):
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of this worker's weighted loss, once the last step has arrived; full slices are sent meanwhile."""
-        self.finish()
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        self.finish()
         self._begin()
         self._gradients.fill_rest()
         with self._waiting():
-            self._agreed = self._the_sender.agree(local, self._gradients.reached)
-        self._posts = self._the_sender.take_traffic()
+            self._agreed = self._sender.agree(local, self._gradients.reached)
+        self._posts = self._sender.take_traffic()
         self._is_open = False
         return self._agreed.shared
 
@@ -134,7 +126,7 @@ class PriorityExchange(Exchange):
         assert self._agreed is not None, "agree comes before apply"
         self._late.allow()
         self._unarrived = [len(numbers) for numbers in self._gradients.slices_of]
-        self._guard.expect(number for number, reached in enumerate(self._agreed.reached) if reached)
+        self._guard.pending.update(number for number, reached in enumerate(self._agreed.reached) if reached)
         self._is_applied = False
         self._take_step([number for number, slices in enumerate(self._unarrived) if not slices])
         self._step_arrived(wait=False)
@@ -142,7 +134,7 @@ class PriorityExchange(Exchange):
     def finish(self) -> None:
         if not self._is_applied:
             self._wait_for(self._guard.pending)
-            while not self._the_sender.is_over:  # what no worker's backward reached is sent, and not stepped
+            while not self._sender.is_over:  # what no worker's backward reached is sent, and not stepped
                 self._step_arrived(wait=True)
             self._step_arrived(wait=False)
             self._is_applied = True
@@ -163,34 +155,30 @@ class PriorityExchange(Exchange):
 
     def total(self, values: Tensor) -> Tensor:
         self.finish()
-        return total(self._collective, self._carrier_index, self._carrier, values)
+        return sums.total(self._collective, self._carrier_index, self._carrier, values)
 
     def _take_times(self) -> Times:
         blocked, self._blocked = self._blocked, []
         posts, self._posts = self._posts, {}
-        late = self._sender.take_late() if self._sender is not None else []
+        late = self._sender.take_late() if self.hooks is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
         return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def close(self) -> None:
-        if self._sender is None:
+        if self.hooks is None:
             self._collective.close()
             return
         self._sender.close()
         self._guard.close()
         self._gradients.close()
 
-    @property
-    def _the_sender(self) -> SliceSender:
-        assert self._sender is not None, "attach comes first"
-        return self._sender
-
     def _begin(self) -> None:
-        """Open the next step unless it is open: at its first backward, or in `agree` if it has none."""
+        """Finish the last step, and open the next unless it is open: by its first backward, or `agree`."""
+        self.finish()
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()
-            self._the_sender.begin(self._gradients.step)
+            self._sender.begin(self._gradients.step)
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
         awaited = frozenset(numbers)
@@ -201,11 +189,8 @@ class PriorityExchange(Exchange):
 
     def _step_arrived(self, *, wait: bool) -> bool:
         """Step the parameters all of whose slices have arrived; return whether any slice has since the last call."""
-        if wait:
-            with self._waiting():
-                arrived = self._the_sender.arrivals(wait=True)
-        else:
-            arrived = self._the_sender.arrivals(wait=False)
+        with self._waiting() if wait else nullcontext():
+            arrived = self._sender.arrivals(wait=wait)
         touched = [parameter for number in arrived for parameter in self._slices[number].parameters]
         for parameter in touched:
             self._unarrived[parameter] -= 1
@@ -213,11 +198,10 @@ class PriorityExchange(Exchange):
         return bool(arrived)
 
     def _take_step(self, numbers: Sequence[int]) -> None:
-        pending = self._guard.pending
-        due = [number for number in numbers if number in pending]
+        due = [number for number in numbers if number in self._guard.pending]
         if due:
             gradients = self._gradients
-            self._guard.stepped(due)  # otherwise the optimizer would wait for what it is about to write
+            self._guard.pending -= set(due)  # or the optimizer would wait for what it is about to write
             self._late.step({gradients.parameters[number]: gradients.views[number] for number in due})
 
     @contextmanager
@@ -226,30 +210,22 @@ class PriorityExchange(Exchange):
         try:
             yield
         finally:
-            self._blocked.append(Blocked(begin_ns, time.monotonic_ns()))
+            self._blocked.append((begin_ns, time.monotonic_ns()))
 
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """An interval in which a worker was blocked."""
+def exposed(
+    blocked: Sequence[tuple[int, int]], late: Sequence[tuple[int, tuple[int, int]]]
+) -> tuple[int, dict[int, int]]:
+    """Return exposed communication, and the wait for each late worker, of a worker in nanoseconds.
 
-    begin_ns: int
-    end_ns: int
-
-
-def exposed(blocked: Sequence[Blocked], late: Sequence[Lateness]) -> tuple[int, dict[int, int]]:
-    """Return exposed communication, and the wait for each late worker, of a blocked worker, in nanoseconds.
-
-    What its sender thread waited while the worker computed was hidden, and counts as neither.
+    `blocked` are the intervals in which it was blocked, `late` those in which its sender could only wait, by worker.
+    What the sender waited while the worker computed was hidden, and counts as neither.
     """
-    waits: dict[int, int] = {}
-    for one in late:
-        overlaps = (min(one.end_ns, span.end_ns) - max(one.begin_ns, span.begin_ns) for span in blocked)
-        shared = sum(max(0, overlap) for overlap in overlaps)
-        if shared:
-            waits[one.peer] = waits.get(one.peer, 0) + shared
-    whole = sum(span.end_ns - span.begin_ns for span in blocked)
-    return max(0, whole - sum(waits.values())), waits
+    waits: Counter[int] = Counter()
+    for peer, (begin_ns, end_ns) in late:
+        waits[peer] += sum(max(0, min(end_ns, end) - max(begin_ns, begin)) for begin, end in blocked)
+    whole = sum(end - begin for begin, end in blocked)
+    return max(0, whole - waits.total()), +waits
 
 
 # The optimizer, parameter by parameter: each is stepped when its sum arrives, with the settings of its step.
@@ -296,10 +272,9 @@ class LateOptimizer:
 # an exponential average): while a step is computed, every torch function that is given a tensor in a parameter's memory
 # waits for it as well. So nothing reads a value of the previous step.
 class ParameterGuard(TorchFunctionMode):
-    """While entered, calls `wait(numbers)` before pending parameters of these numbers are read.
+    """While entered, calls `wait(numbers)` before `pending` parameters of these numbers are read.
 
-    `wait` returns when they are stepped, and has called `stepped` for them and possibly for others. `close` removes
-    the hooks from the modules.
+    `wait` returns when they are stepped and pending no more. `close` removes the hooks from the modules.
     """
 
     def __init__(
@@ -307,7 +282,7 @@ class ParameterGuard(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._wait = wait
-        self._pending: set[int] = set()
+        self.pending: set[int] = set()
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._in_memory: dict[int, list[int]] = {}
         for number, parameter in enumerate(parameters):
@@ -318,16 +293,6 @@ class ParameterGuard(TorchFunctionMode):
             if any(id(one) in self._numbers for one in module.parameters(recurse=False))
         ]
 
-    @property
-    def pending(self) -> frozenset[int]:
-        return frozenset(self._pending)
-
-    def expect(self, numbers: Iterable[int]) -> None:
-        self._pending.update(numbers)
-
-    def stepped(self, numbers: Iterable[int]) -> None:
-        self._pending.difference_update(numbers)
-
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -337,10 +302,9 @@ class ParameterGuard(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if self._pending:
+        if self.pending:
             self._look_at(args)
-            if kwargs:
-                self._look_at(kwargs.values())
+            self._look_at((kwargs or {}).values())
         return func(*args, **(kwargs or {}))
 
     def _look_at(self, values: Iterable[Any]) -> None:
@@ -350,17 +314,14 @@ class ParameterGuard(TorchFunctionMode):
             elif isinstance(value, Tensor):
                 try:
                     memory = value.untyped_storage().data_ptr()
-                except (
-                    RuntimeError,
-                    NotImplementedError,
-                ):  # a wrapper tensor does not say whose memory it reads
+                except RuntimeError:  # a wrapper tensor does not say whose memory it reads
                     self._wait(self.pending)
                     continue
-                if awaited := self._pending.intersection(self._in_memory.get(memory, ())):
+                if awaited := self.pending.intersection(self._in_memory.get(memory, ())):
                     self._wait(awaited)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        if self._pending:
+        if self.pending:
             own = {self._numbers.get(id(one), -1) for one in module.parameters(recurse=False)}
-            if awaited := self._pending & own:
+            if awaited := self.pending & own:
                 self._wait(awaited)

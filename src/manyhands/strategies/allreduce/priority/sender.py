@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,39 +19,18 @@ from torch import nn
 
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.background import SideThread
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
+from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective, SideThread
 from manyhands.wire.flat_layout import LINE_BYTES, BucketLayout, LayoutSlot, trainable
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = [
-    "Agreed",
-    "Desk",
-    "GradientSlice",
-    "Lateness",
-    "SendOrder",
-    "SliceSender",
-    "SlicedGradients",
-    "cut",
-]
+__all__ = ["Agreed", "Desk", "SendOrder", "SliceSender", "SlicedGradients", "cut"]
 
 _LOSS, _STOP, _PAUSE, _BAD = range(4)
-_WORDS = 4
-_WORD_BYTES = 8
+_WORDS, _WORD_BYTES = 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """An interval in which the sender could only wait for a late worker."""
-
-    begin_ns: int
-    end_ns: int
-    peer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class Agreed(NamedTuple):
     """What all workers know once all have closed a step."""
 
     shared: SharedStep
@@ -85,7 +66,7 @@ class SliceSender(SideThread):
         self._parameters, self._credit_bytes = parameters, credit_bytes
         self._step: _Step | None = None
         self._arrived: list[int] = []
-        self._late: list[Lateness] = []
+        self._late: list[tuple[int, tuple[int, int]]] = []  # workers, and when only they were waited for
         self._posts: dict[int, PeerTraffic] = {}
         self._start()
 
@@ -129,7 +110,7 @@ class SliceSender(SideThread):
             arrived, self._arrived = self._arrived, []
             return arrived
 
-    def take_late(self) -> list[Lateness]:
+    def take_late(self) -> list[tuple[int, tuple[int, int]]]:
         with self._changed:
             late, self._late = self._late, []
             return late
@@ -159,12 +140,14 @@ class SliceSender(SideThread):
                 ready[sorted(step.desk.report())] = 1
                 reached = np.zeros(self._parameters, np.uint8)
                 reached[: len(step.reached)] = step.reached
-            found, waits = self._collective.gather(torch.from_numpy(np.concatenate([words, ready, reached])))
+            found, waits = self._collective.executor.gather(
+                torch.from_numpy(np.concatenate([words, ready, reached]))
+            )
             for number in self._choose(step, found, waits):
                 self._collective.step = step.number
                 self._collective.sum_part(self._slices[number].parcel)
                 with self._changed:
-                    step.desk.arrived(number)
+                    step.desk.order.arrived(number)
                     self._arrived.append(number)
                     self._take_over_posts()
                     self._changed.notify_all()
@@ -183,9 +166,7 @@ class SliceSender(SideThread):
             reached = np.any([report[reached_at:] for report in reports], axis=0)
             bad = tuple(np.flatnonzero(words[:, _BAD]).tolist())
             loss = 0.0
-            for mine in words[
-                :, _LOSS
-            ].tolist():  # added in the order of workers, so that all get the same bits
+            for mine in words[:, _LOSS].tolist():  # in the order of workers, so that all get the same bits
                 loss += mine
             shared = SharedStep(
                 loss=float("nan") if bad else loss,
@@ -195,9 +176,9 @@ class SliceSender(SideThread):
             )
             agreed = Agreed(shared=shared, reached=tuple(reached.tolist()))
         with self._changed:
-            self._late += [Lateness(begin_ns, end_ns, peer) for peer, (begin_ns, end_ns) in waits.items()]
+            self._late += waits.items()
             called_off = agreed is not None and bool(agreed.shared.bad_workers)
-            chosen = step.desk.heard(ready, called_off=called_off)
+            chosen = step.desk.choose(ready, called_off=called_off)
             self._take_over_posts()
             step.agreed = agreed
             if agreed is not None:
@@ -206,10 +187,7 @@ class SliceSender(SideThread):
 
     def _take_over_posts(self) -> None:
         for peer, post in self._collective.take_times().posts.items():
-            if peer in self._posts:
-                self._posts[peer].add(post)
-            else:
-                self._posts[peer] = post
+            self._posts.setdefault(peer, PeerTraffic()).add(post)
 
 
 # Which slices are sent next: the same choice on every worker, although gradients are ready at different times. Pure.
@@ -262,25 +240,25 @@ class SendOrder:
 class Desk:
     """One worker's end, over one step: what it has, what it has reported, and what all have agreed to send.
 
-    The worker calls `filled` and `closed`; the thread that exchanges reports calls `report` and `heard`. All workers
+    The worker calls `filled` and `closed`; the thread that exchanges reports calls `report` and `choose`. All workers
     exchange reports together, each when it `wants_to_report`. A worker that has every slice waits for `closed`, which
     follows at once: so the report of the last slice also says that the step is closed.
     """
 
     def __init__(self, order: SendOrder, slices: int) -> None:
-        self._order, self._slices = order, slices
+        self.order, self._slices = order, slices
         self._ready: set[int] = set()
         self._reported: frozenset[int] = frozenset()
         self._is_closed = self._all_closed = self._called_off = False
 
     @property
     def is_over(self) -> bool:
-        return self._called_off or (self._all_closed and self._order.is_over)
+        return self._called_off or (self._all_closed and self.order.is_over)
 
     @property
     def wants_to_report(self) -> bool:
         """Whether this worker has something new to report, or has reported everything and waits for others."""
-        if self.is_over or self._order.in_flight_bytes:
+        if self.is_over or self.order.in_flight_bytes:
             return False
         if len(self._ready) == self._slices:
             return self._is_closed
@@ -299,19 +277,14 @@ class Desk:
         self._reported = frozenset(self._ready)
         return self._reported
 
-    def heard(self, reports: Sequence[Collection[int]], *, called_off: bool = False) -> tuple[int, ...]:
+    def choose(self, reports: Sequence[Collection[int]], *, called_off: bool = False) -> tuple[int, ...]:
         """Take all reports, this worker's included; return what to send now, nothing if the step is `called_off`."""
         if called_off:
             self._called_off = True
             return ()
-        everywhere = set(self._reported)
-        for report in reports:
-            everywhere.intersection_update(report)
+        everywhere = self._reported.intersection(*reports)
         self._all_closed = len(everywhere) == self._slices
-        return self._order.next(everywhere)
-
-    def arrived(self, number: int) -> None:
-        self._order.arrived(number)
+        return self.order.next(everywhere)
 
 
 # This worker's gradients in slices: moved from autograd into their buckets, and reported as each slice fills.
@@ -332,18 +305,15 @@ class SlicedGradients:
         filled: Callable[[int], None],
     ) -> None:
         named = trainable(model)
-        self._names = [names[0] for names in named.values()]
-        self.parameters = list(named)
+        self._names, self.parameters = [names[0] for names in named.values()], list(named)
         self._slices, self._filled = slices, filled
         views = {
             number: items.view(self.parameters[number].shape)
             for layout, bucket in zip(layouts, buckets, strict=True)
             for number, items in layout.views(bucket)
         }
-        self.views = [views[index] for index in range(len(views))]
-        """By parameter: its gradient in the bucket, in the parameter's shape."""
-        self.slices_of: list[list[int]] = [[] for _ in named]
-        """By parameter: the slices that contain parts of it."""
+        self.views = [views[index] for index in range(len(views))]  # by parameter: its gradient in the bucket
+        self.slices_of: list[list[int]] = [[] for _ in named]  # by parameter: those with parts of it
         for number, one in enumerate(slices):
             for index in one.parameters:
                 self.slices_of[index].append(number)
@@ -351,9 +321,6 @@ class SlicedGradients:
         self.weight = 1.0
         self.on_next_gradient: Callable[[], None] | None = None
         self.step = 0  # the one that is computed
-        self.reached: list[bool] = []
-        """By parameter: whether this worker's backward has reached it in this step."""
-        self._missing: list[set[int]] = []
         self.begin()
         self._tap = GradientTap(self.parameters, self._on_gradient)
 
@@ -362,12 +329,11 @@ class SlicedGradients:
         self.step = step
 
     def begin(self) -> None:
-        self.reached = [False] * len(self.parameters)
+        self.reached = [False] * len(self.parameters)  # by this worker's backward, in this step
         self._missing = [set(one.parameters) for one in self._slices]
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Return a context in which backwards only add to the gradients; the first one after it fills slices."""
         before, self._held = self._held, True
         try:
             yield
@@ -436,9 +402,8 @@ class GradientSlice:
 
 def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[GradientSlice, ...]:
     """Cut every bucket into slices of at most `most_bytes`, rounded up to a cache line; in launch order."""
-    return tuple(
-        piece for number, layout in enumerate(layouts) for piece in _cut_bucket(number, layout, most_bytes)
-    )
+    pieces = (_cut_bucket(number, layout, most_bytes) for number, layout in enumerate(layouts))
+    return tuple(chain.from_iterable(pieces))
 
 
 def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[GradientSlice]:
@@ -449,18 +414,20 @@ def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[
     ends = [*(slot.offset for slot in slots[1:]), layout.count][: len(slots)]
     slots_here: list[LayoutSlot] = []
     begin = 0
+
+    def piece(end: int) -> GradientSlice:
+        numbers = tuple(slot.parameter for slot in slots_here)
+        return GradientSlice(
+            parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers
+        )
+
     for slot, end in zip(slots, ends, strict=True):
         if slots_here and end - begin > most:
-            yield _slice(whole, begin, slot.offset, slots_here)
+            yield piece(slot.offset)
             slots_here, begin = [], slot.offset
         slots_here.append(slot)
         while end - begin > most:
-            yield _slice(whole, begin, begin + most, slots_here)
+            yield piece(begin + most)
             begin += most
     if layout.count > begin:
-        yield _slice(whole, begin, layout.count, slots_here)
-
-
-def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> GradientSlice:
-    numbers = tuple(slot.parameter for slot in slots)
-    return GradientSlice(parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers)
+        yield piece(layout.count)

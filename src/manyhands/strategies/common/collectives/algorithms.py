@@ -1,12 +1,12 @@
 """The all-reduce algorithms, one function each: (rank, world) to the table of that rank's steps.
 
-To add one: write its function, give it a row in `ALGORITHMS`, and a row of expected costs in the tests.
-Nothing else knows the algorithms by name. `docs/allreduce.md` shows each at work on four workers.
+To add one: write its function, have it `registered`, and give it a row of expected costs in the tests. Nothing else
+knows the algorithms by name. `docs/allreduce.md` shows each at work on four workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from math import isqrt
 
@@ -22,26 +22,61 @@ from manyhands.strategies.common.collectives.schedule import (
     chunk_bounds,
 )
 
-__all__ = [
-    "ALGORITHMS",
-    "broadcast",
-    "butterfly",
-    "direct",
-    "doubling",
-    "grouped",
-    "hierarchical",
-    "ring",
-    "tree",
-]
+__all__ = ["ALGORITHMS", "broadcast", "grouped", "hierarchical", "registered"]
 
+ALGORITHMS: dict[str, Algorithm] = {}
 _WHOLE = range(1)
+_PAIRWISE = "Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)"
 
 
+def registered(chunks: Callable[[int], int], source: str) -> Callable[[Schedule], Schedule]:
+    """Offer a schedule under its name; the first sentence of its docstring describes it to users."""
+
+    def register(schedule: Schedule) -> Schedule:
+        name, first = (
+            schedule.__name__.replace("_", "-"),
+            (schedule.__doc__ or "").partition(".\n")[0].strip(" .\n"),
+        )
+        ALGORITHMS[name] = Algorithm(
+            name=name,
+            schedule=schedule,
+            chunks=chunks,
+            description=first[:1].lower() + first[1:],
+            source=source,
+        )
+        return schedule
+
+    return register
+
+
+def _single(_world: int) -> int:
+    return 1
+
+
+def _one_each(world: int) -> int:
+    return world
+
+
+def _lower_power(world: int) -> int:
+    return 1 << (world.bit_length() - 1)
+
+
+@registered(_one_each, "two-shot all-reduce; 'all pairs' in MSCCLang, Cowan et al., ASPLOS 2023")
+def direct(rank: int, world: int) -> Table:
+    """Chunk j of everyone goes to rank j, is summed in rank order and goes to all."""
+    if world == 1:
+        return ()
+    mine, ahead, behind = _one(rank), _ahead(rank, world), _behind(rank, world)
+    scatter = _step([(p, _one(p)) for p in ahead], [(p, mine) for p in behind], How.KEEP, (mine,))
+    gather = _step([(p, mine) for p in ahead], [(p, _one(p)) for p in behind], How.COPY)
+    return (scatter, gather)
+
+
+@registered(_one_each, "Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)")
 def ring(rank: int, world: int) -> Table:
-    """Each chunk travels once around the ring to gather its sum and once more to spread it.
+    """Chunks travel around a ring twice, first gathering their sum, then spreading it.
 
-    In round k a rank passes on chunk (rank - k): the partial sum it has just added to, later the finished
-    one it has just copied.
+    In round k a rank passes on chunk (rank - k): the partial sum it has just added to, later the finished one.
     """
     right, left = (rank + 1) % world, (rank - 1) % world
     hows = [How.ADD] * (world - 1) + [How.COPY] * (world - 1)
@@ -51,8 +86,53 @@ def ring(rank: int, world: int) -> Table:
     )
 
 
+@registered(_one_each, f"pairwise exchange: {_PAIRWISE}")
+def round_robin(rank: int, world: int) -> Table:
+    """As direct with one peer a round: in round k rank i sends to i + k, hears from i - k.
+
+    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the moment it
+    arrives, so chunk j is summed in the order j, j - 1, j - 2, ... mod P.
+    """
+    mine, pairs = _one(rank), list(zip(_ahead(rank, world), _behind(rank, world), strict=True))
+    scatter = (_swap(ahead, _one(ahead), behind, mine, How.ADD) for ahead, behind in pairs)
+    gather = (_swap(ahead, mine, behind, _one(behind), How.COPY) for ahead, behind in pairs)
+    return (*scatter, *gather)
+
+
+@registered(_lower_power, "halving and doubling: Rabenseifner, ICCS 2004")
+def butterfly(rank: int, world: int) -> Table:
+    """Partners swap halves, quarters, ... and add, then swap results back the same way.
+
+    At distance d each partner is left with the aligned block of d chunks around its own number.
+    """
+
+    def block(owner: int, length: int) -> range:
+        begin = owner - owner % length
+        return range(begin, begin + length)
+
+    def exchanges(rank: int, power: int) -> Table:
+        peers = [(rank ^ 1 << level, 1 << level) for level in range(power.bit_length() - 1)]
+        halve = (_swap(peer, block(peer, d), peer, block(rank, d), How.ADD) for peer, d in reversed(peers))
+        double = (_swap(peer, block(rank, d), peer, block(peer, d), How.COPY) for peer, d in peers)
+        return (*halve, *double)
+
+    return _with_guests(rank, world, exchanges, range(_lower_power(world)))
+
+
+@registered(_single, f"recursive doubling: {_PAIRWISE}")
+def doubling(rank: int, world: int) -> Table:
+    """Partners at distance 1, 2, 4, ... swap and add whole vectors."""
+
+    def exchanges(rank: int, power: int) -> Table:
+        peers = (rank ^ 1 << level for level in range(power.bit_length() - 1))
+        return tuple(_swap(peer, _WHOLE, peer, _WHOLE, How.ADD) for peer in peers)
+
+    return _with_guests(rank, world, exchanges, _WHOLE)
+
+
+@registered(_single, f"binomial tree: {_PAIRWISE}")
 def tree(rank: int, world: int) -> Table:
-    """Sums climb a binomial tree to rank 0, and the result comes down the same tree."""
+    """Sums climb a binomial tree to rank 0 and the result comes down again."""
     climb = []
     for level in range((world - 1).bit_length()):
         distance = 1 << level
@@ -80,44 +160,9 @@ def broadcast(rank: int, world: int, root: int = 0) -> Table:
     return tuple(steps)
 
 
-def butterfly(rank: int, world: int) -> Table:
-    """Halving, then doubling: partners swap and add ever smaller halves, then swap ever larger results.
-
-    At distance d each partner is left with the aligned block of d chunks around its own number.
-    """
-
-    def block(owner: int, length: int) -> range:
-        begin = owner - owner % length
-        return range(begin, begin + length)
-
-    def exchanges(rank: int, power: int) -> Table:
-        peers = [(rank ^ 1 << level, 1 << level) for level in range(power.bit_length() - 1)]
-        halve = (_swap(peer, block(peer, d), peer, block(rank, d), How.ADD) for peer, d in reversed(peers))
-        double = (_swap(peer, block(rank, d), peer, block(peer, d), How.COPY) for peer, d in peers)
-        return (*halve, *double)
-
-    return _with_guests(rank, world, exchanges, range(_lower_power(world)))
-
-
-def doubling(rank: int, world: int) -> Table:
-    """Recursive doubling: partners at distance 1, 2, 4, ... swap and add whole vectors."""
-
-    def exchanges(rank: int, power: int) -> Table:
-        distances = (1 << level for level in range(power.bit_length() - 1))
-        return tuple(_swap(rank ^ d, _WHOLE, rank ^ d, _WHOLE, How.ADD) for d in distances)
-
-    return _with_guests(rank, world, exchanges, _WHOLE)
-
-
-def all_to_all(rank: int, world: int) -> Table:
-    if world == 1:
-        return ()
-    sends = [(peer, _WHOLE) for peer in _ahead(rank, world)]
-    receives = [(peer, _WHOLE) for peer in _behind(rank, world)]
-    return (_step(sends, receives, How.KEEP, (_WHOLE,)),)
-
-
+@registered(_single, "a parameter server of one node: Li et al., OSDI 2014")
 def master_worker(rank: int, world: int) -> Table:
+    """Rank 0 adds everyone's vector in rank order and sends the sum to each."""
     if world == 1:
         return ()
     if rank == 0:
@@ -126,26 +171,14 @@ def master_worker(rank: int, world: int) -> Table:
     return (_step([(0, _WHOLE)], [], How.ADD), _step([], [(0, _WHOLE)], How.COPY))
 
 
-def direct(rank: int, world: int) -> Table:
-    """Chunk j of every vector goes straight to rank j, is summed there in rank order, and goes to all."""
+@registered(_single, "one-shot all-reduce; the plainest there is")
+def all_to_all(rank: int, world: int) -> Table:
+    """Everyone sends its whole vector to everyone and sums in rank order."""
     if world == 1:
         return ()
-    mine, ahead, behind = _one(rank), _ahead(rank, world), _behind(rank, world)
-    scatter = _step([(p, _one(p)) for p in ahead], [(p, mine) for p in behind], How.KEEP, (mine,))
-    gather = _step([(p, mine) for p in ahead], [(p, _one(p)) for p in behind], How.COPY)
-    return (scatter, gather)
-
-
-def round_robin(rank: int, world: int) -> Table:
-    """As `direct`, one peer a round: in round k rank i sends to (i + k) mod P and hears from (i - k) mod P.
-
-    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the moment it
-    arrives, so nothing is laid aside, and chunk j is summed in the order j, j - 1, j - 2, ... mod P.
-    """
-    mine, pairs = _one(rank), list(zip(_ahead(rank, world), _behind(rank, world), strict=True))
-    scatter = (_swap(ahead, _one(ahead), behind, mine, How.ADD) for ahead, behind in pairs)
-    gather = (_swap(ahead, mine, behind, _one(behind), How.COPY) for ahead, behind in pairs)
-    return (*scatter, *gather)
+    sends = [(peer, _WHOLE) for peer in _ahead(rank, world)]
+    receives = [(peer, _WHOLE) for peer in _behind(rank, world)]
+    return (_step(sends, receives, How.KEEP, (_WHOLE,)),)
 
 
 def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
@@ -224,20 +257,16 @@ def _behind(rank: int, world: int) -> list[int]:
     return [(rank - k) % world for k in range(1, world)]
 
 
-def _lower_power(world: int) -> int:
-    return 1 << (world.bit_length() - 1)
-
-
 def _with_guests(rank: int, world: int, core: Schedule, whole: range) -> Table:
     """Run `core` on the lower power of two; each rank beyond it is the guest of one inside, two more rounds.
 
-    `whole` is all chunks: what a guest brings and takes home.
+    `whole` is all chunks: what a guest brings and takes back.
     """
     power = _lower_power(world)
     guests = world - power
-    if not guests:
-        return core(rank, world)
     middle = core(rank % power, power)
+    if not guests:
+        return middle
     if rank >= power:
         host = [(rank - power, whole)]
         return (_step(host, [], How.ADD), *(Step() for _ in middle), _step([], host, How.COPY))
@@ -289,73 +318,4 @@ def _hierarchical_of(group_size: int | None) -> Algorithm:
     )
 
 
-def _single(_world: int) -> int:
-    return 1
-
-
-def _one_each(world: int) -> int:
-    return world
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Algorithm(
-            name="direct",
-            schedule=direct,
-            chunks=_one_each,
-            description="chunk j of everyone goes to rank j, is summed in rank order and goes to all",
-            source="two-shot all-reduce; 'all pairs' in MSCCLang, Cowan et al., ASPLOS 2023",
-        ),
-        Algorithm(
-            name="ring",
-            schedule=ring,
-            chunks=_one_each,
-            description="chunks travel around a ring twice, first gathering their sum, then spreading it",
-            source="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)",
-        ),
-        Algorithm(
-            name="round-robin",
-            schedule=round_robin,
-            chunks=_one_each,
-            description="as direct with one peer a round: in round k rank i sends to i + k, hears from i - k",
-            source="pairwise exchange: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
-        ),
-        Algorithm(
-            name="butterfly",
-            schedule=butterfly,
-            chunks=_lower_power,
-            description="partners swap halves, quarters, ... and add, then swap results back the same way",
-            source="halving and doubling: Rabenseifner, ICCS 2004",
-        ),
-        Algorithm(
-            name="doubling",
-            schedule=doubling,
-            chunks=_single,
-            description="partners at distance 1, 2, 4, ... swap and add whole vectors",
-            source="recursive doubling: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
-        ),
-        Algorithm(
-            name="tree",
-            schedule=tree,
-            chunks=_single,
-            description="sums climb a binomial tree to rank 0 and the result comes down again",
-            source="binomial tree: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
-        ),
-        Algorithm(
-            name="master-worker",
-            schedule=master_worker,
-            chunks=_single,
-            description="rank 0 adds everyone's vector in rank order and sends the sum to each",
-            source="a parameter server of one node: Li et al., OSDI 2014",
-        ),
-        Algorithm(
-            name="all-to-all",
-            schedule=all_to_all,
-            chunks=_single,
-            description="everyone sends its whole vector to everyone and sums in rank order",
-            source="one-shot all-reduce; the plainest there is",
-        ),
-        _hierarchical_of(None),
-    )
-}
+ALGORITHMS["hierarchical"] = _hierarchical_of(None)

@@ -53,7 +53,6 @@ __all__ = [
 
 _LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
 _SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
-_COUNT_BYTES = 8
 _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
@@ -66,11 +65,10 @@ class Collective(ABC):
     codec: str = RAW  # the codec setting
     step: int = 0  # which step the launched buckets belong to; set it before `finish`
     sums_rows: bool = False  # whether row-sparse gradients are summed as such; otherwise only dense ones are
-    instead_of_rows: str = (
+    instead_of_rows: str = (  # what the user can do then
         "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
         "sparse=False"
     )
-    """What the user can do if row-sparse gradients are not supported."""
 
     def begin(self, step: int) -> None:
         """Begin a step: buckets launched from here on belong to it, and may be summed before `finish`."""
@@ -87,9 +85,7 @@ class Collective(ABC):
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, if it `sums_rows`: return the sum over workers of rows of a table that has `below` of them."""
-        raise NotImplementedError(
-            f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
-        )
+        raise NotImplementedError(f"{self}: dense gradients are summed, not {mine} of {below} rows")
 
     def summary(self) -> dict[str, Any]:
         return {}
@@ -133,10 +129,8 @@ class Collective(ABC):
 
     @abstractmethod
     def take_times(self) -> Times: ...
-
     @abstractmethod
     def traffic(self) -> Traffic: ...
-
     @abstractmethod
     def close(self) -> None: ...
 
@@ -164,11 +158,11 @@ class SharedCollective(Collective):
         ]
         parts = [bucket.tensor for bucket in self._buckets]
         for index, part in enumerate(parts):
-            size, others = part.element_size(), self.world - 1
+            size, messages = part.element_size(), self.world - 1
             if index < len(self._owned):
-                messages, mine = others, self._owned[index][self.rank]
+                mine = self._owned[index][self.rank]
             else:
-                messages, mine = 2 * others, slice_of(part.numel(), size, self.rank, self.world)
+                messages, mine = 2 * messages, slice_of(part.numel(), size, self.rank, self.world)
             self._sent.append(Traffic(messages_sent=messages, bytes_sent=messages * len(mine) * size))
         return parts
 
@@ -223,19 +217,15 @@ class Reducer:
         bring_back: bool = True,
     ) -> None:
         named = trainable(model)
-        self._names = [names[0] for names in named.values()]
-        self._parameters = list(named)
-        self._collective, self._layouts = collective, layouts
-        status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
+        self._names, self._parameters = [names[0] for names in named.values()], list(named)
+        self._collective, self._layouts, self._bring_back = collective, layouts, bring_back
         shapes = [parameter.shape for parameter in named]
         parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(layouts)]
+        status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
         status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
         rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
-        self._buckets, self._status, self._status_index = (
-            rooms[: len(parcels)],
-            rooms[len(parcels)],
-            len(parcels),
-        )
+        self._status_index = len(parcels)
+        self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
         self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
         devices = {parameter.device for parameter in named}
         if len(devices) > 1:
@@ -243,29 +233,24 @@ class Reducer:
         device = devices.pop() if devices else torch.device("cpu")
         here = all(bucket.device.type == device.type for bucket in self._buckets)
         self._gpu = None if here else GpuCopies(device, self._buckets)
-        self._bring_back = bring_back
-        self._rows = {
+        self._rows = {  # by parameter without a bucket slot: this worker's part of its gradient, then the sum
             slot.parameter: GradientRows.none(self._parameters[slot.parameter])
             for layout in layouts
             for slot in layout.slots
             if not slot.count and self._parameters[slot.parameter].numel()
         }
-        """By number of a parameter without a bucket slot: this worker's part of its gradient, then the sum."""
         views: dict[int, torch.Tensor] = {}
         for layout, bucket in zip(layouts, self._buckets, strict=True):
             for number, items in layout.views(bucket):
                 views[number] = items if number in self._rows else items.view(self._parameters[number].shape)
-        self.gradients = [views[index] for index in range(len(views))]
-        """This worker's part of every trainable parameter's gradient, in its bucket."""
+        self.gradients = [views[index] for index in range(len(views))]  # this worker's part of each
         self._bucket_of = {
             slot.parameter: index for index, layout in enumerate(layouts) for slot in layout.slots
         }
         self._held = self._pending = False
         self._earlier: dict[int, torch.Tensor] = {}
-        self.weight = 1.0
-        """The factor for every gradient on its way into its bucket; set it before a backward."""
+        self.weight = 1.0  # the factor for every gradient on its way into its bucket
         self.on_next_gradient: Callable[[], None] | None = None
-        """Called once, at the next gradient; set it again for the next backward."""
         self._start_step()
         self._tap = GradientTap(self._parameters, self._on_gradient, self._make_room)
 
@@ -284,7 +269,6 @@ class Reducer:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Return a context in which backwards only accumulate; the first one after it launches full buckets."""
         before, self._held = self._held, True
         try:
             yield
@@ -315,7 +299,19 @@ class Reducer:
         for index in sorted(self._rows):
             mine = self._rows[index] if self._reached[index] else GradientRows.none(self._parameters[index])
             self._rows[index] = self._collective.sum_rows(mine, self._parameters[index].shape[0])
-        return self._read_status(status.tolist())
+        found, world = status.tolist(), self._collective.world
+        for index, parameter in enumerate(self._parameters):
+            earlier = self._earlier.get(index)
+            if found[flags + index]:  # some worker reached it
+                total = self._sum(index, parameter)
+                parameter.grad = total if earlier is None else total.add_(earlier)
+            elif earlier is not None:
+                parameter.grad = earlier if earlier.is_sparse else self._sum(index, parameter).copy_(earlier)
+        self._earlier = {}
+        self._start_step()
+        bad = tuple(rank for rank in range(world) if found[_FLAGS + rank])
+        loss = float("nan") if bad else found[_LOSS]
+        return SharedStep(loss=loss, bad_workers=bad, stop=found[_STOP] > 0, pause=found[_PAUSE] > 0)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         if len(values) > len(self._status):
@@ -414,22 +410,6 @@ class Reducer:
             self._next_launch += 1
         self._pending = self._collective.poll()
 
-    def _read_status(self, status: list[float]) -> SharedStep:
-        world = self._collective.world
-        reached_by = status[_FLAGS + world :]
-        for index, parameter in enumerate(self._parameters):
-            earlier = self._earlier.get(index)
-            if reached_by[index]:
-                total = self._sum(index, parameter)
-                parameter.grad = total if earlier is None else total.add_(earlier)
-            elif earlier is not None:
-                parameter.grad = earlier if earlier.is_sparse else self._sum(index, parameter).copy_(earlier)
-        self._earlier = {}
-        self._start_step()
-        bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
-        loss = float("nan") if bad else status[_LOSS]
-        return SharedStep(loss=loss, bad_workers=bad, stop=status[_STOP] > 0, pause=status[_PAUSE] > 0)
-
 
 def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) -> tuple[BucketLayout, ...]:
     """Return buckets for the gradients of `model`; a UserError names a parameter of an unsupported type.
@@ -449,12 +429,11 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
 
 def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any]:
     """Collective: return all workers' codec residuals on worker 0, for a checkpoint, through bucket `index`, zeroed."""
-    memory = collective.memory()
+    memory, carrier = collective.memory(), bucket.view(torch.uint8)
     if not memory:
         return {}  # on all alike: they have sent the same buckets
     mine = as_one(memory)
-    carrier = bucket.view(torch.uint8)
-    room = carrier[:_COUNT_BYTES].view(torch.int64)
+    room = carrier[:8].view(torch.int64)
     most = 2 * mine.numel() + _SPARE_BYTES  # all workers keep about as much
     found = []
     for root in range(collective.world):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.observe.draw.axes import aligned
@@ -31,16 +31,14 @@ EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12)
 """The worked example: four workers with four numbers each, whose sum is 37 37 36 43."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A number, and the ranks whose contributions are in it."""
 
     number: float
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class MessageArrow:
+class MessageArrow(NamedTuple):
     """A message of a round: items `begin` to `end` from one rank to another."""
 
     source: int
@@ -56,16 +54,10 @@ class Picture:
     `arrows[k]` are the messages of round k, between rows k - 1 and k; row 0 has none.
     """
 
+    world: int
+    count: int  # items of each rank
     rows: tuple[tuple[tuple[Item, ...], ...], ...]
     arrows: tuple[tuple[MessageArrow, ...], ...]
-
-    @property
-    def world(self) -> int:
-        return len(self.rows[0])
-
-    @property
-    def count(self) -> int:
-        return len(self.rows[0][0])
 
 
 def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
@@ -100,20 +92,30 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
         )
         for steps in zip(*algorithm.tables(world), strict=True)
     ]
-    return Picture(rows=tuple(rows), arrows=((), *arrows))
+    return Picture(world, count, rows=tuple(rows), arrows=((), *arrows))
 
 
 def as_text(picture: Picture) -> str:
     width = max((len(f"{item.number:g}") for row in picture.rows for rank in row for item in rank), default=1)
-    letters = " ".join(f" {_letter(index):>{width}} " for index in range(picture.count))
+
+    def line(label: str, cells: Iterable[str]) -> str:
+        return f"{label:<9}{'  |  '.join(cells)}".rstrip()
+
+    letter = [chr(ord("a") + index) if index < 26 else str(index) for index in range(picture.count)]
+    letters = " ".join(f" {one:>{width}} " for one in letter)
     names = (f"worker {rank}".ljust(len(letters)) for rank in range(picture.world))
-    lines = [_line("", names), _line("", [letters] * picture.world)]
+    lines = [line("", names), line("", [letters] * picture.world)]
+
+    def marked(item: Item) -> str:
+        left, right = "  " if len(item.ranks) == 1 else "[]" if len(item.ranks) == picture.world else "()"
+        return f"{left}{item.number:>{width}g}{right}"
+
     for number, (row, arrows) in enumerate(zip(picture.rows, picture.arrows, strict=True)):
-        words = [f"{a.source}→{a.to}:{''.join(map(_letter, range(a.begin, a.end)))}" for a in arrows]
+        words = [f"{a.source}→{a.to}:{''.join(letter[a.begin : a.end])}" for a in arrows]
         if words:
             lines += ["", *(f"{'':<9}{'  '.join(words[at : at + 8])}" for at in range(0, len(words), 8))]
-        cells = (" ".join(_marked(item, picture.world, width) for item in rank) for rank in row)
-        lines.append(_line(f"round {number}" if number else "start", cells))
+        cells = (" ".join(marked(item) for item in rank) for rank in row)
+        lines.append(line(f"round {number}" if number else "start", cells))
     return "\n".join(lines) + "\n"
 
 
@@ -145,24 +147,8 @@ def costs_text(
 
 def refresh(page: str, drawn: Callable[[str], str]) -> str:
     """The page with every figure between its two comments `drawn` afresh, by its name."""
-
-    def redraw(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{drawn(match[2])}{match[3]}"
-
-    return re.sub(r"(<!-- figure: (\S+) -->)\n.*?(<!-- end of figure -->)", redraw, page, flags=re.DOTALL)
-
-
-def _marked(item: Item, world: int, width: int) -> str:
-    left, right = "  " if len(item.ranks) == 1 else "[]" if len(item.ranks) == world else "()"
-    return f"{left}{item.number:>{width}g}{right}"
-
-
-def _letter(index: int) -> str:
-    return chr(ord("a") + index) if index < 26 else str(index)
-
-
-def _line(label: str, cells: Iterable[str]) -> str:
-    return f"{label:<9}{'  |  '.join(cells)}".rstrip()
+    figures = re.compile(r"(<!-- figure: (\S+) -->)\n.*?(<!-- end of figure -->)", flags=re.DOTALL)
+    return figures.sub(lambda found: f"{found[1]}\n{drawn(found[2])}{found[3]}", page)
 
 
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
@@ -172,7 +158,7 @@ _STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("colle
 
 def as_svg(picture: Picture) -> str:
     width = _LEFT + picture.world * (picture.count * _BOX_W + _GAP)
-    height = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16
+    height, segment = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16, (_BOX_W - 2) / picture.world
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
@@ -181,11 +167,11 @@ def as_svg(picture: Picture) -> str:
     ]
     for rank in range(picture.world):
         x = _x(picture, rank, picture.count / 2)
-        parts.append(
+        parts += [
             f'<marker id="head{rank}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_colour(rank)}"/></marker>'
-        )
-        parts.append(f'<text class="head" x="{x:g}" y="24" fill="{_colour(rank)}">worker {rank}</text>')
+            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_COLOURS[rank % 8]}"/></marker>',
+            f'<text class="head" x="{x:g}" y="24" fill="{_COLOURS[rank % 8]}">worker {rank}</text>',
+        ]
     for number, row in enumerate(picture.rows):
         y = _TOP + number * _PITCH
         label = f"round {number}" if number else "start"
@@ -195,39 +181,27 @@ def as_svg(picture: Picture) -> str:
         )
         parts += [
             f'<line x1="{_x(picture, arrow.source, leaving[arrow]):g}" y1="{y - _PITCH + _BOX_H + 2}" '
-            f'x2="{_x(picture, arrow.to, reaching[arrow]):g}" y2="{y - 3}" stroke="{_colour(arrow.source)}" '
+            f'x2="{_x(picture, arrow.to, reaching[arrow]):g}" y2="{y - 3}" stroke="{_COLOURS[arrow.source % 8]}" '
             f'marker-end="url(#head{arrow.source})"/>'
             for arrow in picture.arrows[number]
         ]
-        parts += [
-            _box(item, picture.world, _x(picture, rank, index), y)
-            for rank, items in enumerate(row)
-            for index, item in enumerate(items)
-        ]
+        for place, items in enumerate(row):
+            for index, item in enumerate(items):
+                x, state = _x(picture, place, index), "done" if len(item.ranks) == picture.world else "part"
+                parts += [
+                    f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>'
+                    + "".join(  # a segment in the colour of each rank that is in it
+                        f'<rect x="{x + rank * segment:g}" y="{y + _BOX_H - 6:g}" width="{segment:g}" height="6" '
+                        f'fill="{_COLOURS[rank % 8]}"/>'
+                        for rank in sorted(item.ranks)
+                    )
+                    + f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
+                ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _x(picture: Picture, rank: int, index: float) -> float:
     return _LEFT + rank * (picture.count * _BOX_W + _GAP) + index * _BOX_W
-
-
-def _colour(rank: int) -> str:
-    return _COLOURS[rank % len(_COLOURS)]
-
-
-def _box(item: Item, world: int, x: float, y: float) -> str:
-    """An item: its number, and under it a bar with a segment in the colour of each rank that is in it."""
-    state = "done" if len(item.ranks) == world else "part"
-    segment = (_BOX_W - 2) / world
-    bars = "".join(
-        f'<rect x="{x + rank * segment:g}" y="{y + _BOX_H - 6:g}" width="{segment:g}" height="6" '
-        f'fill="{_colour(rank)}"/>'
-        for rank in sorted(item.ranks)
-    )
-    return (
-        f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>{bars}'
-        f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
-    )
 
 
 def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int]) -> dict[MessageArrow, float]:

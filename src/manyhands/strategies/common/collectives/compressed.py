@@ -6,9 +6,8 @@
                 Tang et al., ICML 2021)
     factors     PowerSGD's are summed like any vector, by the schedule
 
-where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P, where it takes
-less than a ring of what is not encoded. All add up what they decoded in the order of ranks, themselves included: so all
-have the same bits.
+where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P. All add up what
+they decoded in the order of ranks, themselves included: so all have the same bits.
 """
 
 from __future__ import annotations
@@ -82,48 +81,38 @@ class Compressor:
         codec = feedback.inner if feedback is not None else self._given
         if isinstance(codec, PowerSgd):
             sum_factors(codec, feedback, parcel, vector, add_up)
-        elif gathers(self._given, parcel, self.world):
-            self._gather(vector, parcel, mailbox, enter)
+            return
+        world = range(self.world)
+        # The other ranks, starting with the next one, so that not all send to the same rank at once.
+        peers = [(self.rank + distance) % self.world for distance in world[1:]]
+        gathered = gathers(self._given, parcel, self.world)
+        if gathered:
+            chunks, places = [parcel] * self.world, [vector] * self.world
         else:
-            self._two_phases(vector, parcel, mailbox, enter)
-
-    def _gather(self, vector: Tensor, parcel: Parcel, mailbox: Mailbox, enter: Callable[[int], None]) -> None:
+            bounds = [chunk_bounds(parcel.count, self.world, rank) for rank in world]
+            chunks = [parcel.part(*bound) for bound in bounds]
+            places = [vector[begin:end] for begin, end in bounds]
+        owned, total = chunks[self.rank], places[self.rank]
         enter(1)
-        mine = self._put(self._given, parcel, vector, "out")
-        refused = mailbox.post([(peer, mine) for peer in self._peers()])
-        vector.zero_()
-        for rank in range(self.world):
-            refused = self._add(self._given, parcel, mine, vector, rank, mailbox, refused)
-        mailbox.flush(refused, self._peers())
-        self._given.finalize(parcel, vector)
-
-    def _two_phases(
-        self, vector: Tensor, parcel: Parcel, mailbox: Mailbox, enter: Callable[[int], None]
-    ) -> None:
-        bounds = [chunk_bounds(parcel.count, self.world, rank) for rank in range(self.world)]
-        chunks = [parcel.part(*bound) for bound in bounds]
-        places = [vector[begin:end] for begin, end in bounds]
-        enter(1)
-        encoded = [
-            self._put(self._given, chunks[rank], places[rank], f"out{rank}") for rank in range(self.world)
-        ]
-        refused = mailbox.post([(peer, encoded[peer]) for peer in self._peers()])
-        owned, total = chunks[self.rank], places[self.rank].zero_()
-        for rank in range(self.world):
+        if gathered:
+            encoded = [self._put(self._given, parcel, vector, "out")] * self.world
+        else:
+            encoded = [self._put(self._given, chunks[rank], places[rank], f"out{rank}") for rank in world]
+        refused = mailbox.post([(peer, encoded[peer]) for peer in peers])
+        total.zero_()
+        for rank in world:
             refused = self._add(self._given, owned, encoded[rank], total, rank, mailbox, refused)
-        mailbox.flush(refused, self._peers())
+        mailbox.flush(refused, peers)
         self._given.finalize(owned, total)
+        if gathered:
+            return
         enter(2)
         mine = self._put(self._sums, owned, total, "out")
-        refused = mailbox.post([(peer, mine) for peer in self._peers()])
-        for rank in range(self.world):
+        refused = mailbox.post([(peer, mine) for peer in peers])
+        for rank in world:
             places[rank].zero_()
             refused = self._add(self._sums, chunks[rank], mine, places[rank], rank, mailbox, refused)
-        mailbox.flush(refused, self._peers())
-
-    def _peers(self) -> list[int]:
-        """The other ranks, starting with the next one, so that not all send to the same rank at once."""
-        return [(self.rank + distance) % self.world for distance in range(1, self.world)]
+        mailbox.flush(refused, peers)
 
     def _put(self, codec: ParcelCodec, parcel: Parcel, values: Tensor, name: str) -> Tensor:
         if not encodes(codec, parcel):

@@ -58,19 +58,16 @@ class Mailbox:
     ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}: must be above 0")
-        self.messages_sent = 0
-        self.bytes_sent = 0
+        self.messages_sent = self.bytes_sent = 0
         self._rank, self._links, self._timeout_s = rank, links, timeout_s
         self._alarm, self._roles = alarm, roles
         self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
         self._posts: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
-        self._name = ""
-        self._place = (0, 0, 0)
+        self._name, self._place = "", (0, 0, 0)
 
     def enter(self, name: str, kind: int, call: int, round_number: int) -> None:
         """Enter a round: messages belong to it from here on; `name` is used in errors."""
-        self._name = name
-        self._place = (kind, call, round_number)
+        self._name, self._place = name, (kind, call, round_number)
         if self._alarm is not None:
             self._alarm.mark(call)
 
@@ -103,7 +100,7 @@ class Mailbox:
         place = (message.kind, message.step, message.tag)
         if place != self._place or not (0 if or_less else room) <= came <= room:
             raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
-                f"{self._where()}: {self._peer(source)} sent {came} bytes of (kind, call, round) "
+                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
                 f"{place}, due were {room} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of one length"
             )
@@ -149,7 +146,7 @@ class Mailbox:
                 self._late(peer, "took nothing")
 
     def refuse(self, source: int, why: str) -> NoReturn:
-        raise ManyhandsError(f"{self._where()}: from {self._peer(source)}: {why}")
+        raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
         with LongWait() as wait:
@@ -191,9 +188,8 @@ class Mailbox:
         return self._links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:
-        raise PeerTimeout(
-            f"{self._where()}: {self._peer(peer)} {what} within {self._timeout_s:g} s", self._role(peer)
-        )
+        role = self._role(peer)
+        raise PeerTimeout(f"{self._where()}: rank {role} {what} within {self._timeout_s:g} s", role)
 
     def _check_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None
@@ -203,13 +199,10 @@ class Mailbox:
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
         self._check_alarm(_CAUSE_S)  # it may have left because of another loss, which the alarm will name
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
-        raise WorkerFailed(f"{self._where()}: lost {self._peer(peer)}: {reason}", self._role(peer))
+        raise WorkerFailed(f"{self._where()}: lost rank {self._role(peer)}: {reason}", self._role(peer))
 
     def _role(self, rank: int) -> int:
         return rank if self._roles is None else self._roles[rank]
-
-    def _peer(self, rank: int) -> str:
-        return f"rank {self._role(rank)}"
 
     def _where(self) -> str:
         _, call, round_number = self._place

@@ -1,21 +1,16 @@
 """What an all-reduce algorithm is: a pure function from (rank, world) to a table of steps.
 
-The vector is cut into chunks. A step says which chunks leave for whom, which arrive from whom, and what
-becomes of them: added, copied, or kept in the slot of their source until a fold sums the slots in rank
-order. From this one table the executor runs the algorithm over any link, `schedule_proof` proves it and
-counts what it costs, and `collective_drawing` shows it.
-
-The meaning of one step, the same in all four:
+The vector is cut into chunks. From one table the executor runs the algorithm over any link, `schedule_proof` proves it
+and counts what it costs, and `collective_drawing` shows it. The meaning of one step, the same in all four:
 
 1. Every send leaves with what the rank held when the step began; one message per `Send`.
-2. The receives take effect in the order in which they are listed. ADD puts the value from the lower rank on
-   the left, so that two ranks that swap partial sums compute the same expression, down to the sign of a
-   zero.
-3. The folds: each chunk becomes the sum of the rank's own value and the kept ones, left to right in rank
-   order. A helper has no own value.
+2. The receives take effect in the order in which they are listed. ADD puts the value from the lower rank on the left,
+   so that two ranks that swap partial sums compute the same expression, down to the sign of a zero.
+3. The folds: each chunk becomes the sum of the rank's own value and the kept ones, left to right in rank order. A
+   helper has no own value.
 
-Tables are aligned: all ranks of one algorithm have the same number of steps, some of them empty, and a
-message sent in a step is received in the step of the same number.
+Tables are aligned: all ranks of one algorithm have the same number of steps, some of them empty, and a message sent in
+a step is received in the step of the same number.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from manyhands.errors import ManyhandsError, UserError
 
@@ -60,26 +56,27 @@ class How(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """One message: the `chunks` (a run of neighbours) as this rank holds them, to rank `to`."""
-
-    to: int
-    chunks: range
+class _OneMessage:
+    chunks: range  # a run of neighbours
 
     def __post_init__(self) -> None:
-        _check_run(self.chunks)
+        if not self.chunks or self.chunks.step != 1 or self.chunks.start < 0:
+            raise ScheduleError(f"a message carries a run of neighbouring chunks, not {self.chunks}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receive:
+class Send(_OneMessage):
+    """One message: the `chunks` as this rank holds them, to rank `to`."""
+
+    to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive(_OneMessage):
     """One message: the `chunks` from rank `source`, and what becomes of them."""
 
     source: int
-    chunks: range
     how: How
-
-    def __post_init__(self) -> None:
-        _check_run(self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +138,6 @@ def _cached_table(schedule: Schedule, rank: int, world: int) -> Table:
     return schedule(rank, world)
 
 
-def _check_run(chunks: range) -> None:
-    if not chunks or chunks.step != 1 or chunks.start < 0:
-        raise ScheduleError(f"a message carries a run of neighbouring chunks, not {chunks}")
-
-
 # A schedule laid out for one vector length: which items leave, where arriving ones go, what is done when.
 #
 # A payload must not change until its link has flushed it, so what arrives for chunks that are leaving in the
@@ -153,8 +145,7 @@ def _check_run(chunks: range) -> None:
 # here. Pure: the executor computes a plan once per length and then only carries it out.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class Departure(NamedTuple):
     """Items `begin` to `end` of the vector leave for rank `to`."""
 
     to: int
@@ -162,8 +153,7 @@ class Departure:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class Landing(NamedTuple):
     """Items `begin` to `end` arrive from rank `source`.
 
     They land at `scratch` of the scratch space, or in the vector itself where that is None. `deferred` ones take effect
@@ -178,8 +168,7 @@ class Landing:
     deferred: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class Fold(NamedTuple):
     """Items `begin` to `end` become the sum of what lies at these places of the scratch space, in this order.
 
     None stands for the rank's own items.
@@ -190,8 +179,7 @@ class Fold:
     addends: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(NamedTuple):
     """One step of the schedule in items instead of chunks; `peers` are those that items leave for."""
 
     departures: tuple[Departure, ...]
@@ -200,15 +188,14 @@ class Round:
     peers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """All rounds of one rank for one length, the scratch items they need, and those of the longest fold."""
 
     rounds: tuple[Round, ...]
     scratch_count: int
     fold_count: int
+    # The chunks (first item, one after the last) that end as this rank computed them, and were not sent since
     own_results: tuple[tuple[int, int], ...]
-    """The chunks (first item, one after the last) that end as this rank computed them, and were not sent since."""
 
 
 def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = True) -> Plan:
@@ -217,15 +204,13 @@ def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = 
     longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)
     own: set[int] = set()
     for step in table:
-        for send in step.sends:
-            own.difference_update(send.chunks)
+        own.difference_update(*(send.chunks for send in step.sends))
         for receive in step.receives:
             if receive.how is How.ADD:
                 own.update(receive.chunks)
             elif receive.how is How.COPY:
                 own.difference_update(receive.chunks)
-        for span in step.folds:
-            own.update(span)
+        own.update(*step.folds)
     results = tuple(chunk_bounds(count, chunks, chunk) for chunk in sorted(own))
     return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest, own_results=results)
 
@@ -240,19 +225,17 @@ class _Layout:
         self._top = self.peak = 0
 
     def round(self, step: Step) -> Round:
+        bounds = [self._bounds(send.chunks) for send in step.sends]
         departures = tuple(
             Departure(to=send.to, begin=begin, end=end)
-            for send in step.sends
-            for begin, end in (self._bounds(send.chunks),)
+            for send, (begin, end) in zip(step.sends, bounds, strict=True)
         )
         busy = [send.chunks for send in step.sends]
-        landings = []
+        landings, folds = [], []
         for receive in step.receives:
-            landing = self._land(receive, busy)
-            landings.append(landing)
-            if landing.deferred:
+            landings.append(self._land(receive, busy))
+            if landings[-1].deferred:
                 busy.append(receive.chunks)  # what comes later for these chunks must not overtake it
-        folds = []
         for span in step.folds:
             places: dict[int, int | None] = {
                 source: self._kept.pop((kept, source)) for kept, source in list(self._kept) if kept == span
@@ -260,28 +243,26 @@ class _Layout:
             if self._gives:
                 places[self._rank] = None
             begin, end = self._bounds(span)
-            addends = tuple(places[source] for source in sorted(places))
-            folds.append(Fold(begin=begin, end=end, addends=addends))
+            folds.append(Fold(begin=begin, end=end, addends=tuple(at for _, at in sorted(places.items()))))
         if not self._kept:
             self._top = 0
         peers = tuple(dict.fromkeys(departure.to for departure in departures))
         return Round(departures=departures, landings=tuple(landings), folds=tuple(folds), peers=peers)
 
     def _land(self, receive: Receive, busy: list[range]) -> Landing:
-        begin, end = self._bounds(receive.chunks)
-        mine = receive.chunks
+        mine, how, scratch = receive.chunks, receive.how, None
+        begin, end = self._bounds(mine)
         overlaps = any(mine.start < span.stop and span.start < mine.stop for span in busy)
-        deferred = receive.how is not How.KEEP and overlaps
-        scratch: int | None = None
-        if deferred or receive.how is not How.COPY:
+        deferred = how is not How.KEEP and overlaps
+        if deferred or how is not How.COPY:
             scratch = self._top
             self.peak = max(self.peak, scratch + end - begin)
-        if deferred or receive.how is How.KEEP:
-            self._top += end - begin  # what is added at once leaves its place to the next
-        if receive.how is How.KEEP:
-            self._kept[receive.chunks, receive.source] = self._top - (end - begin)
+            if how is How.KEEP:
+                self._kept[mine, receive.source] = scratch
+            if deferred or how is How.KEEP:
+                self._top += end - begin  # what is added at once leaves its place to the next
         return Landing(
-            source=receive.source, begin=begin, end=end, how=receive.how, scratch=scratch, deferred=deferred
+            source=receive.source, begin=begin, end=end, how=how, scratch=scratch, deferred=deferred
         )
 
     def _bounds(self, span: range) -> tuple[int, int]:

@@ -7,7 +7,10 @@ time to sum the sample unencoded. `wire.choice` decides.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -18,7 +21,6 @@ from manyhands.engine.exchange import PeerTraffic, Times, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
-from manyhands.strategies.common.collectives.background import Background
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.compressed import Compressor
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
@@ -26,23 +28,16 @@ from manyhands.strategies.common.collectives.row_sums import GradientRows
 from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.wire.choice import (
-    CHOSEN,
-    CodecChoice,
-    CodecCost,
-    LinkCost,
-    candidates,
-    decide,
-    looks_at,
-    sent_bytes,
-)
+from manyhands.wire import choice
 from manyhands.wire.codec import ParcelCodec, codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
 
 __all__ = [
+    "Background",
     "CodecChooser",
     "ScheduleCollective",
+    "SideThread",
     "barrier_in",
     "carrier",
     "over_links",
@@ -52,6 +47,9 @@ _SAMPLE_BYTES: Final = 1 << 20
 _TIMES: Final = 3  # of which the fastest counts
 _FEW: Final = 8  # items of what is sent to see what a message takes
 _IN_USE: Final = "in use:"
+_COSTS: Final = ("encode_s", "decode_s", "share", "error")
+_LOOK_S = 1.0  # how often who waits sees whether the thread is still there
+_END_S = 10.0  # a thread that has not ended by then ends with the process
 
 Filled = Sequence[tuple[Parcel, torch.Tensor]]
 """What is about to be summed: each parcel, and this worker's part of it."""
@@ -75,10 +73,10 @@ class CodecChooser:
         self._error = error
         self._executor, self._make, self._clock_s = executor, make, clock_s
         self.codec = RAW  # the codec in use
-        self.decisions: list[CodecChoice] = []
+        self.decisions: list[choice.CodecChoice] = []
 
     def is_due(self, step: int) -> bool:
-        return looks_at(step, self.decisions[-1].step if self.decisions else -1)
+        return choice.looks_at(step, self.decisions[-1].step if self.decisions else -1)
 
     def look(self, step: int, filled: Filled) -> None:
         """Collective, before the exchange of a step: measure and choose, if due."""
@@ -88,12 +86,12 @@ class CodecChooser:
         parcel, part = max(free, key=lambda one: one[0].num_bytes)
         count = min(parcel.count, _SAMPLE_BYTES // parcel.dtype.itemsize)
         sample, values = parcel.part(0, count), part[:count]
-        names = candidates(self._error, double=parcel.dtype == torch.float64)
+        names = choice.candidates(self._error, double=parcel.dtype == torch.float64)
         if not names:
             why = (
                 f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
             )
-            self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
+            self._take(choice.CodecChoice(codec=RAW, step=step, why=why), filled)
             return
         measured = [  # seconds to sum the sample unencoded, to sum next to nothing, and what each codec costs
             self._fastest(values.clone()),
@@ -102,18 +100,13 @@ class CodecChooser:
         ]
         worst = torch.tensor(measured, dtype=torch.float64)
         self._executor.all_reduce(worst, "max")
-        large_s, small_s, *of_codecs = worst.tolist()
+        large_s, small_s = worst[:2].tolist()
         world = self._executor.world
-        large_bytes = sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
-        costs = [
-            CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s, share=share, error=error)
-            for name, encode_s, decode_s, share, error in zip(
-                names, of_codecs[::4], of_codecs[1::4], of_codecs[2::4], of_codecs[3::4], strict=True
-            )
-        ]
-        decision = decide(
-            costs,
-            LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
+        large_bytes = choice.sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
+        rows = zip(names, worst[2:].view(-1, 4).tolist(), strict=True)
+        decision = choice.decide(
+            [choice.CodecCost(codec=name, **dict(zip(_COSTS, row, strict=True))) for name, row in rows],
+            choice.LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
             sample_bytes=sample.num_bytes,
             num_bytes=sum(one.num_bytes for one, _ in free),
             world=world,
@@ -124,7 +117,9 @@ class CodecChooser:
         self._take(decision, filled)
 
     def summary(self) -> dict[str, Any]:
-        return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
+        return {
+            choice.CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]
+        }
 
     def memory(self) -> dict[str, torch.Tensor]:
         since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
@@ -137,10 +132,10 @@ class CodecChooser:
                 del kept[name]
                 self._use(name.removeprefix(_IN_USE))
                 why = f"{self.codec}: as before the run was resumed"
-                self.decisions = [CodecChoice(codec=self.codec, step=int(since), why=why)]
+                self.decisions = [choice.CodecChoice(codec=self.codec, step=int(since), why=why)]
         self._executor.remember(kept)
 
-    def _take(self, decision: CodecChoice, filled: Filled) -> None:
+    def _take(self, decision: choice.CodecChoice, filled: Filled) -> None:
         self.decisions.append(decision)
         if decision.codec == self.codec:
             return
@@ -187,6 +182,109 @@ class CodecChooser:
         return min(encode_s), min(decode_s), num_bytes / parcel.num_bytes, error
 
 
+class SideThread(ABC):
+    """One worker's side thread; shared fields are read and changed under `_changed`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def _run(self) -> None: ...  # the thread's main loop, until `_ends`; its error is raised in `_wait`
+    @abstractmethod
+    def _is_idle(self) -> bool: ...  # with the lock held: whether the thread waits for its worker only
+
+    def _start(self) -> None:
+        def guarded() -> None:
+            try:
+                self._run()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=guarded, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _wait(self) -> None:
+        """In the worker's thread, with the lock held: wait for a possible change, or raise the thread's error."""
+        if self._error is not None:
+            raise self._error
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError(f"the thread {self._name!r} has ended, and this worker waits for it")
+        self._changed.wait(_LOOK_S)
+
+    def _end(self, release: Callable[[], None]) -> None:
+        """Stop the thread; `release` ends whatever it waits for. Idempotent if `release` is."""
+        with self._changed:
+            self._ends = True
+            idle = self._is_idle()
+            self._changed.notify_all()
+        if idle and self._thread is not None:
+            self._thread.join(_END_S)
+        release()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+
+class Background(SideThread):
+    """A thread that does work in the order given, while its worker computes; started with the first work.
+
+    An error in the thread is raised by `wait`; work that was given after it is not done. `close` is idempotent.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._given = self._done = 0
+
+    @property
+    def is_idle(self) -> bool:
+        with self._changed:
+            return self._is_idle()
+
+    def give(self, work: Callable[[], None]) -> int:
+        """Queue work after what was given before; return its number, for `wait`, at once."""
+        with self._changed:
+            self._given += 1
+            if self._error is None and not self._ends:
+                self._waiting.append(work)
+                self._start()
+                self._changed.notify_all()
+            return self._given
+
+    def wait(self, number: int) -> None:
+        """Wait until work `number` is done, or raise an earlier error; each piece of work has its own deadlines."""
+        with self._changed:
+            while self._done < number:
+                self._wait()
+
+    def close(self, release: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.clear()
+        self._end(release)
+
+    def _is_idle(self) -> bool:
+        return self._done == self._given
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ends:
+                    self._changed.wait()
+                if self._ends:
+                    return
+                work = self._waiting.popleft()
+            work()
+            with self._changed:
+                self._done += 1
+                self._changed.notify_all()
+
+
 class ScheduleCollective(Collective):
     """Buckets summed one after the other by a schedule over links, in launch order.
 
@@ -210,8 +308,8 @@ class ScheduleCollective(Collective):
         chooser: CodecChooser | None = None,
         background: Background | None = None,
     ) -> None:
-        self.rank, self.world = executor.rank, executor.world
-        self._executor, self._links, self.codec = executor, links, codec
+        self.rank, self.world, self.codec = executor.rank, executor.world, codec
+        self.executor, self._links = executor, links
         self._chooser, self._arrive = chooser, arrive
         self._parcels: Sequence[Parcel] = ()
         self._buckets: list[torch.Tensor] = []
@@ -220,6 +318,7 @@ class ScheduleCollective(Collective):
         self._background = background or Background("manyhands sums of buckets")
         self._begun = self._leaves_early = False
         self._last_given = 0
+        self.mailboxes = [executor.mailbox]  # that count what is sent
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -236,36 +335,32 @@ class ScheduleCollective(Collective):
 
     def rounds(self, parcel: Parcel) -> bool:
         """Whether the executor encodes the parcel, or a codec that does may still be chosen."""
-        return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
+        return self.executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        return self._executor.sum_rows(mine, below)
+        return self.executor.sum_rows(mine, below)
 
     def of_words(self) -> ScheduleCollective:
         """Return another collective over the same links, for small exact values."""
-        return ScheduleCollective(self._executor, self._links, background=self._background)
+        return ScheduleCollective(self.executor, self._links, background=self._background)
 
     def sum_part(self, part: Parcel) -> None:
         item = part.dtype.itemsize
         items = self._buckets[part.number][part.begin // item : part.end // item]
-        self._executor.at(self.step)
-        self._executor.all_reduce(items, parcel=part)
-
-    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Collective, at once: return every worker's few bytes, and the interval in which each was waited for."""
-        return self._executor.gather(mine)
+        self.executor.at(self.step)
+        self.executor.all_reduce(items, parcel=part)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        return (self._chooser or self._executor).memory()
+        return (self._chooser or self.executor).memory()
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        (self._chooser or self._executor).remember(memory)
+        (self._chooser or self.executor).remember(memory)
 
     def begin(self, step: int) -> None:
         """Begin a step; buckets may be sent from here on, unless codecs are measured on all of them first."""
         super().begin(step)
         self._begun = True
-        self._executor.at(step)
+        self.executor.at(step)
         looks = self._chooser is not None and self._chooser.is_due(step)
         # Data on a network needs no core of this host, so a thread may sum while the worker computes.
         overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
@@ -291,29 +386,26 @@ class ScheduleCollective(Collective):
             self._chooser.look(
                 self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
             )
-        self._executor.at(self.step)
+        self.executor.at(self.step)
         self._sum(launched)
 
     def _sum(self, launched: Sequence[int]) -> None:
         for index in launched:
-            self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
-
-    def barrier(self) -> None:
-        self._executor.barrier()
+            self.executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        self._executor.broadcast(self._buckets[index], root)
+        self.executor.broadcast(self._buckets[index], root)
 
     def take_times(self) -> Times:
         waits, self._waits = self._waits, {}
-        over = not self._begun and self._background.is_idle  # a step's traffic is reported together
-        return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
-
-    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._executor.mailbox.take_traffic()
+        posts: dict[int, PeerTraffic] = {}
+        if not self._begun and self._background.is_idle:  # a step's traffic is reported together
+            for peer, post in (pair for one in self.mailboxes for pair in one.take_traffic().items()):
+                posts.setdefault(peer, PeerTraffic()).add(post)
+        return Times(wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
-        return self._executor.mailbox.traffic()
+        return sum((one.traffic() for one in self.mailboxes), Traffic())
 
     def close(self) -> None:
         def close_links() -> None:
@@ -339,8 +431,7 @@ def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
 
     def arrive() -> Mapping[int, int]:
         group.barrier()
-        waits = group.take_stats().waiting_ns
-        return {peer: waited for peer, waited in enumerate(waits) if waited}
+        return {peer: waited for peer, waited in enumerate(group.take_stats().waiting_ns) if waited}
 
     return arrive
 
@@ -354,14 +445,11 @@ def over_links(
     arrive: Callable[[], Mapping[int, int]] | None = None,
 ) -> ScheduleCollective:
     """Return a worker's end over links, on one host or several, that waits for late workers by `arrive`, if at all."""
-    links = resources.links()
-    make = partial(
-        carrier, feedback=feedback, seed=resources.seed, rank=resources.rank, world=resources.world
-    )
+    links, rank, world = resources.links(), resources.rank, resources.world
+    make = partial(carrier, feedback=feedback, seed=resources.seed, rank=rank, world=world)
     executor = ScheduleExecutor(
-        algorithm, resources.rank, resources.world, links, resources.timeout_s, resources.alarm, make(codec)
+        algorithm, rank, world, links, resources.timeout_s, resources.alarm, make(codec)
     )
-    chooser = None
-    if auto_error(codec) is not None:
-        chooser = CodecChooser(codec, executor, partial(make, feedback=True))
+    auto = auto_error(codec) is not None
+    chooser = CodecChooser(codec, executor, partial(make, feedback=True)) if auto else None
     return ScheduleCollective(executor, links, arrive, codec, chooser)

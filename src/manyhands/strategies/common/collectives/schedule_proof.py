@@ -1,10 +1,9 @@
 """Proof of a schedule by running it on symbols instead of numbers.
 
-Every rank starts with one symbol, its contribution; adding two values makes the expression of both.
-Expressions are interned: equal ones have equal numbers, so comparing two ranks is comparing two integers,
-however long the sums. After the last step every chunk of every rank must be one and the same expression, in
-which each contribution stands exactly once. The same expression means the same bits whatever the values,
-the type and the operation: no law of arithmetic makes two expressions equal, neither a + b = b + a, which
+Every rank starts with one symbol, its contribution; adding two values makes the expression of both. Expressions are
+interned: equal ones have equal numbers. After the last step every chunk of every rank must be one and the same
+expression, in which each contribution stands exactly once. The same expression means the same bits whatever the
+values, the type and the operation: no law of arithmetic makes two expressions equal, neither a + b = b + a, which
 `max` breaks for the two zeros, nor that a fold of three is two additions, which rounding may break.
 
 Deadlock: a rank posts a step's sends before it waits, so it can wait for ever only for a message that nobody sends in
@@ -19,22 +18,14 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.schedule import (
-    Algorithm,
-    How,
-    Receive,
-    ScheduleError,
-    Step,
-    Table,
-    span_bounds,
-)
+from manyhands.strategies.common.collectives import schedule
 
 __all__ = ["cost", "prove", "replay"]
 
 _V = TypeVar("_V")
 
 
-def prove(algorithm: Algorithm, world: int) -> None:
+def prove(algorithm: schedule.Algorithm, world: int) -> None:
     """Return if the schedule is a correct all-reduce of `world` ranks, else raise ScheduleError.
 
     Proven: messages match one to one in FIFO order, no step waits for ever, every rank ends with each
@@ -44,30 +35,38 @@ def prove(algorithm: Algorithm, world: int) -> None:
     expressions = _Expressions()
     chunks = algorithm.chunks(world)
     where = f"{algorithm.name} on {world} ranks"
-    leaves = [expressions.leaf(rank) for rank in range(world)]
+    # The contribution of a rank is a sequence of one number below zero, which no sum is.
+    leaves = [expressions.intern((~rank,), 1 << rank) for rank in range(world)]
     held = [[leaf] * chunks for leaf in leaves]
     for held in replay(algorithm, world, lambda rank, _: leaves[rank], expressions.add):  # noqa: B007 - the last
         pass
     givers = world - algorithm.helpers
     for chunk in range(chunks):
         for rank in range(givers):
-            if rank and held[rank][chunk] == held[0][chunk]:
+            number = held[rank][chunk]
+            if rank and number == held[0][chunk]:
                 continue
-            if not expressions.is_whole(held[rank][chunk], givers):
-                missing, twice = expressions.faults(held[rank][chunk], world)
-                raise ScheduleError(
-                    f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {missing} "
-                    f"and with those of {twice} more than once"
+            missing, twice = ((1 << givers) - 1) & ~expressions.once[number], expressions.twice[number]
+            if missing or twice:
+                lacks, doubles = (
+                    [one for one in range(world) if bits >> one & 1] for bits in (missing, twice)
                 )
-            if held[rank][chunk] != held[0][chunk]:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
+                    f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {lacks} "
+                    f"and with those of {doubles} more than once"
+                )
+            if number != held[0][chunk]:
+                raise schedule.ScheduleError(
                     f"{where}: ranks 0 and {rank} add chunk {chunk} in different orders, "
-                    f"{expressions.text(held[0][chunk])} and {expressions.text(held[rank][chunk])}"
+                    f"{expressions.text(held[0][chunk])} and {expressions.text(number)}"
                 )
 
 
 def replay(
-    algorithm: Algorithm, world: int, start: Callable[[int, int], _V], add: Callable[[Sequence[_V]], _V]
+    algorithm: schedule.Algorithm,
+    world: int,
+    start: Callable[[int, int], _V],
+    add: Callable[[Sequence[_V]], _V],
 ) -> Iterator[list[list[_V]]]:
     """Run all ranks in one place, without links, on any kind of value; yield what they hold after each round.
 
@@ -80,7 +79,9 @@ def replay(
     where = f"{algorithm.name} on {world} ranks"
     for rank, table in enumerate(tables):
         if len(table) != len(tables[0]):
-            raise ScheduleError(f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}")
+            raise schedule.ScheduleError(
+                f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}"
+            )
     ranks = [
         _Rank(rank, [start(rank, chunk) for chunk in range(chunks)], add, algorithm.gives(rank, world))
         for rank in range(world)
@@ -91,7 +92,7 @@ def replay(
     for one in ranks:
         if one.kept:
             kept, source = next(iter(one.kept))
-            raise ScheduleError(
+            raise schedule.ScheduleError(
                 f"{where}: rank {one.rank} never folds chunks {_text(kept)} kept from rank {source}"
             )
 
@@ -106,15 +107,15 @@ class _Rank(Generic[_V]):
     gives: bool
     kept: dict[tuple[range, int], list[_V]] = field(default_factory=dict)
 
-    def take(self, receive: Receive, values: list[_V], where: str) -> None:
+    def take(self, receive: schedule.Receive, values: list[_V], where: str) -> None:
         chunks, source = receive.chunks, receive.source
-        if receive.how is How.KEEP:
+        if receive.how is schedule.How.KEEP:
             if (chunks, source) in self.kept:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {self.rank} still keeps chunks {_text(chunks)} of rank {source}"
                 )
             self.kept[chunks, source] = values
-        elif receive.how is How.COPY:
+        elif receive.how is schedule.How.COPY:
             self.held[chunks.start : chunks.stop] = values
         else:
             for chunk, value in zip(chunks, values, strict=True):
@@ -130,14 +131,16 @@ class _Rank(Generic[_V]):
         self.held[chunks.start : chunks.stop] = [self.add(column) for column in columns]
 
 
-def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> None:
+def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[schedule.Step], where: str) -> None:
     wires: dict[tuple[int, int], list[tuple[range, list[_V]]]] = defaultdict(list)
     for rank, step in zip(ranks, steps, strict=True):
         for send in step.sends:
             if send.to == rank.rank or not 0 <= send.to < len(ranks):
-                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is no peer")
+                raise schedule.ScheduleError(
+                    f"{where}: rank {rank.rank} sends to rank {send.to}, which is not a peer"
+                )
             if send.chunks.stop > len(rank.held):
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
                 )
             values = rank.held[send.chunks.start : send.chunks.stop]
@@ -146,13 +149,13 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
         for receive in step.receives:
             wire = wires.get((receive.source, rank.rank))
             if not wire:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {rank.rank} waits for ever for chunks {_text(receive.chunks)} from rank "
                     f"{receive.source}, who sends it nothing more in this round"
                 )
             chunks, values = wire.pop(0)
             if chunks != receive.chunks:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {receive.source} sends chunks {_text(chunks)} to rank {rank.rank}, "
                     f"who awaits chunks {_text(receive.chunks)}"
                 )
@@ -161,7 +164,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
             rank.fold(chunks)
     for (source, to), wire in wires.items():
         if wire:
-            raise ScheduleError(
+            raise schedule.ScheduleError(
                 f"{where}: rank {source} sends chunks {_text(wire[0][0])} to rank {to}, who receives none"
             )
 
@@ -176,12 +179,8 @@ class _Expressions:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._addends: list[tuple[int, ...]] = []
-        self._once: list[int] = []  # bit r: contribution r stands in the expression
-        self._twice: list[int] = []  # bit r: more than once
-
-    def leaf(self, rank: int) -> int:
-        """The contribution of a rank; written as a sequence of one number below zero, which no sum is."""
-        return self._intern((~rank,), 1 << rank, 0)
+        self.once: list[int] = []  # bit r: contribution r stands in the expression
+        self.twice: list[int] = []  # bit r: more than once
 
     def add(self, addends: Sequence[int]) -> int:
         if len(addends) == 1:
@@ -191,27 +190,20 @@ class _Expressions:
             return known
         once = twice = 0
         for number in addends:
-            twice |= self._twice[number] | (once & self._once[number])
-            once |= self._once[number]
-        return self._intern(tuple(addends), once, twice)
-
-    def is_whole(self, number: int, world: int) -> bool:
-        return self._once[number] == (1 << world) - 1 and not self._twice[number]
-
-    def faults(self, number: int, world: int) -> tuple[list[int], list[int]]:
-        missing = [rank for rank in range(world) if not self._once[number] >> rank & 1]
-        return missing, [rank for rank in range(world) if self._twice[number] >> rank & 1]
+            twice |= self.twice[number] | (once & self.once[number])
+            once |= self.once[number]
+        return self.intern(tuple(addends), once, twice)
 
     def text(self, number: int) -> str:
         first, *rest = self._addends[number]
         whole = f"r{~first}" if not rest else f"({'+'.join(map(self.text, (first, *rest)))})"
         return whole if len(whole) <= 120 else whole[:117] + "..."
 
-    def _intern(self, addends: tuple[int, ...], once: int, twice: int) -> int:
+    def intern(self, addends: tuple[int, ...], once: int, twice: int = 0) -> int:
         self._numbers[addends] = len(self._addends)
         self._addends.append(addends)
-        self._once.append(once)
-        self._twice.append(twice)
+        self.once.append(once)
+        self.twice.append(twice)
         return len(self._addends) - 1
 
 
@@ -235,7 +227,7 @@ class Cost:
     steps: int
     messages: tuple[int, ...]
     bytes_sent: tuple[int, ...]
-    _tables: tuple[Table, ...] = field(repr=False)
+    _tables: tuple[schedule.Table, ...] = field(repr=False)
     _size: Callable[[range], int] = field(repr=False)  # the bytes of a run of chunks
 
     def time(self, alpha: float, beta: float, gamma: float) -> float:
@@ -254,13 +246,15 @@ class Cost:
                     carried = port + alpha + size(receive.chunks) * beta
                     port = max(carried, left[receive.source, rank].popleft())
                 # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
-                added = sum(size(receive.chunks) for receive in step.receives if receive.how is not How.COPY)
+                added = sum(
+                    size(receive.chunks) for receive in step.receives if receive.how is not schedule.How.COPY
+                )
                 finished[rank] = max(finished[rank], port) + gamma * added
             clocks = finished
         return max(clocks)
 
 
-def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
+def cost(algorithm: schedule.Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
     if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
         raise UserError(
             f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"
@@ -268,7 +262,7 @@ def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) 
     tables, chunks = algorithm.tables(world), algorithm.chunks(world)
 
     def size(span: range) -> int:
-        begin, end = span_bounds(num_bytes // item_bytes, chunks, span)
+        begin, end = schedule.span_bounds(num_bytes // item_bytes, chunks, span)
         return (end - begin) * item_bytes
 
     return Cost(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -24,11 +25,11 @@ from manyhands.transport.link.interface import Link
 
 __all__ = ["LinkGroup", "agree_on", "sum_gradients", "waits_of"]
 
+# Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all.
 _AT_ONCE_BYTES: Final = 128 << 10
-"""Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all."""
-
+# A message of at most this size takes negligible time: waiting for one is waiting for its sender.
 _QUICK_BYTES: Final = 64 << 10
-"""A message of at most this size takes negligible time: waiting for one is waiting for its sender."""
+_BUCKET_BYTES: Final = 25 * MIB
 
 
 class LinkGroup:
@@ -74,18 +75,12 @@ class LinkGroup:
         else:
             spans = [split(flat.numel(), index, self.world) for index in range(self.world)]
             pieces = [flat[span.start : span.stop] for span in spans]
-            pieces[self.index].copy_(self._scatter_sum(pieces))
+            mine = pieces[self.index]
+            rooms = {index: torch.empty_like(mine) for index in self._others()}
+            self.exchange({index: pieces[index] for index in self._others()}, rooms)
+            mine.copy_(_sum([rooms.get(index, mine) for index in range(self.world)]))
             self._hand_out(pieces)
         return _back(tensor, flat)
-
-    def reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Collective: of one piece for each member, this one's summed over all; sizes may differ."""
-        if len(pieces) != self.world:
-            raise UserError(f"{len(pieces)} pieces for {self.world} members; give one for each")
-        if self.world == 1:
-            return pieces[0].clone()
-        mine = pieces[self.index]
-        return self._scatter_sum([_flat(piece) for piece in pieces]).view(mine.shape).to(mine.device)
 
     def all_gather(self, mine: Tensor, sizes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
         """Collective: every member's tensor, in their order; `sizes` are their shapes, where they differ."""
@@ -125,9 +120,6 @@ class LinkGroup:
                 self._waited[index] += time.monotonic_ns() - begin
         self._mailbox.flush(refused, [self.members[index] for index in sends])
 
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
-
     def traffic(self) -> Traffic:
         return self._mailbox.traffic()
 
@@ -145,12 +137,6 @@ class LinkGroup:
     def _others(self) -> list[int]:
         return [index for index in range(self.world) if index != self.index]
 
-    def _scatter_sum(self, pieces: Sequence[Tensor]) -> Tensor:
-        mine = pieces[self.index]
-        rooms = {index: torch.empty_like(mine) for index in self._others()}
-        self.exchange({index: pieces[index] for index in self._others()}, rooms)
-        return _sum([rooms.get(index, mine) for index in range(self.world)])
-
     def _hand_out(self, pieces: Sequence[Tensor]) -> None:
         mine = pieces[self.index]
         self.exchange(dict.fromkeys(self._others(), mine), {index: pieces[index] for index in self._others()})
@@ -158,10 +144,9 @@ class LinkGroup:
 
 def waits_of(groups: Iterable[LinkGroup]) -> dict[int, int]:
     """What a worker that is in several groups waited for each other one since the last call, in nanoseconds."""
-    waits: dict[int, int] = {}
+    waits: Counter[int] = Counter()
     for group in groups:
-        for worker, waited_ns in group.take_waits().items():
-            waits[worker] = waits.get(worker, 0) + waited_ns
+        waits.update(group.take_waits())
     return waits
 
 
@@ -184,9 +169,6 @@ def _sum(addends: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-_BUCKET_BYTES: Final = 25 * MIB
-
-
 def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
     """Collective: each parameter's gradient becomes the sum over the members, with the same bits on all of them.
 
@@ -199,12 +181,8 @@ def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
     reached = group.all_reduce(torch.tensor([one.grad is not None for one in trained], dtype=torch.int32))
     anyone = [one for one, count in zip(trained, reached.tolist(), strict=True) if count]
     for bucket in _buckets(anyone):
-        for one in bucket:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-        dense = [
-            one.grad.to_dense() if one.grad.is_sparse else one.grad for one in bucket if one.grad is not None
-        ]
+        given = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+        dense = [one.to_dense() if one.is_sparse else one for one in given]
         flat = group.all_reduce(torch.cat([gradient.reshape(-1) for gradient in dense]))
         for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
             one.grad = part.view(one.shape)

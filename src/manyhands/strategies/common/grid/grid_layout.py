@@ -56,11 +56,8 @@ class Grid:
         UserError where they do not fill it, which says the nearest numbers that do.
         """
         each = Grid(data=1 if data is None else data, stages=stages, slices=slices).workers
-        words = " × ".join(
-            f"{count} {name}"
-            for name, count in (("stages", stages), ("slices", slices), ("replicas", data or 1))
-            if count > 1
-        )
+        counts = {"stages": stages, "slices": slices, "replicas": data or 1}
+        words = " × ".join(f"{count} {name}" for name, count in counts.items() if count > 1)
         if data is not None and workers != each:
             raise UserError(f"workers={workers}: {words or 'one worker'} takes {each}; use workers={each}")
         require_multiple(workers, each, f"{each} ({words})")

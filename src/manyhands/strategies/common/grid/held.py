@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,9 @@ class Outline:
         )
 
     def names(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
-            found.setdefault(id(tensor), name)
-        return found
+        """The first name of each, by identity."""
+        named = (*self.parameters.items(), *self.buffers.items())
+        return {id(tensor): name for name, tensor in reversed(named)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,13 +160,9 @@ class HeldModel:
             for one in self.held
             if one.reports
         ]
-        entries += [
-            _Entry(
-                {"name": name, "cut": _words(self._buffer_cuts.get(name))},
-                model.get_buffer(name) if model is not None else tensor,
-            )
-            for name, tensor in self._buffers.items()
-        ]
+        for name, tensor in self._buffers.items():
+            now = model.get_buffer(name) if model is not None else tensor
+            entries.append(_Entry({"name": name, "cut": _words(self._buffer_cuts.get(name))}, now))
         gathered = _gather(group, entries)
         if gathered is None:
             return None
@@ -187,7 +182,20 @@ class HeldModel:
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
-        gathered = _gather(group, list(self._state_entries()))
+        entries = []
+        for one in self.held:
+            position = self._position.get(id(one.whole)) if one.reports else None
+            for name, value in (
+                self._optimizer.state.get(one.local, {}).items() if position is not None else ()
+            ):
+                facts = {"position": position, "name": name}
+                if not isinstance(value, Tensor):
+                    entries.append(_Entry({**facts, "value": value}, None))
+                    continue
+                is_cut = one.cut is not None and value.shape == one.local.shape
+                shape, words = (one.shape, _words(one.cut)) if is_cut else (value.shape, None)
+                entries.append(_Entry({**facts, "cut": words, "shape": list(shape)}, value))
+        gathered = _gather(group, entries)
         if gathered is None:
             return None
         state: dict[int, dict[str, Any]] = {}
@@ -205,32 +213,16 @@ class HeldModel:
         ]
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _state_entries(self) -> Iterator[_Entry]:
-        for one in self.held:
-            position = self._position.get(id(one.whole))
-            if not one.reports or position is None:
-                continue
-            for name, value in self._optimizer.state.get(one.local, {}).items():
-                facts = {"position": position, "name": name}
-                if not isinstance(value, Tensor):
-                    yield _Entry({**facts, "value": value}, None)
-                    continue
-                is_cut = one.cut is not None and value.shape == one.local.shape
-                shape = one.shape if is_cut else value.shape
-                words = _words(one.cut) if is_cut else None
-                yield _Entry({**facts, "cut": words, "shape": list(shape)}, value)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     """Something that a worker reports: facts of JSON, and a tensor or none."""
 
     facts: dict[str, Any]
     tensor: Tensor | None
 
 
-def _words(cut: Cut | None) -> list[int | None] | None:
-    return None if cut is None else [cut.dim, cut.begin, cut.end, cut.blocks]
+def _words(cut: Cut | None) -> dict[str, int | None] | None:
+    return None if cut is None else asdict(cut)
 
 
 def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> None:
@@ -238,25 +230,20 @@ def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> N
     if entry.facts["cut"] is None:
         into[name] = entry.tensor
         return
-    dim, begin, end, blocks = entry.facts["cut"]
     if name not in into:
         into[name] = torch.empty(shape, dtype=entry.tensor.dtype)
-    Cut(dim=dim, begin=begin, end=end, blocks=blocks).put(entry.tensor, into[name])
+    Cut(**entry.facts["cut"]).put(entry.tensor, into[name])
 
 
 def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
-    """Collective: what all members tell, in their order, on the first; None on the others."""
+    """Collective: what all members report, in their order, on the first; None on the others."""
     headers = [
-        {
-            "facts": entry.facts,
-            "dtype": None if entry.tensor is None else CODES[entry.tensor.dtype],
-            "size": None if entry.tensor is None else list(entry.tensor.shape),
-        }
-        for entry in entries
+        (facts, None if tensor is None else (CODES[tensor.dtype], list(tensor.shape)))
+        for facts, tensor in entries
     ]
     header = torch.frombuffer(bytearray(json.dumps(headers).encode()), dtype=torch.uint8)
-    sizes = [int(one) for one in group.all_gather(torch.tensor([len(header)]))]
-    rounds = [int(one) for one in group.all_gather(torch.tensor([len(headers)]))]
+    counts = group.all_gather(torch.tensor([len(header), len(headers)]))
+    sizes, rounds = ([int(one[place]) for one in counts] for place in (0, 1))
     others = range(1, group.world)
     if group.index:
         group.exchange({0: header}, {})
@@ -270,19 +257,14 @@ def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
     found: dict[int, list[_Entry]] = {index: [] for index in others}
     for number in range(max(rounds)):
         arriving = {}
-        for index in others:
-            if number < rounds[index]:
-                expected = announced[index][number]
-                tensor = None
-                if expected["dtype"] is not None:
-                    tensor = torch.empty(expected["size"], dtype=BY_CODE[expected["dtype"]])
-                    arriving[index] = _bytes(tensor)
-                found[index].append(_Entry(expected["facts"], tensor))
+        for index in (one for one in others if number < rounds[one]):
+            facts, kind = announced[index][number]
+            tensor = torch.empty(kind[1], dtype=BY_CODE[kind[0]]) if kind is not None else None
+            if tensor is not None:
+                arriving[index] = _bytes(tensor)
+            found[index].append(_Entry(facts, tensor))
         group.exchange({}, arriving)
-    mine = [
-        _Entry(entry.facts, None if entry.tensor is None else entry.tensor.detach().cpu().clone())
-        for entry in entries
-    ]
+    mine = [_Entry(facts, None if one is None else one.detach().cpu().clone()) for facts, one in entries]
     return [*mine, *(entry for index in others for entry in found[index])]
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +91,7 @@ _RATE: Final = 1e-3
 _OWN: Final = {"param_groups", "state", "step"}  # a scheduler puts a `step` of its own around the optimizer's
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StandIn:
+class _StandIn(NamedTuple):
     real: Tensor
     group: int
     values: Tensor
@@ -111,7 +110,7 @@ def cannot_step(optimizer: Optimizer, way: Stepping) -> str:
         return ""
     try:
         with preserved(), torch.no_grad():
-            together, _ = _tried(optimizer, chosen, Stepping.TOGETHER)
+            course, _ = _tried(optimizer, chosen, Stepping.TOGETHER)
     except Exception as error:  # whatever the user's class raises
         first = str(error).strip().partition("\n")[0]
         return f"a trial on small parameters with dense gradients raised {type(error).__name__} ({first})"
@@ -122,7 +121,9 @@ def cannot_step(optimizer: Optimizer, way: Stepping) -> str:
         return _LOOKS[way]
     if way is Stepping.IN_PIECES and not keeps_shapes:
         return "it keeps state that has not the shape of its parameter, and so cannot be cut with it"
-    return "" if _are_close(together, apart) else _LOOKS[way]
+    steps = course.diff(dim=0)
+    allowed = _CLOSE * steps.abs() + _ROUNDING * torch.maximum(course[1:].abs(), course[:-1].abs())
+    return "" if bool(((apart.diff(dim=0) - steps).abs() <= allowed).all()) else _LOOKS[way]
 
 
 _LOOKS: Final = {
@@ -200,36 +201,39 @@ def _kind(value: Any) -> Any:
     return bool(value) if isinstance(value, int | float) else type(value)
 
 
-def _tried(optimizer: Optimizer, chosen: Sequence[_StandIn], way: Stepping) -> tuple[list[Tensor], bool]:
+def _tried(optimizer: Optimizer, chosen: Sequence[_StandIn], way: Stepping) -> tuple[Tensor, bool]:
     """The values of all stand-ins after each step, and whether the state kept the shapes of what was stepped."""
     seed_all(0)
     generator = torch.Generator().manual_seed(2)
     values = [one.values.clone() for one in chosen]
-    slopes = [_random(value, generator) for value in values]
-    parts = []
+
+    def drawn() -> list[Tensor]:
+        return [torch.randn(one.shape, dtype=one.dtype, generator=generator).to(one.device) for one in values]
+
+    def now() -> Tensor:
+        reals = (torch.view_as_real(one) if one.is_complex() else one for one in values)
+        return torch.cat([one.reshape(-1) for one in reals]).cpu()
+
+    slopes, parts = drawn(), []
     for number, value in enumerate(values):
+        pieces = [slice(None)]
         if way is Stepping.IN_PIECES and value.numel() > 1:
             middle = (value.numel() + 2) // 3
             pieces = [slice(0, middle), slice(middle, None)]
-        else:
-            pieces = [slice(None)]
         for piece in pieces:
             stepped = value.view(-1)[piece] if way is Stepping.IN_PIECES else value
             parts.append(_Part(number, piece, nn.Parameter(stepped)))
     owners = [parts] if way in (Stepping.TOGETHER, Stepping.IN_TURN) else [parts[0::2], parts[1::2]]
     doubles = [_double(optimizer, chosen, owned, together=way is Stepping.TOGETHER) for owned in owners]
-    course = [torch.cat([_real(value) for value in values]).cpu()]
+    course = [now()]
     for size in _SIZES:
-        gradients = [slope * size * _random(slope, generator).abs() for slope in slopes]
+        gradients = [slope * size * one.abs() for slope, one in zip(slopes, drawn(), strict=True)]
         for part in parts:
             gradient = gradients[part.number].reshape(-1)[part.piece]
             part.parameter.grad = gradient.clone().view_as(part.parameter)
         for double in doubles:
-            if way is Stepping.IN_TURN:
-                _step_in_turn(double)
-            else:
-                step_plainly(double)
-        course.append(torch.cat([_real(value) for value in values]).cpu())
+            (_step_in_order if way is Stepping.IN_TURN else step_plainly)(double)
+        course.append(now())
     keeps_shapes = all(
         not isinstance(value, Tensor) or value.shape in (parameter.shape, torch.Size())
         for double in doubles
@@ -237,11 +241,10 @@ def _tried(optimizer: Optimizer, chosen: Sequence[_StandIn], way: Stepping) -> t
         if isinstance(parameter, Tensor)
         for value in state.values()
     )
-    return course, keeps_shapes
+    return torch.stack(course), keeps_shapes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """What is stepped of stand-in `number`: all items or a `piece`, in the memory of its values."""
 
     number: int
@@ -290,7 +293,7 @@ def _begun(state: Mapping[str, Any], real: Tensor, stand_in: Tensor) -> dict[str
     return begun
 
 
-def _step_in_turn(double: Optimizer) -> None:
+def _step_in_order(double: Optimizer) -> None:
     owned = [group["params"] for group in double.param_groups]
     for number, parameters in enumerate(owned):
         for one in parameters:
@@ -300,23 +303,6 @@ def _step_in_turn(double: Optimizer) -> None:
             step_plainly(double)
     for group, parameters in zip(double.param_groups, owned, strict=True):
         group["params"] = parameters
-
-
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
-
-
-def _real(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).clone()
-
-
-def _are_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    for before, after, others_before, others_after in zip(one, one[1:], other, other[1:], strict=False):
-        step = after - before
-        allowed = _CLOSE * step.abs() + _ROUNDING * torch.maximum(after.abs(), before.abs())
-        if not bool(((others_after - others_before - step).abs() <= allowed).all()):
-            return False
-    return True
 
 
 _DIMENSIONS = (3, 2, 4, 5)  # of the first dimensions of a stand-in; all others have 1
@@ -343,28 +329,10 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
     parameter's shape or of no dimension, so these have the names, types and shapes of the real ones. What it has
     already, from the constructor or from a checkpoint, counts as it is. The optimizer itself is left alone.
     """
-    made = _try_out(optimizer)
-    kept: dict[nn.Parameter, list[KeptState]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            stand_in = made[number, parameter.dtype, parameter.dim()], _shape(parameter)
-            found = {}
-            for state, like in (stand_in, (optimizer.state.get(parameter, {}), parameter.shape)):
-                for name, value in state.items():
-                    found[name] = _kept(optimizer, name, value, like, parameter.shape)
-            kept[parameter] = list(found.values())
-    return kept
-
-
-def _shape(parameter: Tensor) -> torch.Size:
-    return torch.Size((*_DIMENSIONS, *[1] * parameter.dim())[: parameter.dim()])
-
-
-def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[str, Any]]:
-    """The state of stand-ins after one step, by parameter group, type and number of dimensions."""
-    stand_ins: dict[tuple[int, torch.dtype, int], nn.Parameter] = {}
+    stand_ins: dict[
+        tuple[int, torch.dtype, int], nn.Parameter
+    ] = {}  # by group, type and number of dimensions
+    stand_in_of: dict[nn.Parameter, nn.Parameter] = {}
     groups: dict[int, list[nn.Parameter]] = {}
     begun: dict[nn.Parameter, dict[str, Any]] = {}  # Adagrad's constructor makes its state, in torch 2.11
     for number, group in enumerate(optimizer.param_groups):
@@ -372,11 +340,12 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[st
         for parameter in (one for one in group["params"] if one.requires_grad):
             key = number, parameter.dtype, parameter.dim()
             if key not in stand_ins:
-                zeros = torch.zeros(_shape(parameter), dtype=parameter.dtype)
-                stand_in = stand_ins[key] = nn.Parameter(zeros)
+                shape = (*_DIMENSIONS, *[1] * parameter.dim())[: parameter.dim()]
+                stand_in = stand_ins[key] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
                 stand_in.grad = torch.ones_like(stand_in)
                 groups[number].append(stand_in)
                 begun[stand_in] = _begun(optimizer.state.get(parameter, {}), parameter, stand_in)
+            stand_in_of[parameter] = stand_ins[key]
     double = double_of(optimizer, groups, {})
     double.state.update({stand_in: state for stand_in, state in begun.items() if state})
     try:
@@ -387,7 +356,15 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[st
             f"optimizer {type(optimizer).__name__} takes no step by itself ({error}); use one whose step() needs no "
             "closure and takes dense gradients, such as SGD or Adam"
         ) from error
-    return {key: double.state.get(stand_in, {}) for key, stand_in in stand_ins.items()}
+    kept: dict[nn.Parameter, list[KeptState]] = {}
+    for parameter, stand_in in stand_in_of.items():
+        found = {
+            name: _kept(optimizer, name, value, like.shape, parameter.shape)
+            for state, like in ((double.state, stand_in), (optimizer.state, parameter))
+            for name, value in state.get(like, {}).items()
+        }
+        kept[parameter] = list(found.values())
+    return kept
 
 
 def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: torch.Size) -> KeptState:

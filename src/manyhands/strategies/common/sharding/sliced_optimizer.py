@@ -1,12 +1,9 @@
 """The user's optimizer, run on the pieces of the parameters that one owner has: a worker, or a shard of a server.
 
 No second optimizer is built. For the length of a step the user's own one sees other parameters: pieces of the owner's
-values, with their gradients and their state. So its settings, schedulers that change them, hooks and whatever else it
-keeps are simply the user's. Between steps it lists the model's parameters as always, and its `state` is empty: each
-owner keeps that of its pieces here.
-
-A state that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step:
-cut to the owner's pieces, the rest let go. `MergedState` puts the states of all owners together again.
+values, with their gradients and their state. So its settings, schedulers and hooks are simply the user's. Between steps
+it lists the model's parameters as always, and its `state` is empty: each owner keeps that of its pieces here. A state
+that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from torch.optim import Optimizer
 from manyhands.errors import UserError
 from manyhands.strategies.common.sharding.optimizers import may_fuse, positions
 
-__all__ = ["MergedState", "OwnedState", "Part", "Piece", "SlicedOptimizer"]
+__all__ = ["MergedState", "OwnedPiece", "Part", "Piece", "SlicedOptimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +36,8 @@ class Piece:
 _SHOWN = ("params", "fused", "lr")  # what a group holds in another way during a step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnedState:
-    """The state that one owner keeps for one parameter, or for items `begin` to `end` of it."""
-
-    position: int  # the parameter's number in the optimizer's `state_dict()`
-    begin: int
-    end: int
-    shape: torch.Size  # of the state's tensors that were cut with the parameter
-    is_whole: bool
-    state: dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Owned:
+class OwnedPiece:
     """A piece as the optimizer sees it: `proxy` shares the memory of the owner's values."""
 
     piece: Piece
@@ -80,7 +65,7 @@ class SlicedOptimizer:
 
     `values` and `gradients` have the shapes of the parameters, and only the owner's pieces of them are touched; an
     owner that has no more than its pieces gives these.
-    Without `gradients`, `step` is not for this owner: each call of `step_with` brings its own.
+    Without `gradients`, each call of `step` brings its own.
     """
 
     def __init__(
@@ -93,7 +78,9 @@ class SlicedOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._owned = [
-            _Owned(piece, parameters[piece.parameter], nn.Parameter(_part(piece, values[piece.parameter])))
+            OwnedPiece(
+                piece, parameters[piece.parameter], nn.Parameter(_part(piece, values[piece.parameter]))
+            )
             for piece in pieces
         ]
         self._gradients = [_part(piece, gradients[piece.parameter]) for piece in pieces] if gradients else []
@@ -119,13 +106,13 @@ class SlicedOptimizer:
     def reached(self) -> list[Tensor]:
         return [gradient for gradient in self._present() if gradient is not None]
 
-    def step(self) -> None:
-        """Update the owner's pieces; those of parameters without a gradient stay as they are."""
-        self.step_with(self._present())
+    def step(self, given: Sequence[Tensor | None] | None = None, rate: float = 1.0) -> None:
+        """Update the owner's pieces by a gradient each, with learning rates times `rate` for this once.
 
-    def step_with(self, gradients: Sequence[Tensor | None], rate: float = 1.0) -> None:
-        """Update the owner's pieces by a gradient each, or None, with learning rates times `rate` for this once."""
+        Those without a gradient stay as they are. None `given`: by those of the constructor.
+        """
         self._adopt()
+        gradients = self._present() if given is None else given
         for owned, gradient in zip(self._owned, gradients, strict=True):
             owned.proxy.grad = gradient
         try:
@@ -135,23 +122,15 @@ class SlicedOptimizer:
             for owned in self._owned:  # or the memory of a gradient would be held beyond its step
                 owned.proxy.grad = None
 
-    def state(self) -> list[OwnedState]:
+    def state(self) -> dict[int, tuple[OwnedPiece, dict[str, Any]]]:
+        """The state of the owner's pieces, by the parameter's number in the optimizer's `state_dict()`."""
         self._adopt()
-        position_of = positions(self._optimizer)
-        found = [
-            OwnedState(
-                position=position_of[id(owned.parameter)],
-                begin=owned.piece.begin,
-                end=owned.piece.end,
-                shape=owned.proxy.shape,
-                is_whole=owned.is_whole,
-                state=self._state[owned.proxy],
-            )
-            for group in self._groups
-            for owned in group
-            if self._state.get(owned.proxy)
-        ]
-        return sorted(found, key=lambda one: one.position)
+        owned = {id(one.parameter): one for group in self._groups for one in group}
+        return {
+            position: (owned[key], self._state[owned[key].proxy])
+            for key, position in positions(self._optimizer).items()
+            if key in owned and self._state.get(owned[key].proxy)
+        }
 
     def settings(self) -> dict[str, Any]:
         """The optimizer's `state_dict()` without the state of any parameter."""
@@ -272,10 +251,6 @@ class Part:
 
     def is_cut(self, value: Any) -> bool:
         return isinstance(value, Tensor) and not self.is_whole and value.shape == (self.count * self.width,)
-
-    def room_in(self, whole: Tensor) -> Tensor:
-        assert isinstance(self.rows, slice), "rows that lie apart have no view"
-        return whole.view(-1, self.width)[self.rows].view(-1)
 
     def lay_into(self, whole: Tensor | None, value: Tensor) -> Tensor:
         """The whole with this part in it; the part itself where that is all."""

@@ -8,41 +8,13 @@ from typing import Final
 
 from manyhands.errors import UserError, nearest
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm, FederatedFacts
-from manyhands.strategies.federated.algorithms.averaging import (
-    Ditto,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedNova,
-    FedProx,
-    FedSgd,
-    FedYogi,
-    Scaffold,
-)
+from manyhands.strategies.federated.algorithms.averaging import AVERAGING
 from manyhands.strategies.federated.algorithms.buff import FedBuff
-from manyhands.strategies.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 
 __all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
-ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
-    kind.word: kind
-    for kind in (
-        FedAvg,
-        FedSgd,
-        FedProx,
-        FedAdam,
-        FedYogi,
-        FedAdagrad,
-        Scaffold,
-        FedNova,
-        CoordinateMedian,
-        TrimmedMean,
-        Krum,
-        MultiKrum,
-        Ditto,
-        FedBuff,
-    )
-}
+_KINDS: Final[tuple[type[FederatedAlgorithm], ...]] = (*AVERAGING, FedBuff)
+ALGORITHMS: Final = {kind.word: kind for kind in _KINDS}
 
 
 def algorithm_named(text: str) -> FederatedAlgorithm:
@@ -60,5 +32,5 @@ def algorithm_named(text: str) -> FederatedAlgorithm:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UserError(f"algorithm={text}: {number!r} is no number of at least 0")
+        raise UserError(f"algorithm={text}: {number!r} is not a number of at least 0")
     return kind(value)

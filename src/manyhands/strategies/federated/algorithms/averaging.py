@@ -1,19 +1,20 @@
-"""FedAvg, FedSGD, FedProx, FedNova and FedOpt, whose clients keep nothing; SCAFFOLD and Ditto, whose clients do."""
+"""FedAvg, FedSGD, FedProx, FedNova and FedOpt, whose clients keep nothing; SCAFFOLD and Ditto; robust means."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 
-__all__ = ["Ditto", "FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedSgd", "FedYogi", "Scaffold"]
+__all__ = ["AVERAGING"]
 
 
 class FedAvg(FederatedAlgorithm):
@@ -46,12 +47,12 @@ class FedProx(FederatedAlgorithm):
         super().__init__()
         self._mu = mu
 
-    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+    def correct(self, client: int, parameters: Tensors, start: Tensors) -> None:
         del client
         _hold_near(parameters, start, self._mu)
 
 
-def _hold_near(parameters: Sequence[Tensor], weights: Sequence[Tensor], by: float) -> None:
+def _hold_near(parameters: Tensors, weights: Tensors, by: float) -> None:
     """Add the gradient of the squared distance from these weights, times by/2."""
     for parameter, other in zip(parameters, weights, strict=False):  # buffers come after the parameters
         if parameter.grad is not None:
@@ -64,12 +65,10 @@ class FedNova(FederatedAlgorithm):
     word: ClassVar[str] = "fednova"
     about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
 
-    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sent(self, weights: Tensors) -> Tensors:
         return [*weights, torch.zeros(1, dtype=torch.float64)]
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         change = super().report(client, start, trained, steps)
         parameters = self.facts.parameters
         return [
@@ -78,7 +77,7 @@ class FedNova(FederatedAlgorithm):
             torch.tensor([steps / self.facts.most_steps], dtype=torch.float64),
         ]
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
         scaled = [one * taken for one in mean[:parameters]]
         super().step(weights, [*scaled, *mean[parameters:-1]])
@@ -97,14 +96,13 @@ class _FedOpt(FederatedAlgorithm):
     def __init__(self, rate: float = 0.01) -> None:
         super().__init__()
         if not rate:
-            raise UserError(
-                f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
-            )
+            why = f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
+            raise UserError(why)
         self._rate = rate
         self._momentum: list[Tensor] = []
         self._second: list[Tensor] = []
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         assert self.facts.names, "an algorithm is attached before its first step"
         count = self.facts.parameters
         super().step(weights[count:], mean[count:])
@@ -173,24 +171,24 @@ class Scaffold(FederatedAlgorithm):
     def __init__(self) -> None:
         super().__init__()
         self._server: list[Tensor] = []  # c
-        self._before: dict[int, Sequence[Tensor]] = {}  # by client that trains: c_i
+        self._before: dict[int, Tensors] = {}  # by client that trains: c_i
         self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
-        self._coming: dict[int, Sequence[Tensor]] = {}  # by client that has reported: c_i⁺, until c follows
+        self._coming: dict[int, Tensors] = {}  # by client that has reported: c_i⁺, until c follows
 
-    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sent(self, weights: Tensors) -> Tensors:
         return [*weights, *weights[: self.facts.parameters]]
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return weights[: self.facts.parameters]
 
-    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def begin(self, client: int, weights: Tensors) -> Tensors:
         like = self.kept(weights)
         self._begin_server(like)
         self._before[client] = self.states.get(client) or [torch.zeros_like(one) for one in like]
         self._met[client] = [torch.zeros_like(one) for one in like]
         return weights
 
-    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+    def correct(self, client: int, parameters: Tensors, start: Tensors) -> None:
         del start
         noted, before = self._met[client], self._before[client]
         for parameter, met, mine, common in zip(parameters, noted, before, self._server, strict=True):
@@ -198,9 +196,7 @@ class Scaffold(FederatedAlgorithm):
                 met.add_(parameter.grad)
                 parameter.grad.add_(common).sub_(mine)
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         """How far weights and control variate came; the new one is kept when the round counts."""
         change = super().report(client, start, trained, steps)
         after = [met / steps for met in self._met.pop(client)]
@@ -211,13 +207,13 @@ class Scaffold(FederatedAlgorithm):
     def refused(self, client: int) -> None:
         self._coming.pop(client, None)  # its control variate stays, since c does not follow
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
+    def mean(self, found: TallySum) -> Tensors:
         """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
         mean = super().mean(found)
         tensors = len(mean) - self.facts.parameters
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         super().step(weights, mean[: len(weights)])
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):
@@ -226,7 +222,7 @@ class Scaffold(FederatedAlgorithm):
             self.keep(client, after)
         self._coming.clear()
 
-    def _begin_server(self, like: Sequence[Tensor]) -> None:
+    def _begin_server(self, like: Tensors) -> None:
         if not self._server:
             self._server = [torch.zeros_like(one) for one in like]
 
@@ -251,15 +247,144 @@ class Ditto(FederatedAlgorithm):
         super().__init__()
         self._hold = hold
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return weights
 
-    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def personal(self, client: int, weights: Tensors) -> Tensors:
         return self.states.get(client, weights)
 
-    def correct_personal(self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def correct_personal(self, client: int, parameters: Tensors, weights: Tensors) -> None:
         del client
         _hold_near(parameters, weights, self._hold)
 
-    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
+    def keep_personal(self, client: int, trained: Tensors) -> None:
         self.keep(client, trained)
+
+
+# Means that a few hostile clients cannot move far. Median and trimmed mean of each item by itself: Yin et al.,
+# "Byzantine-Robust Distributed Learning", ICML 2018. Krum: Blanchard et al., "Machine Learning with Adversaries",
+# NeurIPS 2017. All must see every update, so none goes with secure aggregation. Every client counts as one, since a
+# weight is what a hostile client would lie about first.
+
+
+class _Robust(FederatedAlgorithm):
+    """Base of the robust algorithms: clients train as in FedAvg, and the server uses another mean."""
+
+    single_updates: ClassVar[bool] = True
+
+    def weight(self, update: ClientUpdate) -> float:
+        del update
+        return 1.0
+
+    def mean(self, found: TallySum) -> Tensors:
+        columns = zip(*self._chosen(found), strict=True)
+        return [self._middle(torch.stack([one.double() for one in column])) for column in columns]
+
+    def _chosen(self, found: TallySum) -> Sequence[Tensors]:
+        return found.updates
+
+    def _middle(self, rows: Tensor) -> Tensor:
+        """What is made of one tensor of every chosen client, stacked."""
+        return rows.mean(0)
+
+
+class CoordinateMedian(_Robust):
+    """Each item is the median of the clients'; of an even number, the mean of the middle two."""
+
+    word: ClassVar[str] = "median"
+    about: ClassVar[str] = "the median of every item: right while fewer than half of the clients are hostile"
+
+    def _middle(self, rows: Tensor) -> Tensor:
+        return _trimmed(rows, (len(rows) - 1) // 2)
+
+
+class TrimmedMean(_Robust):
+    """Trimmed mean: of each item the largest and smallest values are left out, and the others averaged."""
+
+    word: ClassVar[str] = "trimmed"
+    about: ClassVar[str] = "the mean of every item without a fraction of its largest and smallest values"
+    number: ClassVar[str] = "FRACTION"
+
+    def __init__(self, fraction: float = 0.1) -> None:
+        super().__init__()
+        if not 0 <= fraction < 0.5:
+            raise UserError(
+                f"algorithm=trimmed:{fraction:g}: so much is left out at either end, and something must stay; use a "
+                "fraction from 0 to below 0.5"
+            )
+        self._fraction = fraction
+
+    def _left_out(self, clients: int) -> int:
+        """At either end: rounded up, or of a few clients none would be."""
+        return math.ceil(self._fraction * clients - 1e-9)
+
+    def check_round(self, clients: int) -> None:
+        if 2 * self._left_out(clients) >= clients:
+            raise UserError(
+                f"algorithm=trimmed:{self._fraction:g}: of {clients} clients a round none would be left; use "
+                "more clients or a smaller fraction"
+            )
+
+    def _middle(self, rows: Tensor) -> Tensor:
+        return _trimmed(rows, min(self._left_out(len(rows)), (len(rows) - 1) // 2))
+
+
+class Krum(_Robust):
+    """Krum: selects the one update that is nearest to its neighbours."""
+
+    word: ClassVar[str] = "krum"
+    about: ClassVar[str] = "the one update that lies closest to most others, of whom HOSTILE may be anything"
+    number: ClassVar[str] = "HOSTILE"
+    takes_all_others: ClassVar[bool] = False  # all but HOSTILE updates, and not one
+
+    def __init__(self, hostile: float = 1) -> None:
+        super().__init__()
+        if hostile != int(hostile):
+            why = (
+                f"algorithm={self.word}:{hostile:g}: how many clients of a round may be hostile is an integer"
+            )
+            raise UserError(why)
+        self._hostile = int(hostile)
+
+    def check_round(self, clients: int) -> None:
+        if clients < 2 * self._hostile + 3:
+            raise UserError(
+                f"algorithm={self.word}:{self._hostile}: takes {2 * self._hostile + 3} clients a round (twice that "
+                f"and 3), and there are {clients}; use more of them or a smaller number"
+            )
+
+    def _chosen(self, found: TallySum) -> Sequence[Tensors]:
+        hostile = max(0, self._hostile - found.missing)
+        rows = [
+            torch.cat([one.double().flatten() for one in change[: self.facts.parameters]])
+            for change in found.updates
+        ]
+        best = torch.argsort(krum_scores(torch.stack(rows), hostile), stable=True)
+        count = len(rows) - hostile if self.takes_all_others else 1
+        return [found.updates[at] for at in sorted(best[:count].tolist())]
+
+
+class MultiKrum(Krum):
+    """Multi-Krum: the mean of all but HOSTILE updates."""
+
+    word: ClassVar[str] = "multikrum"
+    about: ClassVar[str] = "the mean of the updates that lie closest to others, all but HOSTILE"
+    takes_all_others: ClassVar[bool] = True
+
+
+def krum_scores(rows: Tensor, hostile: int) -> Tensor:
+    """For each row the sum of its squared distances to the n - hostile - 2 others that are nearest."""
+    nearest = max(1, len(rows) - hostile - 2)
+    distances = torch.stack([(rows - row).square().sum(1) for row in rows])
+    distances.fill_diagonal_(math.inf)
+    return distances.sort(1).values[:, : min(nearest, len(rows) - 1)].sum(1)
+
+
+def _trimmed(rows: Tensor, each: int) -> Tensor:
+    return rows.sort(0).values[each : len(rows) - each].mean(0)
+
+
+AVERAGING: Final[tuple[type[FederatedAlgorithm], ...]] = (
+    *(FedAvg, FedSgd, FedProx, FedAdam, FedYogi, FedAdagrad, Scaffold, FedNova),
+    *(CoordinateMedian, TrimmedMean, Krum, MultiKrum, Ditto),
+)

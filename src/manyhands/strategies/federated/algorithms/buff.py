@@ -5,10 +5,9 @@ and somebody else begins with the model of that moment; after SIZE updates the s
 
     w ← w + (1 / SIZE) Σ Δw_i / √(1 + τ_i)      τ_i: how many steps the server took since client i began
 
-When a step is due, of which updates, and what staleness does to each is decided by the consistency policy
-`damped:buffered:SIZE`, of the same kind as those of parameter servers. A policy sees the order of arrivals and no
-time, so that when clients arrive is this module's: how long one takes is drawn from the seed, most a while and a few
-very long (log-normal), and a run can be repeated, resumed and shared among workers.
+That is the consistency policy `damped:buffered:SIZE`, of the same kind as those of parameter servers. How long a client
+takes is drawn from the seed, most a while and a few very long (log-normal): a run can be repeated, resumed and shared
+among workers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency import Buffered, Policy
+from manyhands.strategies.common.consistency import Buffered
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum, Tensors
 
 __all__ = ["FedBuff", "duration_s"]
 
@@ -57,42 +56,6 @@ class Underway(NamedTuple):
     version: int  # the number of the round whose weights it began with
 
 
-class ClientArrivals:
-    """The clients of a round as a consistency policy sees them (its `Book`).
-
-    A slot is a client, and an update's clock the round whose model it began with: no client is under way twice.
-    """
-
-    def __init__(self, step: int, underway: Sequence[Underway]) -> None:
-        """In round `step`, with these under way; the list is looked at, and changes as clients come and go."""
-        self.step, self.drained, self._underway = step, False, underway
-        self._waiting: list[tuple[int, int]] = []
-
-    def add(self, back: Underway) -> None:
-        self._waiting.append((back.client, back.version))
-
-    @property
-    def num_active(self) -> int:
-        return len(self._underway)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def slots_at(self, clock: int) -> tuple[int, ...]:
-        training = [(one.client, one.version) for one in self._underway]
-        return tuple(sorted(client for client, version in (*training, *self._waiting) if version == clock))
-
-    def num_arrived(self, clock: int) -> int:
-        return sum(version == clock for _, version in self._waiting)
-
-    def waits(self, slot: int, clock: int) -> bool:
-        return (slot, clock) in self._waiting
-
-    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
-        return tuple(self._waiting[:count])
-
-
 class FedBuff(FederatedAlgorithm):
     """FedBuff: the server does not wait for slow clients; late updates count for less."""
 
@@ -106,12 +69,10 @@ class FedBuff(FederatedAlgorithm):
     def __init__(self, size: float = 5) -> None:
         super().__init__()
         if size != int(size) or size < 1:
-            raise UserError(
-                f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
-            )
+            why = f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
+            raise UserError(why)
         self._size = int(size)
-        self.policy: Policy = Buffered(self._size, rates="damped")
-        """Which updates make a step, and what each counts for."""
+        self.policy = Buffered(self._size, rates="damped")  # what an update counts for
         self._clock_s, self._trips = 0.0, 0
         self._underway: list[Underway] = []
         self._versions: dict[int, list[Tensor]] = {}
@@ -124,27 +85,22 @@ class FedBuff(FederatedAlgorithm):
                 "way at once; use a smaller number, or a larger fraction"
             )
 
-    def given(
-        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
-    ) -> Sequence[ClientAssignment]:
+    def given(self, number: int, chosen: Sequence[int], weights: Tensors) -> Sequence[ClientAssignment]:
         """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen
         self._versions[number] = [one.detach().clone() for one in weights]
         while len(self._underway) < self.facts.per_round and self._send_off(number, ()):
             pass
-        book, back = ClientArrivals(number, self._underway), list[int]()
-        while (group := self.policy.next_group(book)) is None:
+        found: list[ClientAssignment] = []
+        while len(found) < self._size:
             first = min(self._underway)
             self._underway.remove(first)
-            self._clock_s = first.back_s
-            book.add(first)
-            back.append(first.client)
-            self._send_off(number, back)
-        begun = self._versions
-        found = [
-            ClientAssignment(client=one, weights=begun[at], number=at, staleness=number - at)
-            for one, at in group.updates
-        ]
+            self._clock_s, client, version = first
+            weights, staleness = self._versions[version], number - version
+            found.append(
+                ClientAssignment(client=client, weights=weights, number=version, staleness=staleness)
+            )
+            self._send_off(number, [one.client for one in found])
         count, total, most = self._stale
         stale = [one.staleness for one in found]
         self._stale = [count + len(stale), total + sum(stale), max(most, *stale)]
@@ -167,11 +123,8 @@ class FedBuff(FederatedAlgorithm):
     def weight(self, update: ClientUpdate) -> float:
         return self.policy.rate(update.staleness)
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """The sum divided by the number of updates, not by their weights: a late buffer takes a smaller step.
-
-        An update that was rejected because it is not finite counts as zero.
-        """
+    def mean(self, found: TallySum) -> Tensors:
+        """The sum by the number of updates, not by their weights: a late, or a rejected one, makes a step smaller."""
         return [one / self._size for one in found.sums]
 
     def summary(self) -> Mapping[str, Any]:

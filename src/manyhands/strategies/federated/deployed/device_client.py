@@ -22,33 +22,13 @@ from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
+from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
-from manyhands.strategies.federated.deployed.http_client import (
-    BackOff,
-    HttpsClient,
-    Reply,
-    SendRequest,
-    Unreached,
-)
-from manyhands.strategies.federated.deployed.protocol import (
-    MOST_HOLD_S,
-    SMALL_BYTES,
-    MessageRejected,
-    TensorForm,
-    UpdateForm,
-    enrolment_text,
-    read_object,
-    whole_in,
-)
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, Reply, Unreached, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
+from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
-from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    ProtocolRefused,
-    need_cryptography,
-    public_identity,
-    sign,
-)
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureClient, SecureStage
 from manyhands.strategies.federated.strategy import Federated
@@ -74,32 +54,30 @@ class DevicePlan:
     strategy: Federated
     seed: int
     hold_s: float  # how long the server holds back a question for work
-    form: TensorForm
+    form: protocol.TensorForm
     config: Mapping[str, Any]
 
     @classmethod
     def read(cls, sent: Mapping[str, Any], data: Path) -> DevicePlan:
         name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
-        known = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
-        if not known or not isinstance(options, dict) or not isinstance(text, str):
-            raise UserError(
-                f"the server trains {name!r}, which this release has not; use the server's release"
-            )
+        built_in = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
+        if not built_in or not isinstance(options, dict) or not isinstance(text, str):
+            why = f"the server trains {name!r}, which this release has not; use the server's release"
+            raise UserError(why)
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains by {text!r}, which is not federated")
         hold_s = sent.get("hold_s")
-        if not isinstance(hold_s, int | float) or not 0 < hold_s < MOST_HOLD_S:
+        if not isinstance(hold_s, int | float) or not 0 < hold_s < protocol.MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
         schema = DataSchema.parse(str(sent.get("schema")))
         task = _task_over(str(name), options, data, schema)
         seed = whole_in(sent, "seed")
         model = initial_model(task, seed)
-        form = TensorForm.of(model)
+        form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
-            raise UserError(
-                "the server's model has other tensors than the one that this release makes of its task"
-            )
+            why = "the server's model has other tensors than the one that this release makes of its task"
+            raise UserError(why)
         config = {
             "task": name,
             "task_options": task.options,
@@ -130,17 +108,16 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
     return task
 
 
-def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str) -> None:
+def enrol(send: protocol.SendRequest, state: DeviceState, token: str | None, address: str) -> None:
     if state.client is not None:
         return
     if not token:
-        raise UserError(
-            f"--enrol: {state.path} is not enrolled yet; give it the token that the server's owner gave you"
-        )
+        why = f"--enrol: {state.path} is not enrolled yet; give it the token that the server's owner gave you"
+        raise UserError(why)
     key = public_identity(state.secret)
-    signature = sign(state.secret, enrolment_text(token, key))
-    asked = {"token": token, "key": key.hex(), "signature": signature.hex()}
-    reply = send("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES)
+    signature = crypto.sign(state.secret, protocol.enrolment_text(token, key))
+    request = {"token": token, "key": key.hex(), "signature": signature.hex()}
+    reply = send("POST", "/enrol", json.dumps(request).encode(), "", protocol.SMALL_BYTES)
     answer = _answer(reply, "--enrol: the server refused")
     state.remember(server=address, run=str(answer.get("run")), client=whole_in(answer, "client"))
 
@@ -148,7 +125,7 @@ def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str
 def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
     """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
     try:
-        roster = {int(client): from_hex(key, KEY_BYTES) for client, key in sent["roster"].items()}
+        roster = {int(client): from_hex(key, crypto.KEY_BYTES) for client, key in sent["roster"].items()}
         fixed = FixedPoint(
             clip=float(sent["clip"]),
             bits=int(sent["bits"]),
@@ -156,7 +133,7 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
             ring=int(sent["ring"]),
         )
         terms = SecureTerms(
-            round_id=from_hex(sent["round_id"], KEY_BYTES),
+            round_id=from_hex(sent["round_id"], crypto.KEY_BYTES),
             clients=len(roster),
             threshold=int(sent["threshold"]),
             length=int(sent["length"]),
@@ -167,7 +144,7 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
     if terms.length != items + LOSS_ITEMS + 1:
         raise ProtocolRefused(f"the terms are for {terms.length} words, and the model has {items} numbers")
     if any(not 0 <= client < strategy.clients for client in roster):
-        raise ProtocolRefused(f"a client is on the roster who is none of the {strategy.clients}")
+        raise ProtocolRefused(f"a client is on the roster that is not one of the {strategy.clients}")
     if len(set(roster.values())) < len(roster):
         raise ProtocolRefused("an identity is on the roster twice")
     return terms, roster
@@ -178,21 +155,21 @@ class Device:
 
     def __init__(
         self,
-        send: SendRequest,
+        send: protocol.SendRequest,
         state: DeviceState,
         plan: DevicePlan,
         *,
-        tell: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         patience_s: float = 86400.0,
         most_pause_s: float = 30.0,
     ) -> None:
         assert state.client is not None, "a device is enrolled first"
-        self._send, self._state, self._plan, self._tell = send, state, plan, tell
+        self._send, self._state, self._plan, self._notify = send, state, plan, notify
         self._clock, self._sleep, self._patience_s = clock, sleep, patience_s
         self._client = state.client
-        self._back_off = BackOff(most_s=most_pause_s, seed=self._client)
+        self._back_off = protocol.BackOff(most_s=most_pause_s, seed=self._client)
         self._model = initial_model(plan.task, plan.seed)
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
@@ -201,8 +178,8 @@ class Device:
         self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
         self._rounds, self._hash, self._after = -1, "", 0
         self._made: tuple[str, ClientUpdate] | None = None
-        self._updates = UpdateForm(plan.form, plan.strategy, plan.seed)
-        self._left = state.left(self._updates.require_left) if self._updates.keeps else None
+        self._updates = protocol.UpdateForm(plan.form, plan.strategy, plan.seed)
+        self._left = state.left(self._updates.parcel) if self._updates.keeps else None
         self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = state.load()
         if found is not None:
@@ -220,27 +197,29 @@ class Device:
             work = _object(reply)
             expected, rounds = str(work.get("model")), whole_in(work, "rounds")
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
-                self._sleep(self._back_off.next_s())  # the server has gone on since, or has lost its way
+                self._sleep(self._back_off.next_s())  # the server has advanced since, or is inconsistent
                 continue
             if work.get("state") == "done":
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
                     target = f"/work?have={self._rounds + 1}&after={self._after}"
-                    self._send("GET", target, b"", self._hash, SMALL_BYTES)
+                    self._send("GET", target, b"", self._hash, protocol.SMALL_BYTES)
                 return self._rounds
             if work.get("state") == "train":
-                attempt = whole_in(work, "attempt", self._after + 1)
-                if "secure" in work:
-                    self._take_part(attempt, work["secure"])
+                attempt, update = whole_in(work, "attempt", self._after + 1), self._update()
+                if not update.is_finite:
+                    self._notify("what it trained is not finite, and is not sent")
+                    self._request("POST", f"/leave/{attempt}")
+                elif "secure" in work:
+                    self._take_part(attempt, update, work["secure"])
                 else:
-                    self._report(attempt)
+                    self._report(attempt, update)
                 self._after = max(self._after, attempt)
 
-    def _request(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
-        """An answer, asked for until there is one; None where the server will have none of it (409, 422).
-
-        ManyhandsError where there was none for too long, or the server refuses this device.
-        """
+    def _request(
+        self, method: str, target: str, body: bytes = b"", most: int = protocol.SMALL_BYTES
+    ) -> Reply | None:
+        """An answer, retried until there is one; None for 409 and 422, ManyhandsError where it is refused or late."""
         since = self._clock()
         while True:
             try:
@@ -252,7 +231,7 @@ class Device:
                     self._back_off.reset()
                     return reply
                 if reply.status in (_GONE, 422):
-                    self._tell(f"was told: {_sentence(reply)}")
+                    self._notify(f"was answered: {_sentence(reply)}")
                     return None
                 why = f"the server refused {method} {target}: {reply.status} {_sentence(reply)}"
                 if not _comes_back(reply):
@@ -266,21 +245,20 @@ class Device:
         if reply is None:
             return False
         tensors, _ = self._plan.form.decode(reply.body)
-        found = hash_of(tensors).hex()
-        if found != expected:
+        if hash_of(tensors).hex() != expected:
             return False
-        for name, one in zip(self._plan.form.rows, tensors, strict=True):
+        for (name, _, _), one in zip(self._plan.form.rows, tensors, strict=True):
             if not bool(one.isfinite().all()):
-                raise ManyhandsError(f"tensor {name[0]!r} of the server's model is not finite")
+                raise ManyhandsError(f"tensor {name!r} of the server's model is not finite")
         with torch.no_grad():
             for mine, one in zip(self._weights, tensors, strict=True):
                 mine.copy_(one)
         self._state.save(rounds, self._model.state_dict())
-        self._rounds, self._hash = rounds, found
-        self._tell(f"has the model after {rounds} rounds")
+        self._rounds, self._hash = rounds, expected
+        self._notify(f"has the model after {rounds} rounds")
         return True
 
-    def _update(self) -> ClientUpdate | None:
+    def _update(self) -> ClientUpdate:
         if self._made is None or self._made[0] != self._hash:
             samples = np.arange(self._plan.task.samples)
             assigned = ClientAssignment(
@@ -289,15 +267,9 @@ class Device:
             [made] = self._trainer.play([assigned], self._optimizer)
             counted = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=counted)
-        update = self._made[1]
-        return update if update.is_finite else None
+        return self._made[1]
 
-    def _report(self, attempt: int) -> None:
-        update = self._update()
-        if update is None:
-            self._tell("what it trained is not finite, and is not sent")
-            self._request("POST", f"/leave/{attempt}")
-            return
+    def _report(self, attempt: int, update: ClientUpdate) -> None:
         if self._body is None or self._body[0] != self._hash:
             about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
             client, number = self._client, self._rounds
@@ -309,14 +281,10 @@ class Device:
         if left is not None and left is not self._left:
             self._state.keep_left(left)
             self._left = left
-        self._tell(f"has reported to attempt {attempt}")
+        self._notify(f"has reported to attempt {attempt}")
 
-    def _take_part(self, attempt: int, secure: Any) -> None:
+    def _take_part(self, attempt: int, update: ClientUpdate, secure: Any) -> None:
         """A secure sum; whatever the server asks that it must not, ends this device's part in the attempt."""
-        update = self._update()
-        if update is None:
-            self._request("POST", f"/leave/{attempt}")
-            return
         try:
             items = sum(one.numel() for one in self._weights)
             terms, roster = terms_from(secure, items, self._plan.strategy)
@@ -329,9 +297,9 @@ class Device:
                 target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
                 if message is None or self._request("POST", target, party.answer(message, words)) is None:
                     return
-            self._tell(f"has taken part in attempt {attempt}")
+            self._notify(f"has taken part in attempt {attempt}")
         except ProtocolRefused as refused:
-            self._tell(f"leaves attempt {attempt}: {refused}")
+            self._notify(f"leaves attempt {attempt}: {refused}")
 
     def _stage_message(self, attempt: int, party: SecureClient) -> bytes | None:
         since = self._clock()
@@ -343,7 +311,7 @@ class Device:
         return b"" if party.stage is SecureStage.ADVERTISE else None
 
 
-def plan_for(send: SendRequest, data: Path) -> DevicePlan:
+def plan_for(send: protocol.SendRequest, data: Path) -> DevicePlan:
     try:
         sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
         return DevicePlan.read(sent, data)
@@ -352,7 +320,7 @@ def plan_for(send: SendRequest, data: Path) -> DevicePlan:
 
 
 def _answer(reply: Reply, refused: str) -> dict[str, Any]:
-    """What a device is told before it takes part; Unreached where it may try again, UserError where it may not."""
+    """The answer to a device before it takes part; Unreached where it may try again, UserError where it may not."""
     if _comes_back(reply):
         raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
     if reply.status != 200:
@@ -367,7 +335,7 @@ def _comes_back(reply: Reply) -> bool:
 
 def _object(reply: Reply) -> dict[str, Any]:
     try:
-        return read_object(reply.body, "the server's answer")
+        return protocol.read_object(reply.body, "the server's answer")
     except MessageRejected as refused:
         raise ManyhandsError(f"{refused}: it is another server, or another release") from refused
 
@@ -394,10 +362,10 @@ class JoiningDevice:
                 raise UserError(f"{name} {value:g}: must be above 0")
 
 
-def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
+def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
     """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
-    need_cryptography()
-    send = HttpsClient(asked.address, asked.authority)
+    crypto.need_cryptography()
+    send = protocol.HttpsClient(asked.address, asked.authority)
     state = DeviceState(asked.out)
     try:
         _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
@@ -406,12 +374,12 @@ def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
         plan = _until_reached(lambda: plan_for(send, asked.data), asked)
         send.allow(plan.hold_s)
         state.begin(plan.config)
-        tell(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay here")
+        notify(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay here")
         return Device(
             send,
             state,
             plan,
-            tell=lambda sentence: tell(f"client {state.client} {sentence}"),
+            notify=lambda sentence: notify(f"client {state.client} {sentence}"),
             patience_s=asked.patience_s,
             most_pause_s=asked.most_pause_s,
         ).run()
@@ -421,7 +389,7 @@ def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
 
 
 def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
-    pauses, since = BackOff(most_s=asked.most_pause_s), time.monotonic()
+    pauses, since = protocol.BackOff(most_s=asked.most_pause_s), time.monotonic()
     while True:
         try:
             return call()

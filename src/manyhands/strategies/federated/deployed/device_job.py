@@ -50,7 +50,7 @@ class DataColumn:
             name and equals and dtype in NAMED and all(size.isdigit() and int(size) > 0 for size in shape)
         ):
             raise UserError(
-                f"--data-schema: {text!r} is no column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, "
+                f"--data-schema: {text!r} is not a column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, "
                 "with a type of torch"
             )
         return cls(name, dtype, tuple(map(int, shape)))
@@ -86,7 +86,7 @@ class DataSchema:
         for name, one in batch.items():
             if not isinstance(one, Tensor) or one.ndim == 0:
                 raise UserError(
-                    f"task {task.name!r}: column {name!r} of its batches is no tensor with a row for each sample, "
+                    f"task {task.name!r}: column {name!r} of its batches is not a tensor with a row for each sample, "
                     "and devices hold tensors; give the task another collate"
                 )
             dtype = str(one.dtype).removeprefix("torch.")
@@ -106,16 +106,14 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
         found = read_tensors(path)
     except ValueError as error:
         raise DataError(f"--data {path} {error}") from error
-    names = [column.name for column in schema.columns]
-    for name in names:
-        if name not in found:
-            raise DataError(f"--data {path}: has no tensor {name!r}; wanted: {schema}")
-    lengths = {len(found[name]) if found[name].ndim else 0 for name in names}
+    for column in schema.columns:
+        if column.name not in found:
+            raise DataError(f"--data {path}: has no tensor {column.name!r}; wanted: {schema}")
+    columns = {column.name: found[column.name] for column in schema.columns}
+    lengths = {len(one) if one.ndim else 0 for one in columns.values()}
     if len(lengths) > 1 or lengths == {0}:
-        raise DataError(
-            f"--data {path}: its tensors have {sorted(lengths)} rows; as many each, and some, are wanted"
-        )
-    columns = {name: found[name] for name in names}
+        why = f"--data {path}: its tensors have {sorted(lengths)} rows; as many each, and some, are wanted"
+        raise DataError(why)
     for column, tensor in zip(schema.columns, columns.values(), strict=True):
         mine = DataColumn(column.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
         if mine != column:
@@ -124,20 +122,12 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
 
-_OF_SIMULATION: Final = [
-    "partition",
-    "together",
-    "keep",
-    "personal",
-    "held_out",
-    "clip",
-    "noise",
-    "epsilon",
-    "sampling",
-    "dropout",
-]
+_OF_SIMULATION: Final = (
+    *("partition", "together", "keep", "personal", "held_out"),
+    *("clip", "noise", "epsilon", "sampling", "dropout"),
+)
+# Algorithms whose devices send an update and nothing else, and need nothing but the model.
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
-"""Algorithms whose devices send an update and nothing else, and need nothing but the model."""
 _FEWEST_SECURE: Final = 3
 
 
@@ -190,7 +180,16 @@ class FederatedJob:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )
-        self._check_settings()
+        # What is a simulation's as yet would be left out without a word.
+        usual = Federated()
+        for name in ("over", "min_reports", "deadline"):
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = f"is of simulated clients; for devices, give --{name.replace('_', '-')}"
+                raise UserError(f"federated {name}={value:g}: {why}")
+        for name in _OF_SIMULATION:
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = "is for simulation, and not for devices as yet; leave it out"
+                raise UserError(f"federated {name}={value}: {why}")
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
@@ -199,23 +198,6 @@ class FederatedJob:
         terms = self.terms  # which checks itself
         if self.strategy.secure:
             self.strategy.fixed_point.check_capacity(terms.asks)
-
-    def _check_settings(self) -> None:
-        """UserError for what is a simulation's as yet, and would be left out without a word."""
-        usual = Federated()
-        for name in ("over", "min_reports", "deadline"):
-            if getattr(self.strategy, name) != getattr(usual, name):
-                option = name.replace("_", "-")
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
-                    f"--{option}"
-                )
-        for name in _OF_SIMULATION:
-            if getattr(self.strategy, name) != getattr(usual, name):
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
-                    "leave it out"
-                )
 
     @property
     def terms(self) -> RoundTerms:

@@ -21,18 +21,11 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from manyhands.data.store.rundir import parameter_shapes
-from manyhands.errors import UserError, printable
+from manyhands.errors import ManyhandsError, UserError, printable
+from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
-from manyhands.strategies.federated.deployed.protocol import (
-    BODY,
-    MODEL,
-    SMALL_BYTES,
-    MessageRejected,
-    body_hash,
-    read_object,
-    whole_in,
-)
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, whole_in
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
@@ -44,7 +37,10 @@ __all__ = ["ServingPlace", "serve_devices"]
 _Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _Made = TypeVar("_Made")
-_LOOK_S = 0.05
+_LOOK_S, _TICK_S, _IDLE_S = 0.05, 0.05, 75
+_WAITING = 1024
+_MAX_HEADER_BYTES = 16 << 10
+_CERTIFICATES, _CERTIFICATE_DAYS = "certificates", 365.0
 _BODY_S = 60.0
 _BODIES = 2  # of one client that are read at once: the newest, and one whose connection was lost
 _JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
@@ -63,7 +59,7 @@ class DeviceApp:
         except BaseException:
             self._thread.shutdown()
             raise
-        self._seen: tuple[Any, ...] = ()
+        self._version: tuple[Any, ...] = ()
         self._reading: Counter[int] = Counter()
         self._changed = asyncio.Event()
         self.with_last_model: set[int] = set()  # clients that know of the end of the run, and have its model
@@ -80,15 +76,12 @@ class DeviceApp:
         try:
             return await loop.run_in_executor(self._thread, partial(call, *arguments))
         finally:
-            seen = self._version()
-            if seen != self._seen:
-                self._seen = seen
+            state, secure = self.server.state, self.server.secure
+            version = state.phase, state.done, state.attempt, secure and secure.server.stage
+            if version != self._version:
+                self._version = version
                 self._changed.set()
                 self._changed = asyncio.Event()
-
-    def _version(self) -> tuple[Any, ...]:
-        state, secure = self.server.state, self.server.secure
-        return state.phase, state.done, state.attempt, secure and secure.server.stage
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
@@ -99,7 +92,7 @@ class DeviceApp:
             status, kind, body = refused.status, _TEXT, f"{refused}\n".encode()
         except Exception as error:
             # where the run has failed, the server ends (`RoundServer.failed`); devices ask the next one
-            self.server.tell(f"a request failed: {type(error).__name__}: {printable(str(error))}")
+            self.server.notify(f"a request failed: {type(error).__name__}: {printable(str(error))}")
             status, kind, body = 503, _TEXT, b"the server could not answer; ask again later\n"
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
         if status in (401, 403, 411, 413):  # the rest of an unauthenticated request is not read
@@ -115,14 +108,15 @@ class DeviceApp:
         words = scope["path"].strip("/").split("/")
         match scope["method"], *words:
             case "POST", "enrol":
-                asked = read_object(await _body(receive, headers, SMALL_BYTES), "the enrolment")
-                return 200, _JSON, _json(await self._run(self.server.enrol, asked))
+                body = await _body(receive, headers, protocol.SMALL_BYTES)
+                request = protocol.read_object(body, "the enrolment")
+                return 200, _JSON, _json(await self._run(self.server.enrol, request))
             case "POST", "report", attempt:
                 number = whole_in({"attempt": attempt}, "attempt")
                 server, client = self.server, await self._who(scope, headers)
                 await self._run(server.expects, client, number)
                 body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
-                report = server.report, client, number, headers.get(MODEL, ""), body, self._clock()
+                report = server.report, client, number, headers.get(protocol.MODEL, ""), body, self._clock()
                 return 200, _JSON, _json(await self._run(*report))
             case "POST", "leave", attempt:
                 client = await self._who(scope, headers)
@@ -133,7 +127,9 @@ class DeviceApp:
                 number, at = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
                 client = await self._who(scope, headers)
                 if scope["method"] == "GET":
-                    return await self._secure_message(client, number, at)
+                    secure_attempt = self.server.secure_attempt
+                    found = await self._polled(lambda: secure_attempt(number).message_for(client, at))
+                    return (204, _BYTES, b"") if found is None else (200, _BYTES, found)
                 limit = await self._run(lambda: self.server.secure_attempt(number).most_bytes)
                 body = await self._signed_body(client, headers, receive, limit)
                 await self._run(self.server.secure_message, client, number, at, body, self._clock())
@@ -145,10 +141,15 @@ class DeviceApp:
                 await self._who(scope, headers)
                 return 200, _BYTES, await self._run(lambda: self.server.model_body)
             case "GET", "work":
-                return await self._work(scope, headers)
-        raise MessageRejected(
-            404, "there is nothing here; see docs/federated-deployment.md for what there is"
-        )
+                client = await self._who(scope, headers)
+                values = parse_qs(scope["query_string"].decode("latin-1"))
+                query = {name: found[0] for name, found in values.items()}
+                have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
+                work = await self._polled(lambda: self.server.work(client, have, after, self._clock()))
+                if work["state"] == "done" and have == work["rounds"]:
+                    self.with_last_model.add(client)
+                return 200, _JSON, _json(work)
+        raise MessageRejected(404, "there is nothing here; see docs/federated-deployment.md")
 
     async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
@@ -160,93 +161,56 @@ class DeviceApp:
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
         if self._reading[client] >= _BODIES:
-            raise MessageRejected(
-                429, f"client {client} is sending {_BODIES} requests already; one at a time"
-            )
+            raise MessageRejected(429, f"client {client} is sending {_BODIES} requests; one at a time")
         self._reading[client] += 1
         try:
             body = await _body(receive, headers, most_bytes)
         finally:
             self._reading[client] -= 1
-        if body_hash(body) != headers.get(BODY):
+        if protocol.body_hash(body) != headers.get(protocol.BODY):
             raise MessageRejected(401, f"the body is not the one that client {client} has signed")
         return body
 
-    async def _work(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, bytes]:
-        client = await self._who(scope, headers)
-        query = {name: found[0] for name, found in parse_qs(scope["query_string"].decode("latin-1")).items()}
-        have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
+    async def _polled(self, call: Callable[[], tuple[_Made, bool]]) -> _Made:
+        """Long polling: an answer, held back until it should be known at once, or `hold_s` have passed."""
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
-            work, at_once = await self._run(self.server.work, client, have, after, self._clock())
+            answer, at_once = await self._run(call)
             if at_once or self._clock() >= until:
-                if work["state"] == "done" and have == work["rounds"]:
-                    self.with_last_model.add(client)
-                return 200, _JSON, _json(work)
-            await _wait(changed, until - self._clock())
-
-    async def _secure_message(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
-        until = self._clock() + self._hold_s
-        while True:
-            changed = self._changed
-            message = await self._run(lambda: self.server.secure_attempt(attempt).message_for(client, stage))
-            if message is not None:
-                return 200, _BYTES, message
-            if self._clock() >= until:
-                return 204, _BYTES, b""
-            await _wait(changed, until - self._clock())
-
-
-async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(changed.wait(), max(_LOOK_S, timeout_s))
-    except TimeoutError:
-        pass  # the waiting request checks again
+                return answer
+            with contextlib.suppress(TimeoutError):  # the server is asked again
+                await asyncio.wait_for(changed.wait(), max(_LOOK_S, until - self._clock()))
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
-    """The request's body; MessageRejected before more than `most_bytes` of it are read, or if it takes too long.
-
-    What a request says of its length is compared with what comes: one in chunks could say anything.
-    """
-    said = headers.get("content-length", "")
-    if not (said.isascii() and said.isdigit() and len(said) < 20):
+    """The body, of the declared length; MessageRejected before more than `most_bytes` are read, or if it is slow."""
+    declared = headers.get("content-length", "")
+    if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
         raise MessageRejected(411, "the request does not say how long it is")
-    length = int(said)
+    length = int(declared)
     if length > most_bytes:
         raise MessageRejected(413, f"the request has {length} bytes; at most {most_bytes} make sense")
-    parts: list[bytes] = []
-    came = 0
+    body, more = bytearray(), True
     try:
         async with asyncio.timeout(_BODY_S):
-            while True:
+            while more:
                 message = await receive()
                 if message["type"] != "http.request":
                     raise MessageRejected(400, "the request ended before its body")
-                parts.append(message.get("body", b""))
-                came += len(parts[-1])
-                if came > length:
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > length:
                     raise MessageRejected(413, f"the request has more than the {length} bytes that it says")
-                if not message.get("more_body", False):
-                    break
     except TimeoutError:
         raise MessageRejected(408, f"the request took more than {_BODY_S:g} s") from None
-    if came != length:
+    if len(body) != length:
         raise MessageRejected(400, "the request is not as long as it says")
-    return b"".join(parts)
+    return bytes(body)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode() + b"\n"
-
-
-_TICK_S = 0.05
-_WAITING = 1024
-_MAX_HEADER_BYTES = 16 << 10
-_CERTIFICATES = "certificates"
-_CERTIFICATE_DAYS = 365.0
-_IDLE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,13 +221,12 @@ class ServingPlace:
     resume: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Path | None = None
-    """A folder with cert.pem and key.pem; None: one is made in the run directory, for `host`."""
+    tls: Path | None = None  # a folder with cert.pem and key.pem; None: one is made for `host`
     linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 
-def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:
-    """Hold all rounds; ManyhandsError where it gave up. `tell` hears what happens, a sentence each."""
+def serve_devices(job: FederatedJob, place: ServingPlace, notify: Callable[[str], None]) -> None:
+    """Hold all rounds; ManyhandsError where it gave up. `notify` hears what happens, a sentence each."""
     try:
         import uvicorn  # noqa: F401
     except ImportError:
@@ -281,15 +244,21 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
         if not folder.is_dir():
             make_certificates(place.out / _CERTIFICATES, [place.host], days=_CERTIFICATE_DAYS)
         _check_tls(folder)  # they may have been made a year ago
-        app = DeviceApp(lambda: RoundServer(job, files, time.monotonic(), tell), job.settings.hold_s)
+        app = DeviceApp(lambda: RoundServer(job, files, time.monotonic(), notify), job.settings.hold_s)
         try:
             host = f"[{place.host}]" if ":" in place.host else place.host
-            tell(f"listening at https://{host}:{listener.getsockname()[1]}")
-            tell(f"devices know the server by {folder / AUTHORITY}")
+            notify(f"listening at https://{host}:{listener.getsockname()[1]}")
+            notify(f"devices know the server by {folder / AUTHORITY}")
             if app.server.new_tokens is not None:
-                tell(f"{app.server.new_tokens}: a token for each device, to enrol once")
+                notify(f"{app.server.new_tokens}: a token for each device, to enrol once")
             asyncio.run(_serve(app, listener, folder, place))
-            require_complete(app.server)
+            if app.server.failed is not None:
+                raise ManyhandsError(f"the server has failed: {app.server.failed}") from app.server.failed
+            if app.server.state.phase is RoundPhase.GIVEN_UP:
+                raise ManyhandsError(
+                    f"the server gave up after {app.server.state.done} rounds: too few devices came, or too few "
+                    "reported; start it again with --resume"
+                )
         finally:
             app.close()
 
@@ -323,15 +292,14 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
         await asyncio.wait({serving, ticking}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
-        if not ticking.done():
-            ticking.cancel()
+        ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ticking
         await serving
 
 
 async def _tick(app: DeviceApp, linger_s: float) -> None:
-    """Until the run is over and everybody who was there has the last model, or has had time enough."""
+    """Until the run is over and every device that was present has the last model, or has had time enough."""
     while not app.server.state.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
@@ -348,9 +316,8 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 def _check_tls(folder: Path) -> None:
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
-            raise UserError(
-                f"--tls {folder}: has no {name}; give this host's folder of `manyhands certificates`"
-            )
+            why = f"has no {name}; give this host's folder of `manyhands certificates`"
+            raise UserError(f"--tls {folder}: {why}")
     key = folder / KEY
     if key.stat().st_mode & stat.S_IRWXO:
         raise UserError(f"--tls {folder}: every user of this host can read {KEY}; chmod 600 {key}")
@@ -361,12 +328,11 @@ def _check_tls(folder: Path) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / CERTIFICATE, key, refuse)
         complaint = validity((folder / CERTIFICATE).read_text("ascii")).complaint(datetime.now(UTC))
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--tls {folder}: {CERTIFICATE} and {KEY} are no certificate and its key: {error}"
-        ) from error
+        if isinstance(error, UserError):
+            raise
+        why = f"{CERTIFICATE} and {KEY} are not a certificate and its key: {error}"
+        raise UserError(f"--tls {folder}: {why}") from error
     if complaint is not None:
         raise UserError(f"--tls {folder}: {CERTIFICATE}: {complaint}")
 

@@ -6,105 +6,55 @@ Everything here is called by one thread at a time. `at_s` is the time of the dri
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError
+from manyhands.strategies.federated import client_updates
+from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.strategies.federated.client_updates import (
-    ClassSums,
-    ClientUpdate,
-    TallySum,
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
-    shaped,
-)
+from manyhands.strategies.federated.client_updates import ClassSums, ClientUpdate, TallySum, Tensors, shaped
 from manyhands.strategies.federated.clients import held, held_names
+from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
-from manyhands.strategies.federated.deployed.protocol import (
-    BODY,
-    CLIENT,
-    MODEL,
-    SIGNATURE,
-    MessageRejected,
-    TensorForm,
-    UpdateForm,
-    body_hash,
-    request_text,
-    whole_in,
-)
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, whole_in
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
-from manyhands.strategies.federated.round_core import (
-    AbandonRound,
-    BeginRound,
-    ClientGone,
-    ClientsSeen,
-    CloseRound,
-    EndRounds,
-    RefuseReport,
-    ReportCame,
-    RoundDecision,
-    RoundEvent,
-    RoundFailed,
-    RoundPhase,
-    RoundState,
-    ServerResumed,
-    SumCame,
-    TakeReport,
-    TimePassed,
-    handle,
-)
-from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, sum_of
-from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of, verify
-from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.fixedpoint import sum_of
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused, digest_of, verify
+from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 
-__all__ = ["RoundServer", "require_complete"]
+__all__ = ["RoundServer"]
 
 _MOST_LOSS = 1e9
 _LEAST_BYTES = 4096  # that a message of a secure sum may have
 
 
 class SecureAttempt:
-    """One attempt at a secure sum over HTTP: the server's state machine, with a deadline for every stage.
+    """One attempt at a secure sum over HTTP: the state machine, with a deadline for every stage."""
 
-    A device trains before it sends its first message, so the first stage lasts as long as a round does, and each of the
-    others only as long as messages take. A message that a device repeats, having missed the answer, is answered again.
-    """
-
-    def __init__(
-        self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
-    ) -> None:
+    def __init__(self, job: FederatedJob, roster: Mapping[int, bytes], weights: Tensors, at_s: float) -> None:
         self._roster = roster
-        self._terms = SecureTerms(
-            round_id=os.urandom(KEY_BYTES),
-            clients=len(roster),
-            # no sum is made that would not count: with the next attempt's it would tell more than either
-            threshold=max(fewest_clients(len(roster)), min(job.terms.minimum, len(roster))),
-            length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
-            fixed=job.strategy.fixed_point,
-        )
-        self.server = SecureServer(self._terms, roster, hash_of(weights))
-        # when the first stage ends, and how long each of the others may take
-        self._due_s, self._stage_s = at_s + job.settings.deadline_s, job.settings.stage_s
+        # No sum is made that would not count: with the next attempt's it would reveal more than either.
+        items, minimum = sum(one.numel() for one in weights), job.terms.minimum
+        self.terms = SecureTerms.draw(job.strategy.fixed_point, len(roster), items, minimum)
+        self.server = SecureServer(self.terms, roster, hash_of(weights))
+        # When the current stage ends; in the first one devices train.
+        self.due_s = at_s + job.settings.deadline_s
+        self._stage_s = job.settings.stage_s  # how long each stage but the first may take
         self._messages: dict[int, dict[int, bytes]] = {}  # by stage and client
         self._came: dict[tuple[int, int], bytes] = {}
 
     @property
     def terms_as_json(self) -> dict[str, Any]:
-        terms, fixed = self._terms, self._terms.fixed
+        terms, fixed = self.terms, self.terms.fixed
         return {
             "round_id": terms.round_id.hex(),
             "threshold": terms.threshold,
@@ -118,20 +68,19 @@ class SecureAttempt:
 
     @property
     def most_bytes(self) -> int:
-        words = self._terms.length * self._terms.fixed.dtype.itemsize
-        return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
+        words = self.terms.length * self.terms.fixed.dtype.itemsize
+        return max(_LEAST_BYTES, words, 16 + self.terms.clients * (4 + SEALED_BYTES))
 
     def receive(self, client: int, stage: int, body: bytes) -> None:
         """A client's message at a stage; ProtocolRefused where it is wrong, late, or another one than before."""
         digest = digest_of(body)
-        if (client, stage) in self._came:
+        if (client, stage) in self._came:  # a device that has missed the answer repeats its message
             if self._came[client, stage] != digest:
                 raise ProtocolRefused(f"client {client} has sent something else at this stage before")
             return
         if stage != self.server.stage:
-            raise ProtocolRefused(
-                f"the round is at {self.server.stage.name}: the message is too late, or too early"
-            )
+            why = f"the round is at {self.server.stage.name}: the message is too late, or too early"
+            raise ProtocolRefused(why)
         try:
             self.server.receive(client, body)
         except ProtocolRefused:
@@ -139,35 +88,26 @@ class SecureAttempt:
             raise
         self._came[client, stage] = digest
 
-    def message_for(self, client: int, stage: int) -> bytes | None:
-        """What the client is sent at a stage, None while that is not known; MessageRejected if it never will be."""
-        if stage in self._messages:
-            if client not in self._messages[stage]:
-                raise MessageRejected(409, f"client {client} came too late, and the round goes on without it")
-            return self._messages[stage][client]
+    def message_for(self, client: int, stage: int) -> tuple[bytes | None, bool]:
+        """What the client is sent at a stage, and whether that is known yet; MessageRejected if it never will be."""
         if stage > SecureStage.UNMASK:
             raise MessageRejected(404, f"there is no stage {stage}")
-        return None
-
-    def silent(self, at_s: float) -> frozenset[int]:
-        return self.server.waits_for if at_s >= self._due_s else frozenset()
+        if stage in self._messages and client not in self._messages[stage]:
+            why = f"client {client} came too late, and the round continues without it"
+            raise MessageRejected(409, why)
+        message = self._messages.get(stage, {}).get(client)
+        return message, message is not None
 
     def advance(self, at_s: float) -> bool:
-        """Advance to the next stage if all clients have answered or the deadline has passed; whether there is a sum.
-
-        RoundAbandoned where too few clients are left; nothing is revealed then.
-        """
-        if self.server.waits_for and at_s < self._due_s:
+        """Advance if all clients have answered or it is time; whether there is a sum. RoundAbandoned with too few."""
+        if self.server.waits_for and at_s < self.due_s:
             return False
         messages = self.server.advance()
-        self._due_s = at_s + self._stage_s
+        self.due_s = at_s + self._stage_s
         if self.server.stage is SecureStage.DONE:
             return True
         self._messages[int(self.server.stage)] = messages
         return False
-
-    def total(self) -> tuple[Tensor, float, float]:
-        return sum_of(self._terms.fixed, self.server.result())
 
 
 class RoundServer:
@@ -175,11 +115,16 @@ class RoundServer:
 
     _norms: dict[int, float]
     secure: SecureAttempt | None  # also read by the thread that answers requests
+    _secure_sum: TallySum | None
 
     def __init__(
-        self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
+        self,
+        job: FederatedJob,
+        files: ServerFiles,
+        at_s: float,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
+        self._job, self._files, self.notify, self._terms = job, files, notify, job.terms
         # what kept a decision from being carried out: nothing is answered any more, and the run must be resumed
         self.failed: Exception | None = None
         self._model = initial_model(job.task, job.seed)
@@ -187,11 +132,11 @@ class RoundServer:
         self._algorithm = algorithm_named(job.strategy.algorithm)
         parameters = len(list(self._model.parameters()))
         self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
-        self.form = TensorForm.of(self._model)
-        self.updates = UpdateForm(self.form, job.strategy, job.seed)
+        self.form = protocol.TensorForm.of(self._model)
+        self.updates = protocol.UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
-        self.state = RoundState()
+        self.state = core.RoundState()
         self._forget()
         self._began = self._attempt_began = time.monotonic()
         if (found := self._files.load()) is None:
@@ -200,7 +145,7 @@ class RoundServer:
             self.state, loaded = found
             self._model.load_state_dict(loaded.model)
             self._algorithm.load_state(loaded.extra.get("algorithm", {}))
-        self._do(ServerResumed(at_s=at_s))
+        self._do(core.ServerResumed(at_s=at_s))
         self._refresh()
 
     def _refresh(self) -> None:
@@ -209,34 +154,32 @@ class RoundServer:
 
     def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
         """Whose request it is; MessageRejected unless that client has signed it, and the hash of its body."""
-        client = whole_in(headers, CLIENT)
+        client = whole_in(headers, protocol.CLIENT)
         key = self.enrolment.key_of(client)
         try:
-            signature = bytes.fromhex(headers.get(SIGNATURE, ""))
+            signature = bytes.fromhex(headers.get(protocol.SIGNATURE, ""))
         except ValueError:
             signature = b""
-        hashes = headers.get(MODEL, ""), headers.get(BODY, "")
-        if not verify(key, signature, request_text(self._files.run, client, method, target, *hashes)):
+        hashes = headers.get(protocol.MODEL, ""), headers.get(protocol.BODY, "")
+        signed = protocol.request_text(self._files.run, client, method, target, *hashes)
+        if not verify(key, signature, signed):
             raise MessageRejected(401, f"the request is not signed by client {client}")
         return client
 
-    def enrol(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        grown, number = self.enrolment.enrol(asked)
+    def enrol(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        grown, number = self.enrolment.enrol(request)
         if grown != self.enrolment:
             self._files.save_enrolment(grown)
             self.enrolment = grown
-            self.tell(f"client {number} is enrolled")
+            self.notify(f"client {number} is enrolled")
         return {"client": number, "run": self._files.run}
 
     def work(self, client: int, have: int, after: int, at_s: float) -> tuple[dict[str, Any], bool]:
-        """What a client should know, and whether it should know it at once.
-
-        `have` is how many rounds its model has seen (-1: none), `after` the last attempt that it has done with.
-        """
-        self._do(ClientsSeen(clients=(client,), at_s=at_s))
+        """What a client with the model of round `have`, done with attempt `after`, should know, and whether at once."""
+        self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
-        if state.phase is RoundPhase.FINISHED:
+        if state.phase is core.RoundPhase.FINISHED:
             work["state"] = "done"
         elif client in state.waits_for and state.attempt > after:
             left_s = self._terms.deadline_s - (state.now_s - state.since_s)
@@ -250,7 +193,7 @@ class RoundServer:
         if self.secure is not None:
             raise MessageRejected(409, "this run is summed securely, and takes no update in the clear")
         state = self.state
-        current = state.phase is RoundPhase.REPORTING and attempt == state.attempt
+        current = state.phase is core.RoundPhase.REPORTING and attempt == state.attempt
         if not current or not (client in state.waits_for or client in state.reported):
             raise MessageRejected(409, f"client {client} is not asked in attempt {attempt}, or it has ended")
 
@@ -261,13 +204,13 @@ class RoundServer:
             update = self._read_update(client, model, body)
         except MessageRejected as refused:
             if client not in self.state.reported:
-                self._do(ClientGone(client=client, at_s=at_s))
-            self.tell(f"the report of client {client} was refused: {refused}")
+                self._do(core.ClientGone(client=client, at_s=at_s))
+            self.notify(f"the report of client {client} was refused: {refused}")
             raise
-        digest = body_hash(body)
-        event = ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s, norm=update.norm)
+        digest = protocol.body_hash(body)
+        event = core.ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s, norm=update.norm)
         for decision in self._do(event, update):
-            if isinstance(decision, RefuseReport) and not decision.repeated:
+            if isinstance(decision, core.RefuseReport) and not decision.repeated:
                 raise MessageRejected(409, decision.why)
         return {"counted": True}
 
@@ -281,7 +224,7 @@ class RoundServer:
         except (TypeError, ValueError):
             loss = math.nan
         if not abs(loss) < _MOST_LOSS:
-            raise MessageRejected(422, "the loss of the update is no finite number")
+            raise MessageRejected(422, "the loss of the update is not a finite number")
         for (name, _, _), one in zip(self.form.rows, change, strict=True):
             if not bool(one.isfinite().all()):
                 raise MessageRejected(422, f"tensor {name!r} of the update has a number that is not finite")
@@ -294,16 +237,16 @@ class RoundServer:
         if attempt == self.state.attempt:
             if self.secure is not None:
                 self.secure.server.drop(client)
-            self._do(ClientGone(client=client, at_s=at_s))
+            self._do(core.ClientGone(client=client, at_s=at_s))
         return {}
 
     def secure_message(self, client: int, attempt: int, stage: int, body: bytes, at_s: float) -> None:
         try:
             self.secure_attempt(attempt).receive(client, stage, body)
         except ProtocolRefused as refused:
-            self.tell(f"a message of client {client} was refused: {refused}")
+            self.notify(f"a message of client {client} was refused: {refused}")
             raise MessageRejected(409, str(refused)) from refused
-        self._do(ClientsSeen(clients=(client,), at_s=at_s))
+        self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         self._advance(at_s)
 
     def secure_attempt(self, attempt: int) -> SecureAttempt:
@@ -313,84 +256,84 @@ class RoundServer:
 
     def tick(self, at_s: float) -> None:
         self._advance(at_s)
-        self._do(TimePassed(at_s=at_s))
+        self._do(core.TimePassed(at_s=at_s))
 
     def _advance(self, at_s: float) -> None:
         secure = self.secure
         if secure is None:
             return
-        for client in sorted(secure.silent(at_s)):
-            self._do(ClientGone(client=client, at_s=at_s))
+        for client in sorted(secure.server.waits_for) if at_s >= secure.due_s else ():
+            self._do(core.ClientGone(client=client, at_s=at_s))
         if self.secure is not secure:  # nobody was left
             return
         try:
             if secure.advance(at_s):
-                flat, loss, weight = secure.total()
-                self._sum = ClassSums.whole(shaped(flat, self._weights), weight, loss)
-                clients = secure.server.survivors
-                self._do(SumCame(attempt=self.state.attempt, clients=clients, at_s=at_s))
+                flat, loss, weight = sum_of(secure.terms.fixed, secure.server.result())
+                self._secure_sum = TallySum(sums=shaped(flat, self._weights), weight=weight, loss=loss)
+                survivors = secure.server.lists.survivors
+                self._do(core.SumCame(attempt=self.state.attempt, clients=survivors, at_s=at_s))
         except ProtocolRefused as refused:
-            self._do(RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
+            self._do(core.RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
 
-    def _do(self, event: RoundEvent, update: ClientUpdate | None = None) -> tuple[RoundDecision, ...]:
-        """Tell the core, and do what it decides; where that fails, the state is ahead of the disk, and all is over."""
+    def _do(
+        self, event: core.RoundEvent, update: ClientUpdate | None = None
+    ) -> tuple[core.RoundDecision, ...]:
+        """Execute what the core decides; where that fails, the state is ahead of the disk, and all is over."""
         if self.failed is not None:
             raise ManyhandsError(f"the server has failed: {self.failed}")
-        self.state, decisions = handle(self._terms, self.state, event)
+        self.state, decisions = core.handle(self._terms, self.state, event)
         try:
-            self._carry_out(decisions, event, update)
+            for decision in decisions:
+                self._execute(decision, event.at_s, update)
         except Exception as error:
             self.failed = error
             raise
         return decisions
 
-    def _carry_out(
-        self, decisions: Sequence[RoundDecision], event: RoundEvent, update: ClientUpdate | None
-    ) -> None:
-        for decision in decisions:
-            match decision:
-                case BeginRound(asked=asked):
-                    self._forget()
-                    self._files.save_state(self.state)
-                    self._attempt_began = time.monotonic()
-                    if self._job.strategy.secure:
-                        roster = {client: self.enrolment.key_of(client) for client in asked}
-                        self.secure = SecureAttempt(self._job, roster, self._weights, event.at_s)
-                case TakeReport():
-                    assert update is not None, "only a report is taken"
-                    self._sum.add(update, self._algorithm.weight(update))
-                    self._norms[update.client] = update.norm
-                case CloseRound():
-                    self._close(decision)
-                case AbandonRound():
-                    self._forget()
-                    self._files.save_state(self.state)
-                    self.tell(f"round {decision.number + 1} was abandoned: {decision.why}")
-                case EndRounds():
-                    rows = self._files.directory.metrics.read()
-                    measured = [row["metrics"] for row in rows if "metrics" in row]
-                    summary = {
-                        "task": self._job.task.name,
-                        "strategy": str(self._job.strategy),
-                        "workers": self._job.strategy.clients,
-                        "steps": self.state.done,
-                        "attempts": self.state.attempt,
-                        "abandoned": self.state.abandoned,
-                        "updates_rejected": self.state.rejected,
-                        "complete": decision.complete,
-                        "final": measured[-1] if measured else {},
-                    }
-                    self._files.directory.write_summary(summary)
-                    self.tell(decision.why)
-                case RefuseReport(repeated=False):
-                    self.tell(f"a report of client {decision.client} was refused: {decision.why}")
+    def _execute(self, decision: core.RoundDecision, at_s: float, update: ClientUpdate | None) -> None:
+        match decision:
+            case core.BeginRound(asked=asked):
+                self._forget()
+                self._files.save_state(self.state)
+                self._attempt_began = time.monotonic()
+                if self._job.strategy.secure:
+                    roster = {client: self.enrolment.key_of(client) for client in asked}
+                    self.secure = SecureAttempt(self._job, roster, self._weights, at_s)
+            case core.TakeReport():
+                assert update is not None, "only a report is taken"
+                self._sum.add(update, self._algorithm.weight(update))
+                self._norms[update.client] = update.norm
+            case core.CloseRound():
+                self._close(decision)
+            case core.AbandonRound():
+                self._forget()
+                self._files.save_state(self.state)
+                self.notify(f"round {decision.number + 1} was abandoned: {decision.why}")
+            case core.EndRounds():
+                rows = self._files.directory.metrics.read()
+                measured = [row["metrics"] for row in rows if "metrics" in row]
+                summary = {
+                    "task": self._job.task.name,
+                    "strategy": str(self._job.strategy),
+                    "workers": self._job.strategy.clients,
+                    "steps": self.state.done,
+                    "attempts": self.state.attempt,
+                    "abandoned": self.state.abandoned,
+                    "updates_rejected": self.state.rejected,
+                    "complete": decision.complete,
+                    "final": measured[-1] if measured else {},
+                }
+                self._files.directory.write_summary(summary)
+                self.notify(decision.why)
+            case core.RefuseReport(repeated=False):
+                self.notify(f"a report of client {decision.client} was refused: {decision.why}")
 
-    def _close(self, decision: CloseRound) -> None:
+    def _close(self, decision: core.CloseRound) -> None:
         norms = self._norms
-        total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
-        found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
+        largest = client_updates.largest_class(norms.values(), self._terms.norm_ratio)
+        total = self._secure_sum or self._sum.total(largest)
         with torch.no_grad():
-            mean = self._algorithm.mean(found)
+            mean = self._algorithm.mean(total)
             step = [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
             self._algorithm.step(self._weights, step)
         loss, now = total.loss / total.weight, time.monotonic()
@@ -411,38 +354,28 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{described_clients(list(decision.counted))}, whose norms a secure sum does not show"
+        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum does not show"
         if seen := {client: norms[client] for client in decision.counted if client in norms}:
-            came = described_norms(seen)
+            came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
-        require_finite(measured, self.state.done, came, weights=finite)
+        client_updates.require_finite(measured, self.state.done, came, weights=finite)
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
         self._refresh()
         if decision.rejected:
-            came = described_norms({client: norms[client] for client in decision.rejected})
+            came = client_updates.described_norms({client: norms[client] for client in decision.rejected})
             usual = statistics.median(norms.values())
-            self.tell(
+            self.notify(
                 f"round {self.state.done}: rejected, since larger than norm_ratio={self._terms.norm_ratio:g} times the "
                 f"median of {usual:.2g}: the update of {came}"
             )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
-        self.tell(
+        self.notify(
             f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
         )
 
     def _forget(self) -> None:
         self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
         self._norms = {}
-        self.secure = None
-
-
-def require_complete(server: RoundServer) -> None:
-    if server.failed is not None:
-        raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
-    if server.state.phase is RoundPhase.GIVEN_UP:
-        raise ManyhandsError(
-            f"the server gave up after {server.state.done} rounds: too few devices came, or too few reported; start it "
-            "again with --resume"
-        )
+        self.secure = self._secure_sum = None

@@ -1,7 +1,7 @@
 """What a server of devices keeps in its run directory, besides what every run has there; and what a device keeps.
 
     federated/clients.json   a place for each device: the hash of its token, and its public key
-    federated/state.json     the course of rounds, saved before anybody is told of a new attempt
+    federated/state.json     the course of rounds, saved before any device hears of a new attempt
     checkpoints/             the model, what the algorithm keeps, and the course, after every round that counts
 
 A round counts from the moment its checkpoint is in place. The sum of an open round is in memory alone: on the disk it
@@ -10,38 +10,28 @@ could be the update of a single client.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from manyhands.data.store.atomic import (
-    make_directory,
-    read_json,
-    sync_directory,
-    write_atomically,
-    write_json,
-    write_synced,
-)
+from manyhands.data.store import atomic
+from manyhands.data.store.atomic import read_json, write_atomically, write_json
 from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable
-from manyhands.strategies.federated.deployed.protocol import MessageRejected, enrolment_text
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, body_hash, enrolment_text
 from manyhands.strategies.federated.round_core import RoundState, as_json, state_of
-from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    SIGNATURE_BYTES,
-    ProtocolRefused,
-    verify,
-)
+from manyhands.strategies.federated.secure import primitives as crypto
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused
+from manyhands.wire.parcels import Parcel
 
 __all__ = ["DeviceState", "ServerFiles", "from_hex"]
 
@@ -62,24 +52,25 @@ class Enrolment:
 
     def grown(self, places: int) -> tuple[Enrolment, list[str]]:
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
-        return Enrolment((*self.places, *(DevicePlace(_hash(token)) for token in tokens))), tokens
+        added = [DevicePlace(body_hash(token.encode())) for token in tokens]
+        return Enrolment((*self.places, *added)), tokens
 
     def key_of(self, client: int) -> bytes:
         if not 0 <= client < len(self.places) or not self.places[client].key:
             raise MessageRejected(401, "this client is not enrolled")
         return self.places[client].key
 
-    def enrol(self, asked: Mapping[str, Any]) -> tuple[Enrolment, int]:
+    def enrol(self, request: Mapping[str, Any]) -> tuple[Enrolment, int]:
         """With the place of a token taken, and its number; MessageRejected where token, key or signature is wrong."""
-        token = asked.get("token")
-        key = from_hex(asked.get("key"), KEY_BYTES)
-        signature = from_hex(asked.get("signature"), SIGNATURE_BYTES)
+        token = request.get("token")
+        key = from_hex(request.get("key"), KEY_BYTES)
+        signature = from_hex(request.get("signature"), crypto.SIGNATURE_BYTES)
         if not isinstance(token, str) or not token.isascii():
             raise MessageRejected(403, "the enrolment has no token")
-        if not verify(key, signature, enrolment_text(token, key)):
+        if not crypto.verify(key, signature, enrolment_text(token, key)):
             raise MessageRejected(403, "the enrolment is not signed with the key that it names")
         for number, place in enumerate(self.places):
-            if not hmac.compare_digest(place.token, _hash(token)):
+            if not hmac.compare_digest(place.token, body_hash(token.encode())):
                 continue
             if place.key == key:
                 return self, number
@@ -110,10 +101,6 @@ def from_hex(value: Any, num_bytes: int) -> bytes:
     return found
 
 
-def _hash(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
 TOKENS = "enrolment-tokens.txt"
 _FOLDER, _CLIENTS, _STATE = "federated", "clients.json", "state.json"
 _KEPT_CHECKPOINTS = 3
@@ -126,7 +113,7 @@ class ServerFiles(Closeable):
         self.directory = directory
         self._folder = directory.path / _FOLDER
         self._checkpoints = directory.checkpoints(_KEPT_CHECKPOINTS)
-        make_directory(self._folder)
+        atomic.make_directory(self._folder)
 
     @classmethod
     def begin(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> ServerFiles:
@@ -153,15 +140,14 @@ class ServerFiles(Closeable):
         if not tokens:
             return found, None
         path = self.directory.path / TOKENS
-        known = {place.token for place in found.places}
+        hashes = {place.token for place in found.places}
         try:
-            before = [token for token in path.read_text("ascii").split() if _hash(token) in known]
+            before = [one for one in path.read_text("ascii").split() if body_hash(one.encode()) in hashes]
         except FileNotFoundError:
             before = []
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}; remove it if the tokens were handed out"
-            ) from error
+            why = f"{path} cannot be read: {error}; remove it if the tokens were handed out"
+            raise DataError(why) from error
         # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
@@ -224,26 +210,12 @@ class DeviceState:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            make_directory(path)
-            self.secret = self._identity()
+            atomic.make_directory(path)
+            self.secret = _identity(path / _IDENTITY)
         except OSError as error:
             raise UserError(f"--out {path}: cannot be used: {error.strerror}") from error
         self.about: dict[str, Any] = read_json(path / _ABOUT)
         self._directory: RunDirectory | None = None
-
-    def _identity(self) -> bytes:
-        path = self.path / _IDENTITY
-        if not path.exists():
-            _put_once(path, os.urandom(KEY_BYTES).hex().encode() + b"\n")
-        if path.stat().st_mode & 0o077:
-            raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
-        try:
-            secret = bytes.fromhex(path.read_text("ascii").strip())
-        except (UnicodeDecodeError, ValueError):
-            secret = b""
-        if len(secret) != KEY_BYTES:
-            raise DataError(f"{path} is damaged; remove the folder and enrol anew")
-        return secret
 
     @property
     def client(self) -> int | None:
@@ -291,8 +263,8 @@ class DeviceState:
         except NoCheckpoint:
             return None
 
-    def left(self, require: Callable[[Tensor, str], Tensor]) -> Tensor | None:
-        """What `keep_left` had kept, None where it has not; `require` raises DataError where it does not fit."""
+    def left(self, parcel: Parcel) -> Tensor | None:
+        """What `keep_left` had kept of such a parcel, None where it has not; DataError where it does not fit."""
         path = self.path / _LEFT
         if not path.exists():
             return None
@@ -302,7 +274,12 @@ class DeviceState:
             raise DataError(f"{path} {error}; remove it") from error
         if found.keys() != {"left"}:
             raise DataError(f"{path}: holds other tensors than it should; remove it")
-        return require(found["left"], str(path))
+        left = found["left"]
+        if left.shape != (parcel.count,) or left.dtype != parcel.dtype:
+            raise DataError(f"{path}: is not of this model's updates; remove it")
+        if not bool(left.isfinite().all()):
+            raise DataError(f"{path}: has a number that is not finite; remove it")
+        return left
 
     def keep_left(self, left: Tensor) -> None:
         write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)
@@ -313,16 +290,26 @@ class DeviceState:
             self._directory = None
 
 
-def _put_once(path: Path, secret: bytes) -> None:
-    """Write atomically, readable by the owner only; where another process was first, its file stays."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.unlink(missing_ok=True)  # of a process that was killed
-    write_synced(temporary, [secret], mode=0o600)
+def _identity(path: Path) -> bytes:
+    """The secret in this file, which is drawn at the first call; where another process was first, its file stays."""
+    if not path.exists():
+        temporary = path.with_name(f".{path.name}.writing")
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        atomic.write_synced(temporary, [os.urandom(KEY_BYTES).hex().encode() + b"\n"], mode=0o600)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            temporary.replace(path)
+        temporary.unlink(missing_ok=True)
+        atomic.sync_directory(path.parent)
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        temporary.replace(path)
-    temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+        secret = bytes.fromhex(path.read_text("ascii").strip())
+    except (UnicodeDecodeError, ValueError):
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise DataError(f"{path} is damaged; remove the folder and enrol anew")
+    return secret

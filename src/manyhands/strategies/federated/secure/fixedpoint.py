@@ -3,10 +3,8 @@
     x ──clip to ±c──► round(x / step), step = c / (2ᵇ⁻¹ - 1) ──times the weight w──► modulo 2ᵏ
 
 A vector is w·q for each item, and then w itself: the server learns the sum of weights and no single one. Rounding is to
-the nearest, ties to even, so that a mean is off by at most half a step.
-
-There is room if n clients of the largest weight, with the largest numbers, stay below 2ᵏ⁻¹ (one bit is the sign); where
-there is not, the configuration is refused.
+the nearest, ties to even, so that a mean is off by at most half a step. n clients of the largest weight, with the
+largest numbers, must stay below 2ᵏ⁻¹ (one bit is the sign), or the configuration is refused.
 """
 
 from __future__ import annotations
@@ -83,9 +81,8 @@ class FixedPoint:
         values = np.asarray(values, dtype=np.float64)
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise UserError(
-                f"item {first} of the update is {values[first]}; only finite numbers can be summed"
-            )
+            why = f"item {first} of the update is {values[first]}; only finite numbers can be summed"
+            raise UserError(why)
         if weight < 1:
             raise UserError(f"weight={weight}: must be an integer of at least 1")
         weight = min(weight, self.max_weight)
@@ -104,16 +101,11 @@ class FixedPoint:
         in_bounds = -most <= int(items.min()) and int(items.max()) <= most
         return clients <= weight <= clients * self.max_weight and in_bounds
 
-    def mean(self, words: Words) -> NDArray[np.float64]:
-        items, weight = self.decode(words)
-        return items.astype(np.float64) * np.float64(self.step / weight)
-
 
 def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
     if weight != int(weight) or weight < 1:
-        raise UserError(
-            f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
-        )
+        why = f"secure=yes: client {update.client} weighs {weight:g}; only integers of at least 1 are summed"
+        raise UserError(why)
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
     whole = math.floor(update.loss)
     loss = [whole * fixed.step, (update.loss - whole) * fixed.clip]

@@ -11,6 +11,7 @@ client ──Advertisement──►  server ──KeyList──────►  
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,9 @@ from typing import Annotated, Any, Final, Self
 import numpy as np
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
-from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    SEAL_BYTES,
-    SHARE_BYTES,
-    SIGNATURE_BYTES,
-    ProtocolRefused,
-    agree,
-    derive,
-    digest_of,
-    mask_words,
-)
+from manyhands.strategies.federated.secure import primitives as crypto
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
 __all__ = [
@@ -52,10 +44,10 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES  # a share of each of a client's two secrets, for another
+SEALED_BYTES: Final = 2 * crypto.SHARE_BYTES + crypto.SEAL_BYTES  # shares of two secrets, for another client
 _Key = Annotated[bytes, KEY_BYTES]
-_Signature = Annotated[bytes, SIGNATURE_BYTES]
-_Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
+_Signature = Annotated[bytes, crypto.SIGNATURE_BYTES]
+_Shares = Mapping[U32, Annotated[bytes, crypto.SHARE_BYTES]]
 _Sealed = Mapping[U32, Annotated[bytes, SEALED_BYTES]]
 
 
@@ -73,6 +65,14 @@ class SecureTerms:
     threshold: int  # how many must stay to the end; above two thirds of them
     length: int  # words in a client's vector, its weight included
     fixed: FixedPoint
+
+    @classmethod
+    def draw(cls, fixed: FixedPoint, clients: int, items: int, minimum: int = 0) -> SecureTerms:
+        """Those of a new round, for updates of so many numbers; at least `minimum` clients must stay to the end."""
+        threshold = max(fewest_clients(clients), min(minimum, clients))
+        length = items + LOSS_ITEMS + 1
+        round_id = os.urandom(KEY_BYTES)
+        return cls(round_id=round_id, clients=clients, threshold=threshold, length=length, fixed=fixed)
 
     def __post_init__(self) -> None:
         if len(self.round_id) != KEY_BYTES:
@@ -124,11 +124,11 @@ class Advertisement(_Message):
     channel_key: _Key  # with which others seal shares for it
     mask_key: _Key  # with which others agree on masks
     commitment: _Key  # digest of the client's own seed
-    signature: _Signature = bytes(SIGNATURE_BYTES)  # under all of the above
+    signature: _Signature = bytes(crypto.SIGNATURE_BYTES)  # under all of the above
 
     @property
     def signed(self) -> bytes:
-        return digest_of(b"advertisement", LABEL, self.encode()[:-SIGNATURE_BYTES])
+        return digest_of(b"advertisement", LABEL, self.encode()[: -crypto.SIGNATURE_BYTES])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,18 +246,20 @@ class RoundKeys:
 
     def shared_mask(self, secret: bytes, theirs: bytes, mine: int, other: int) -> Words:
         """The mask that two clients share; the same from either end, and from the server with one's secret."""
-        pair = _PAIR.pack(min(mine, other), max(mine, other))
-        key = derive(agree(secret, theirs), self._terms.round_id, LABEL + b" mask " + pair + self._bound)
-        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
+        agreed = crypto.agree(secret, theirs)
+        return self._mask(self._key(b" mask ", agreed, min(mine, other), max(mine, other)))
 
     def own_mask(self, seed: bytes, client: int) -> Words:
-        info = LABEL + b" own " + _PAIR.pack(client, client) + self._bound
-        key = derive(seed, self._terms.round_id, info)
-        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
+        return self._mask(self._key(b" own ", seed, client, client))
 
     def channel(self, agreed: bytes, source: int, destination: int) -> bytes:
-        info = LABEL + b" share " + _PAIR.pack(source, destination) + self._bound
-        return derive(agreed, self._terms.round_id, info)
+        return self._key(b" share ", agreed, source, destination)
+
+    def _key(self, use: bytes, secret: bytes, *pair: int) -> bytes:
+        return crypto.derive(secret, self._terms.round_id, LABEL + use + _PAIR.pack(*pair) + self._bound)
+
+    def _mask(self, key: bytes) -> Words:
+        return crypto.mask_words(key, self._terms.length, self._terms.fixed.dtype)
 
     def context(self, source: int, destination: int) -> bytes:
         return self._terms.round_id + _PAIR.pack(source, destination)

@@ -12,41 +12,22 @@ client it gives away one of two things, and never both: a share of its seed if i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
+from typing import NoReturn
 
 import numpy as np
 
+from manyhands.strategies.federated.secure import primitives as crypto
+from manyhands.strategies.federated.secure import secure_messages as messages
 from manyhands.strategies.federated.secure.fixedpoint import Words
-from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    SHARE_BYTES,
-    Draw,
-    ProtocolRefused,
-    agree,
-    combine,
-    digest_of,
-    open_sealed,
-    public_key,
-    seal,
-    sign,
-    split,
-    verify,
-)
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SHARE_BYTES, Draw, ProtocolRefused
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
-    Confirmation,
-    Delivery,
-    KeyList,
-    MaskedInput,
-    RoundKeys,
-    SealedShares,
     SecureTerms,
     SurvivorList,
-    UnmaskReply,
-    UnmaskRequest,
     point_of,
 )
 
@@ -77,10 +58,9 @@ class SecureClient:
         model: bytes,
         draw: Draw = os.urandom,
     ) -> None:
-        """Draw its keys.
+        """Draw its keys; `identity` is its Ed25519 secret, `model` the hash of the model it was given.
 
-        `identity` is its Ed25519 secret, `roster` the public identity of every client asked, `model` the hash of the
-        model it was given. ProtocolRefused where the terms are for another number of clients.
+        `roster` has the public identity of every client asked; ProtocolRefused where the terms are for more or fewer.
         """
         if len(roster) != terms.clients or number not in roster:
             why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
@@ -89,7 +69,7 @@ class SecureClient:
         self.stage = SecureStage.ADVERTISE
         self._identity, self._roster, self._terms, self._model = identity, roster, terms, model
         self._draw = draw
-        self._keys = RoundKeys(terms, model)
+        self._keys = messages.RoundKeys(terms, model)
         self._channel_secret, self._mask_secret, self._seed = (draw(KEY_BYTES) for _ in range(3))
         self._others: dict[int, Advertisement] = {}
         self._keys_digest = b""
@@ -113,44 +93,39 @@ class SecureClient:
                 client=self.number,
                 terms=self._terms.digest,
                 model=self._model,
-                channel_key=public_key(self._channel_secret),
-                mask_key=public_key(self._mask_secret),
-                commitment=digest_of(self._seed),
+                channel_key=crypto.public_key(self._channel_secret),
+                mask_key=crypto.public_key(self._mask_secret),
+                commitment=crypto.digest_of(self._seed),
             )
             self._others[self.number] = mine
-            return replace(mine, signature=sign(self._identity, mine.signed)).encode()
+            return replace(mine, signature=crypto.sign(self._identity, mine.signed)).encode()
 
     def share(self, message: bytes) -> bytes:
         with self._taking(SecureStage.SHARE):
-            listed = KeyList.decode(message)
-            self._check_keys(listed)
-            self._keys_digest = digest_of(message)
-            self._others = {one.client: one for one in listed.advertisements}
+            self._others = self._checked_keys(messages.KeyList.decode(message))
+            self._keys_digest = crypto.digest_of(message)
             points = [point_of(client) for client in self._others]
-            keys = split(self._mask_secret, self._terms.threshold, points, self._draw)
-            seeds = split(self._seed, self._terms.threshold, points, self._draw)
+            keys = crypto.split(self._mask_secret, self._terms.threshold, points, self._draw)
+            seeds = crypto.split(self._seed, self._terms.threshold, points, self._draw)
             sealed = {}
             for client, other in self._others.items():
                 shares = keys[point_of(client)] + seeds[point_of(client)]
                 if client == self.number:
                     self._held[client] = shares
                     continue
-                self._agreed[client] = agree(self._channel_secret, other.channel_key)
+                self._agreed[client] = crypto.agree(self._channel_secret, other.channel_key)
                 key = self._keys.channel(self._agreed[client], self.number, client)
-                sealed[client] = seal(key, shares, self._keys.context(self.number, client), self._draw)
-            return SealedShares(shares=sealed).encode()
+                sealed[client] = crypto.seal(key, shares, self._keys.context(self.number, client), self._draw)
+            return messages.SealedShares(shares=sealed).encode()
 
     def mask(self, message: bytes, words: Words) -> bytes:
         with self._taking(SecureStage.MASK):
-            for client, sealed in Delivery.decode(message).shares.items():
+            for client, sealed in messages.Delivery.decode(message).shares.items():
                 if client not in self._agreed:
                     raise ProtocolRefused(f"a share came of client {client}, who is not on the list of keys")
                 key = self._keys.channel(self._agreed[client], client, self.number)
-                self._held[client] = open_sealed(key, sealed, self._keys.context(client, self.number))
-            if len(self._held) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(self._held)} clients have shared their secrets, and it takes {self._terms.threshold}"
-                )
+                self._held[client] = crypto.open_sealed(key, sealed, self._keys.context(client, self.number))
+            self._require_enough(self._held, "clients have shared their secrets")
             fixed = self._terms.fixed
             if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
                 raise ProtocolRefused(
@@ -165,30 +140,27 @@ class SecureClient:
                 shared = self._keys.shared_mask(self._mask_secret, theirs, self.number, client)
                 masked = masked + shared if self.number < client else masked - shared
             self._mask_secret = self._seed = self._channel_secret = b""
-            return MaskedInput(words=masked).encode()
+            return messages.MaskedInput(words=masked).encode()
 
     def confirm(self, message: bytes) -> bytes:
         with self._taking(SecureStage.CONFIRM):
             self._lists = self._checked_lists(SurvivorList.decode(message))
             text = self._lists.signed(self._terms.digest, self._keys_digest)
-            return Confirmation(signature=sign(self._identity, text)).encode()
+            return messages.Confirmation(signature=crypto.sign(self._identity, text)).encode()
 
     def unmask(self, message: bytes) -> bytes:
         with self._taking(SecureStage.UNMASK):
-            request = UnmaskRequest.decode(message)
+            request = messages.UnmaskRequest.decode(message)
             lists = self._checked_lists(request.lists)
             if lists != self._lists:
                 raise ProtocolRefused("the server asks to unmask other survivors than it had signed")
             text = lists.signed(self._terms.digest, self._keys_digest)
             for client, signature in request.signatures.items():
-                if client not in lists.survivors or not verify(self._roster[client], signature, text):
+                if client not in lists.survivors or not crypto.verify(self._roster[client], signature, text):
                     raise ProtocolRefused(f"client {client} did not sign this list of survivors")
-            if len(request.signatures) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(request.signatures)} clients signed the survivors, and it takes {self._terms.threshold}"
-                )
+            self._require_enough(request.signatures, "clients signed the survivors")
             held, self._held = self._held, {}
-            return UnmaskReply(
+            return messages.UnmaskReply(
                 seeds={client: held[client][SHARE_BYTES:] for client in lists.survivors},
                 keys={client: held[client][:SHARE_BYTES] for client in lists.dropped},
             ).encode()
@@ -196,17 +168,15 @@ class SecureClient:
     @contextmanager
     def _taking(self, stage: SecureStage) -> Iterator[None]:
         if self.stage is not stage:
-            raise ProtocolRefused(
-                f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
-            )
+            why = f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
+            raise ProtocolRefused(why)
         self.stage = SecureStage.ABANDONED
         yield
         self.stage = SecureStage(stage + 1)
 
-    def _check_keys(self, listed: KeyList) -> None:
+    def _checked_keys(self, listed: messages.KeyList) -> dict[int, Advertisement]:
         found = {one.client: one for one in listed.advertisements}
-        if len(found) < self._terms.threshold:
-            raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
+        self._require_enough(found, "clients have keys")
         keys = [key for one in found.values() for key in (one.channel_key, one.mask_key)]
         if len(set(keys)) < len(keys):
             raise ProtocolRefused("a public key is on the list twice")
@@ -215,6 +185,7 @@ class SecureClient:
             raise ProtocolRefused(f"the list of keys has not what client {self.number} has sent")
         for client, one in found.items():
             require_signed(one, client, self._roster, self._terms.digest, self._model)
+        return found
 
     def _checked_lists(self, lists: SurvivorList) -> SurvivorList:
         both = set(lists.survivors) & set(lists.dropped)
@@ -223,14 +194,14 @@ class SecureClient:
         if {*lists.survivors, *lists.dropped} != self._held.keys():
             raise ProtocolRefused("survivors and dropped are not those whose shares this client was given")
         if self.number not in lists.survivors:
-            raise ProtocolRefused(
-                f"client {self.number} is not among the survivors, and answers nothing more"
-            )
-        if len(lists.survivors) < self._terms.threshold:
-            raise ProtocolRefused(
-                f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
-            )
+            why = f"client {self.number} is not among the survivors, and answers nothing more"
+            raise ProtocolRefused(why)
+        self._require_enough(lists.survivors, "clients have survived")
         return lists
+
+    def _require_enough(self, clients: Sized, what: str) -> None:
+        if len(clients) < self._terms.threshold:
+            raise ProtocolRefused(f"{len(clients)} {what}, and it takes {self._terms.threshold}")
 
 
 def require_signed(
@@ -243,7 +214,7 @@ def require_signed(
         raise ProtocolRefused(f"client {client} has signed keys of another round, or other terms")
     if one.model != model:
         raise ProtocolRefused(f"client {client} was given another model")
-    if not verify(roster[client], one.signature, one.signed):
+    if not crypto.verify(roster[client], one.signature, one.signed):
         raise ProtocolRefused(f"the signature of client {client} under its keys is wrong")
 
 
@@ -266,9 +237,8 @@ class SecureServer:
     def __init__(self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes) -> None:
         """`roster` is the public identity of every client asked, `model` the hash of the model they were given."""
         if len(roster) != terms.clients:
-            raise ProtocolRefused(
-                f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
-            )
+            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            raise ProtocolRefused(why)
         self.stage = SecureStage.ADVERTISE
         self._terms, self._roster, self._model = terms, roster, model
         self._asked = frozenset(roster)  # clients that may answer at this stage
@@ -278,7 +248,7 @@ class SecureServer:
         self._mail: dict[int, dict[int, bytes]] = {}
         self._sharing: frozenset[int] = frozenset()
         self._sum: Words = np.zeros(terms.length, terms.fixed.dtype)
-        self._lists = SurvivorList(survivors=(), dropped=())
+        self.lists = SurvivorList(survivors=(), dropped=())
         self._signatures: dict[int, bytes] = {}
         self._seed_shares: dict[int, list[tuple[int, bytes]]] = {}
         self._key_shares: dict[int, list[tuple[int, bytes]]] = {}
@@ -287,38 +257,45 @@ class SecureServer:
     def waits_for(self) -> frozenset[int]:
         return self._asked - self._came
 
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        return self._lists.survivors
-
     def receive(self, sender: int, data: bytes) -> None:
         """What `sender` answers at this stage; ProtocolRefused, and it does not count, if anything is wrong."""
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}, and client {sender} sent more")
         if sender not in self._asked:
-            raise ProtocolRefused(
-                f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
-            )
+            why = f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
+            raise ProtocolRefused(why)
         if sender in self._came:
             raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
         if self.stage is SecureStage.ADVERTISE:
-            self._take_advertisement(sender, data)
+            one = Advertisement.decode(data)
+            require_signed(one, sender, self._roster, self._terms.digest, self._model)
+            taken = {
+                key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)
+            }
+            if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
+                raise ProtocolRefused(f"client {sender} has a key that is taken")
+            for key in (
+                one.channel_key,
+                one.mask_key,
+            ):  # every client would refuse a weak one, and the round with it
+                crypto.agree(os.urandom(KEY_BYTES), key)
+            self._advertised[sender] = one
         elif self.stage is SecureStage.SHARE:
-            shares = SealedShares.decode(data).shares
+            shares = messages.SealedShares.decode(data).shares
             if shares.keys() != self._advertised.keys() - {sender}:
                 raise ProtocolRefused(f"client {sender} has not a share for each other client")
             self._mail[sender] = dict(shares)
         elif self.stage is SecureStage.MASK:
-            self._sum = self._sum + MaskedInput.decode(data, self._terms).words
+            self._sum = self._sum + messages.MaskedInput.decode(data, self._terms).words
         elif self.stage is SecureStage.CONFIRM:
-            signature = Confirmation.decode(data).signature
-            text = self._lists.signed(self._terms.digest, self._keys_digest)
-            if not verify(self._roster[sender], signature, text):
+            signature = messages.Confirmation.decode(data).signature
+            text = self.lists.signed(self._terms.digest, self._keys_digest)
+            if not crypto.verify(self._roster[sender], signature, text):
                 raise ProtocolRefused(f"the signature of client {sender} under the survivors is wrong")
             self._signatures[sender] = signature
         else:
-            reply = UnmaskReply.decode(data)
-            if tuple(reply.seeds) != self._lists.survivors or tuple(reply.keys) != self._lists.dropped:
+            reply = messages.UnmaskReply.decode(data)
+            if tuple(reply.seeds) != self.lists.survivors or tuple(reply.keys) != self.lists.dropped:
                 raise ProtocolRefused(f"client {sender} has not sent the shares it was asked for")
             for into, given in ((self._seed_shares, reply.seeds), (self._key_shares, reply.keys)):
                 for client, share in given.items():
@@ -331,10 +308,7 @@ class SecureServer:
             self._asked -= {client}
 
     def advance(self) -> dict[int, bytes]:
-        """No more answers are waited for: what each client is sent next, nothing after the last stage.
-
-        RoundAbandoned where fewer than the threshold have answered.
-        """
+        """What each client is sent next, nothing after the last stage; RoundAbandoned where too few have answered."""
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}")
         if len(self._came) < self._terms.threshold:
@@ -345,8 +319,8 @@ class SecureServer:
         came, stage = frozenset(self._came), self.stage
         self._asked, self._came, self.stage = came, set(), SecureStage(stage + 1)
         if stage is SecureStage.ADVERTISE:
-            listed = KeyList(advertisements=tuple(self._advertised.values())).encode()
-            self._keys_digest = digest_of(listed)
+            listed = messages.KeyList(advertisements=tuple(self._advertised.values())).encode()
+            self._keys_digest = crypto.digest_of(listed)
             return dict.fromkeys(came, listed)
         if stage is SecureStage.SHARE:
             mail, self._mail, self._sharing = self._mail, {}, came
@@ -354,12 +328,12 @@ class SecureServer:
                 client: {source: sealed[client] for source, sealed in mail.items() if source != client}
                 for client in came
             }
-            return {client: Delivery(shares=own).encode() for client, own in shares.items()}
+            return {client: messages.Delivery(shares=own).encode() for client, own in shares.items()}
         if stage is SecureStage.MASK:
-            self._lists = SurvivorList(survivors=tuple(came), dropped=tuple(self._sharing - came))
-            return dict.fromkeys(came, self._lists.encode())
+            self.lists = SurvivorList(survivors=tuple(came), dropped=tuple(self._sharing - came))
+            return dict.fromkeys(came, self.lists.encode())
         if stage is SecureStage.CONFIRM:
-            request = UnmaskRequest(lists=self._lists, signatures=self._signatures).encode()
+            request = messages.UnmaskRequest(lists=self.lists, signatures=self._signatures).encode()
             return dict.fromkeys(came, request)
         self._take_masks_off()
         return {}
@@ -369,49 +343,38 @@ class SecureServer:
             raise ProtocolRefused(f"there is no sum: the round is at {self.stage.name}")
         return self._sum
 
-    def _take_advertisement(self, sender: int, data: bytes) -> None:
-        one = Advertisement.decode(data)
-        require_signed(one, sender, self._roster, self._terms.digest, self._model)
-        taken = {key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)}
-        if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
-            raise ProtocolRefused(f"client {sender} has a key that is taken")
-        for key in (one.channel_key, one.mask_key):
-            agree(os.urandom(KEY_BYTES), key)  # or every other client would refuse it, and the round with it
-        self._advertised[sender] = one
-
     def _take_masks_off(self) -> None:
-        keys = RoundKeys(self._terms, self._model)
+        keys = messages.RoundKeys(self._terms, self._model)
         found = self._sum
-        for client in self._lists.survivors:
+        for client in self.lists.survivors:
             seed = self._combined(self._seed_shares[client], client)
-            if digest_of(seed) != self._advertised[client].commitment:
+            if crypto.digest_of(seed) != self._advertised[client].commitment:
                 self._abandon(f"the shares of client {client}'s seed are not of what it had committed to")
             found = found - keys.own_mask(seed, client)
-        for gone in self._lists.dropped:
+        for gone in self.lists.dropped:
             secret = self._combined(self._key_shares[gone], gone)
-            if public_key(secret) != self._advertised[gone].mask_key:
+            if crypto.public_key(secret) != self._advertised[gone].mask_key:
                 self._abandon(f"the shares of client {gone}'s mask key are not of the one it had advertised")
-            for client in self._lists.survivors:
+            for client in self.lists.survivors:
                 shared = keys.shared_mask(secret, self._advertised[client].mask_key, gone, client)
                 found = found - shared if client < gone else found + shared
         self._forget()
-        if not self._terms.fixed.may_be_sum(found, len(self._lists.survivors)):
+        if not self._terms.fixed.may_be_sum(found, len(self.lists.survivors)):
             self._abandon("a client did not keep to the terms: the sum is none that their inputs can have")
         self._sum = found
 
     def _combined(self, shares: list[tuple[int, bytes]], client: int) -> bytes:
         """A secret from as many shares as it takes; what they give is checked against what the client had sent."""
         try:
-            return combine(sorted(shares)[: self._terms.threshold], self._terms.threshold)
+            return crypto.combine(sorted(shares)[: self._terms.threshold], self._terms.threshold)
         except ProtocolRefused as error:
             self._abandon(f"client {client}: {error}")
-            raise AssertionError("abandoning raises") from error
 
     def _forget(self) -> None:
         self._seed_shares, self._key_shares, self._mail = {}, {}, {}
         self._sum = np.zeros(self._terms.length, self._terms.fixed.dtype)
 
-    def _abandon(self, why: str) -> None:
+    def _abandon(self, why: str) -> NoReturn:
         self._forget()
         self.stage = SecureStage.ABANDONED
         self._asked = frozenset()
