@@ -8,10 +8,9 @@ from typing import Any, cast
 from torch import nn
 
 from manyhands.data.own import Parties
-from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.request import Request
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
