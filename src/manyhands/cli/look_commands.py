@@ -24,7 +24,7 @@ from manyhands.errors import UserError, format_bytes, num_of
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.view import RunView
-    from manyhands.strategies.ps.audit_files import AuditedRun
+    from manyhands.strategies.ps.audit import AuditedRun
 
 __all__ = ["Form", "audit_command", "explain_command", "replay_command", "serving", "show_command"]
 
