@@ -128,7 +128,7 @@ class ShardReplica:
             return [SendMessage(sender, NotPrimary(shard=self.config.shard, epoch=self.epoch))]
         match message:
             case Forward() | Install() if message.epoch < self.epoch:
-                # Of a server that claims the shard by an older epoch, unless it is also the current primary.
+                # A server that claims the shard by an older epoch has to yield, unless it is also the current primary.
                 yields = SendMessage(sender, Yield(shard=self.config.shard, epoch=self.epoch))
                 return [] if sender == self._known.primary else [yields]
             case Forward():
