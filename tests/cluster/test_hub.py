@@ -461,7 +461,7 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
         (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of order"),
         (control(Refusal(field="x", reason="\x1b[2J")), "it refused"),
         (raw(5, b"\1\0\0\0x\3\0\0\0\xed\xa0\x80"), "is not UTF-8"),
-        (raw(9, bytes(63)), "Hello.seal"),
+        (raw(9, bytes(63)), "HandshakeHello.seal"),
         (raw(9, bytes(65)), "ends 1 bytes before its body"),
         (GOOD, "before the handshake"),
     ],

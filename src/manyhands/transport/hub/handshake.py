@@ -39,9 +39,9 @@ __all__ = [
     "Credentials",
     "Goodbye",
     "Handshake",
+    "HandshakeHello",
     "HandshakeRefused",
     "Heartbeat",
-    "Hello",
     "Proof",
     "Refusal",
     "ShareSegment",
@@ -65,7 +65,7 @@ class Claim(NamedTuple):
     fingerprint: str
 
 
-class Hello(NamedTuple):
+class HandshakeHello(NamedTuple):
     """The first message of the connecting end; the seal shows that it has the token, and discloses nothing else."""
 
     nonce: _Secret
@@ -125,7 +125,7 @@ CONTROL: Final = MessageCoder(
         6: Heartbeat,
         7: Goodbye,
         8: ShareSegment,
-        9: Hello,
+        9: HandshakeHello,
         10: Challenge,
         11: Proof,
         12: HandshakeWelcome,
@@ -178,8 +178,8 @@ class Handshake:
         self.trusted = False
         self.peer: Claim | None = None
 
-    def hello(self) -> Hello:
-        return Hello(nonce=self._nonce, seal=self._sign(b"hello", self._nonce))
+    def hello(self) -> HandshakeHello:
+        return HandshakeHello(nonce=self._nonce, seal=self._sign(b"hello", self._nonce))
 
     @property
     def claimed(self) -> int | None:
@@ -191,7 +191,7 @@ class Handshake:
         match message, self.outgoing:
             case Refusal(), _:
                 raise HandshakeRefused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
-            case Hello(), False if self._nonces is None:
+            case HandshakeHello(), False if self._nonces is None:
                 self._compare(message.seal, self._sign(b"hello", message.nonce))
                 self._nonces = message.nonce + self._nonce
                 return Challenge(nonce=self._nonce, proof=self._sign(b"accept", self._nonces))

@@ -27,9 +27,9 @@ from manyhands.transport.hub.handshake import (
     Credentials,
     Goodbye,
     Handshake,
+    HandshakeHello,
     HandshakeRefused,
     Heartbeat,
-    Hello,
     Proof,
     Refusal,
     ShareSegment,
@@ -288,7 +288,7 @@ class Reactor:
     def _shake_hands(self, connection: Connection, message: Any) -> None:
         handshake = connection.handshake
         reply = handshake.handle(message)
-        if isinstance(message, Hello):
+        if isinstance(message, HandshakeHello):
             self._drop(self.listeners.pending.arrived(connection, self.clock(), sealed=True), _CROWDED)
         if isinstance(message, Proof) and message.arena:
             connection.arenas = Arenas(connection.take_segment(), end=1)
