@@ -105,10 +105,9 @@ class _WorkerThreads:
             finally:
                 self.notes.put(None)
 
-        names = [f"manyhands-worker-{rank}" for rank in range(self.files.world)]
         threads = [
-            threading.Thread(target=life, args=(rank,), name=name, daemon=True)
-            for rank, name in enumerate(names)
+            threading.Thread(target=life, args=(rank,), name=f"manyhands-worker-{rank}", daemon=True)
+            for rank in range(self.files.world)
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:

@@ -32,10 +32,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_processes import exchanging
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector

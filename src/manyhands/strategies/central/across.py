@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.schedule_collective import Background, ScheduleCollective
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
@@ -51,7 +51,7 @@ class BetweenHosts:
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links, self._resources = resources.links(), resources
-        self.background = Background("manyhands sums between hosts")
+        self.background = scheduled.Background("manyhands sums between hosts")
         self.executor: ScheduleExecutor | None = None  # among the leaders, by number of the host
         self.wire: int = Wire.MEMORY
         self.overlaps = False  # whether a thread sums meanwhile; data on a network needs no core of this host
@@ -64,20 +64,16 @@ class BetweenHosts:
                 direct, self.number, len(self.hosts), far, wait_s, alarm, roles=self.leaders
             )
 
-    def words(self) -> ScheduleCollective:
+    def words(self) -> scheduled.ScheduleCollective:
         """Return a collective for small exact values among all workers, ordered with the sums on the same links."""
         resources = self._resources
         executor = ScheduleExecutor(
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
         )
-        return ScheduleCollective(executor, self._links, background=self.background)
+        return scheduled.ScheduleCollective(executor, self._links, background=self.background)
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
-
-        self.background.close(close_links)
+        self.background.close(partial(scheduled.close_links, self._links))
 
 
 class HostsCollective(Collective):

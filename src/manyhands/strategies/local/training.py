@@ -27,13 +27,13 @@ from manyhands.engine.exchange import (
     LocalStep,
     Meter,
     PeerTraffic,
+    Resources,
     SharedStep,
     SingleExchange,
     Times,
     WorkerPart,
 )
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS

@@ -18,8 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
-from manyhands.data.store.line_files import LineFile
+from manyhands.data.store.atomic import (
+    LineFile,
+    WriteFailed,
+    make_directory,
+    reason,
+    sync_directory,
+    write_json,
+)
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.log_rows import Row, checked, parse_record, row_from_json, row_to_json
 

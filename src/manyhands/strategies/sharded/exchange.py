@@ -25,8 +25,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, Meter, SharedStep, Times, WorkerPart
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import (
+    Exchange,
+    GradientParts,
+    LocalStep,
+    Meter,
+    Resources,
+    SharedStep,
+    Times,
+    WorkerPart,
+)
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import HALVES

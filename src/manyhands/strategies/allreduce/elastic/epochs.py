@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.data.store.state_tree import flatten, pack_tree, unflatten, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.places.external.links import connect_all, no_group

@@ -23,17 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import (
-    Exchange,
-    ExchangeState,
-    LocalStep,
-    Meter,
-    PeerTraffic,
-    SharedStep,
-    Times,
-    WorkerPart,
-)
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, SlicedGradients, SliceSender, cut
@@ -49,7 +40,7 @@ __all__ = ["LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
 _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
 
 
-class PriorityExchange(Exchange):
+class PriorityExchange(base.Exchange):
     """One worker's end; at most `credit_bytes` are in flight at once, in slices of at most that size."""
 
     _gradients: SlicedGradients
@@ -68,18 +59,18 @@ class PriorityExchange(Exchange):
             self.finish()
             return sums.kept_by_codecs(collective, self._carrier_index, self._carrier)
 
-        self.part = WorkerPart(
+        self.part = base.WorkerPart(
             index=self.rank, count=self.world, copies=(range(self.world),), parameters=stepped
         )
-        self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = ExchangeState(gather=residuals, load=partial(sums.remember_kept, collective))
+        self.meter = base.Meter(take_times=self._take_times, traffic=collective.traffic)
+        self.kept = base.ExchangeState(gather=residuals, load=partial(sums.remember_kept, collective))
         self._collective, self._bucket_bytes, self._credit_bytes = collective, bucket_bytes, credit_bytes
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
         self._unarrived: list[int] = []  # by parameter: its slices that are still to come
         self._is_applied = True  # all of the last step that was agreed on
         self._blocked: list[tuple[int, int]] = []  # intervals (begin, end) in nanoseconds
-        self._posts: Mapping[int, PeerTraffic] = {}
+        self._posts: Mapping[int, base.PeerTraffic] = {}
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_optimizer(self._collective.codec, optimizer)
@@ -112,7 +103,7 @@ class PriorityExchange(Exchange):
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
-    def agree(self, local: LocalStep) -> SharedStep:
+    def agree(self, local: base.LocalStep) -> base.SharedStep:
         self._begin()
         self._gradients.fill_rest()
         with self._waiting():
@@ -157,12 +148,12 @@ class PriorityExchange(Exchange):
         self.finish()
         return sums.total(self._collective, self._carrier_index, self._carrier, values)
 
-    def _take_times(self) -> Times:
+    def _take_times(self) -> base.Times:
         blocked, self._blocked = self._blocked, []
         posts, self._posts = self._posts, {}
         late = self._sender.take_late() if self.hooks is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
-        return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
+        return base.Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def close(self) -> None:
         if self.hooks is None:

@@ -287,9 +287,6 @@ class Desk:
         return self.order.next(everywhere)
 
 
-# This worker's gradients in slices: moved from autograd into their buckets, and reported as each slice fills.
-
-
 class SlicedGradients:
     """Owns the gradients of `model` from construction to `close`; calls `filled(number)` for each full slice.
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic, Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import PeerTraffic, Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives.collective import Collective
@@ -408,11 +407,12 @@ class ScheduleCollective(Collective):
         return sum((one.traffic() for one in self.mailboxes), Traffic())
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
+        self._background.close(partial(close_links, self._links))
 
-        self._background.close(close_links)
+
+def close_links(links: Mapping[int, Link]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def carrier(

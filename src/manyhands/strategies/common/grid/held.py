@@ -79,11 +79,6 @@ class Outline:
             shapes={key: value.shape for key, value in state.items()},
         )
 
-    def names(self) -> dict[int, str]:
-        """The first name of each, by identity."""
-        named = (*self.parameters.items(), *self.buffers.items())
-        return {id(tensor): name for name, tensor in reversed(named)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
@@ -114,7 +109,8 @@ class HeldModel:
         self.held = tuple(held)
         self._outline, self._optimizer = outline, optimizer
         self._buffers, self._buffer_cuts = dict(buffers or {}), dict(buffer_cuts or {})
-        self._names = outline.names()
+        named = (*outline.parameters.items(), *outline.buffers.items())
+        self._names = {id(tensor): name for name, tensor in reversed(named)}  # the first one of each
         self._position = positions(optimizer)
         self._listed = [
             [self._position[id(one)] for one in group["params"]] for group in optimizer.param_groups

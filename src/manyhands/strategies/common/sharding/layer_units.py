@@ -35,8 +35,7 @@ class Unit:
 
     number: int
     name: str
-    module: nn.Module | None
-    """Whose forward uses them; None where that is not one module, so that they stay through a step."""
+    module: nn.Module | None  # whose forward uses them; None if not of one: they stay through a step
     parameters: tuple[nn.Parameter, ...]
     layouts: tuple[BucketLayout, ...]
 

@@ -265,9 +265,8 @@ class Part:
 class MergedState:
     """The `state` that a single process's `state_dict()` would hold, out of what the owners of parts keep.
 
-    An owner, a worker of `central` or a shard of `ps`, keeps the state of its parts of the parameters. A tensor that
-    has the parameter's shape is cut as the parameter is; anything else (Adam's count of steps) every owner has, and the
-    first one's is taken.
+    A tensor that has the parameter's shape is cut as it is; anything else (Adam's count of steps) every owner has, and
+    the first one's is taken.
     """
 
     def __init__(self) -> None:
