@@ -42,7 +42,6 @@ __all__ = [
 
 WARM_UP = 3  # runs of each contender that are not measured
 Contender = TypeVar("Contender")
-Kind = TypeVar("Kind")
 Plan = TypeVar("Plan", bound="WorkerPlan")
 
 
@@ -66,7 +65,7 @@ def to_text(value: Any) -> str:
     return json.dumps({"kind": type(value).__name__, **asdict(value)})
 
 
-def from_text(text: str, *kinds: type[Kind]) -> Kind:
+def from_text(text: str, *kinds: type) -> Any:
     fields = json.loads(text)
     return {one.__name__: one for one in kinds}[fields.pop("kind")](**fields)
 
