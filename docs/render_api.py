@@ -82,7 +82,7 @@ def _strategies() -> Iterator[str]:
         rows = []
         for name, _, _, about in _fields(kind):
             field = next(one for one in dataclasses.fields(kind) if one.name == name.strip("`"))
-            shown = field.metadata["show"](field.default)
+            shown = field.metadata["setting"].show(field.default)
             rows.append([name, f"`{shown}`", about])
         yield _table(["setting", "default", ""], rows) if rows else "It has no settings."
 

@@ -26,8 +26,7 @@ from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings, initial_model
 from manyhands.strategies.federated.deployed.device_server import DeviceApp
-from manyhands.strategies.federated.deployed.http_client import Reply
-from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
+from manyhands.strategies.federated.deployed.protocol import Reply, body_hash, request_text
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState, ServerFiles
 from manyhands.strategies.federated.secure.primitives import sign

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes, draw_storm
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
     ArrivedInEpoch,
     BeginEpoch,

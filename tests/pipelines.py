@@ -20,9 +20,8 @@ from manyhands.data.randomness import preserved
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.chain import chain_of
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.engine.exchange import SingleExchange
+from manyhands.engine.exchange import Resources, SingleExchange
 from manyhands.engine.worker import Trained, Trainer
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import WorkerFailed
 from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.exchange import PipelineExchange, holding_of

@@ -14,9 +14,8 @@ import manyhands as mh
 from equality import Silent
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.worker import Trained, Trainer
-from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.sharded.exchange import ShardedExchange
 from manyhands.transport.link.mesh import SharedMesh
 from ways import in_threads

@@ -283,7 +283,7 @@ UNSEEN = {
     ),
     "old primary": Mutant(
         "takes forwards of a primary that was replaced",
-        patch=(ShardReplica, "_take_forward", "message.epoch < self.epoch", "False"),
+        patch=(ShardReplica, "handle", "message.epoch < self.epoch", "False"),
         unit_test=("test_server_replica.py", "test_of_two_that_claim_a_shard_the_older_epoch_yields"),
     ),
     "repeating": Mutant(

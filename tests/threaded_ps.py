@@ -21,8 +21,8 @@ from torch import nn
 from manyhands.engine.computing import TrainingPlan
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.control import Channel, Note, RoleContext, Stop
+from manyhands.places.local.forking import RoleSpec
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.status import StatusTable
 from manyhands.strategies.ps.live.ps_job import Job

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.places.local import entry
-from manyhands.places.local.child_descriptors import die_with_parent
-from manyhands.places.local.forking import MOST_PASSED, await_birth, take_environment
+from manyhands.places.local.forking import MOST_PASSED, await_birth, die_with_parent, take_environment
 
 _FRAME_BYTES = 1 << 18
 _PR_SET_NAME = 15

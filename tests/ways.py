@@ -17,10 +17,9 @@ import manyhands as mh
 from equality import Silent
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.worker import Trainer
 from manyhands.engine.worker_processes import exchanging
-from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.places.local.rendezvous import hosts_of
 from manyhands.strategy import Strategy

@@ -18,7 +18,6 @@ __all__ = [
     "NOTHING_TRAVELS",
     "NO_SERVERS",
     "ONE_DEVICE",
-    "ONE_HOST",
     "ONE_ORDER",
     "ROUNDED",
     "TO_ROUNDING",

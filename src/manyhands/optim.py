@@ -41,10 +41,9 @@ class FTRL(Optimizer):
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer does, and remember the first lr."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.setdefault("alpha", float(group["lr"]))
+        group.setdefault("alpha", float(group["lr"]))  # the first lr
 
     @staticmethod
     def begin(weight: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ _SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """How one field of a strategy is read from text and printed."""
 
@@ -68,16 +68,13 @@ class Setting:
 
 def setting(default: Any, read: Callable[[str], Any], show: Callable[[Any], str] = str) -> Any:
     """A field of a strategy with its text form; `read` raises UserError for a text that makes no sense."""
-    return dataclasses.field(default=default, metadata={"read": read, "show": show})
+    return dataclasses.field(default=default, metadata={"setting": Setting(default, read, show)})
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
     """The settings that a strategy's class offers, in the order of its fields."""
-    return {
-        field.name: Setting(default=field.default, read=field.metadata["read"], show=field.metadata["show"])
-        for field in dataclasses.fields(kind)
-        if kind.offers is None or field.name in kind.offers
-    }
+    offered = [one for one in dataclasses.fields(kind) if kind.offers is None or one.name in kind.offers]
+    return {one.name: one.metadata["setting"] for one in offered}
 
 
 def read_settings(
@@ -226,10 +223,7 @@ class Strategy(ABC):
         return ""
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
-        """What it is when its workers are on these hosts, more than one, given the ranks of each.
-
-        UserError says why that cannot be.
-        """
+        """What it is when its workers are on these hosts, given the ranks of each; UserError says why it cannot be."""
         if self.facts.cannot_cross_hosts:
             ranks = ", ".join(str(list(host)) for host in hosts)
             raise UserError(
@@ -239,11 +233,7 @@ class Strategy(ABC):
         return self
 
     def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
-        """What it is on `world` processes that somebody else started, and how many of them are workers.
-
-        `roles` counts those that a cluster specification lists, by type; without one it is empty. UserError says why
-        they do not fit.
-        """
+        """What it is on `world` external processes, with the `roles` of a specification, and how many are workers."""
         if roles.get("ps"):
             raise UserError(
                 f"strategy={self} has no parameter servers, and the cluster lists {roles['ps']} of type ps; take them "
@@ -252,10 +242,7 @@ class Strategy(ABC):
         return self, world
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
-        """The stage that each layer of a chain is in, whose layers cost so much; None where no model is cut in layers.
-
-        UserError where they cannot be cut for so many workers.
-        """
+        """The stage of each layer of a chain with these costs; None where models are not cut in layers."""
         del costs, workers
         return None
 
@@ -287,10 +274,7 @@ class Strategy(ABC):
         ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device.
-
-        `compiled` says whether the task's step is compiled, as that of a `KernelTask`.
-        """
+        """Raise the UserError that says why `fit` cannot train so, with a step that is `compiled` or is not."""
         if compiled and device != "cpu":
             raise UserError(f"device={device}: compiled steps train in the host's memory; use device=cpu")
         if self.most_workers is not None and workers > self.most_workers:

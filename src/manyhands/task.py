@@ -124,9 +124,9 @@ class Task:
     @property
     def loaders(self) -> int:
         """How many loader processes each worker has use for; none where batches are gathered from arrays in memory."""
-        if self.streams:  # a stream has one beginning, and goes on from there
-            return min(1, self.loading.workers)
         asked = self.loading.workers
+        if self.streams:  # a stream has one beginning, and continues from there
+            return min(1, asked)
         return 0 if not asked or BatchSource(self.data, self.collate).gathers else asked
 
     @property
@@ -227,9 +227,7 @@ class Task:
             )
         for name, metric in self.metrics.items():
             if name in _RESERVED_METRICS:
-                raise UserError(
-                    f"metrics has the name {name!r}, which reports use already; choose another name"
-                )
+                raise UserError(f"metrics has the name {name!r}, which reports use already; choose another")
             if not isinstance(name, str) or not callable(metric):
                 raise UserError(
                     f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"

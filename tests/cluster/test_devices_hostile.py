@@ -22,8 +22,7 @@ from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.deployed.device_job import initial_model
-from manyhands.strategies.federated.deployed.http_client import Reply
-from manyhands.strategies.federated.deployed.protocol import enrolment_text
+from manyhands.strategies.federated.deployed.protocol import Reply, enrolment_text
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.secure.primitives import public_identity, sign

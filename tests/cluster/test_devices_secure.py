@@ -19,7 +19,7 @@ import torch
 from devices import TOY, Served, job_for, make_device, offer, serving, write_parts
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from manyhands.strategies.federated.deployed.device_client import Device, terms_from
-from manyhands.strategies.federated.deployed.http_client import Reply
+from manyhands.strategies.federated.deployed.protocol import Reply
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, SecureAttempt
 from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of

@@ -20,7 +20,7 @@ from descriptors import open_descriptors
 from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all, read_end
 from manyhands.native.version import __version__
 from manyhands.transport.frames import HEADER_BYTES
-from manyhands.transport.hub import addresses
+from manyhands.transport.hub import admission
 from manyhands.transport.hub.admission import Dialer, PendingConnections, Rejections
 from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
@@ -219,12 +219,12 @@ def test_a_member_that_was_pushed_out_dials_again(party: Party) -> None:
 
 
 def test_a_unix_socket_of_another_user_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    listening, address = addresses.listen("unix", Security.loopback())
+    listening, address = admission.listen("unix", Security.loopback())
     with listening:
-        addresses.dial(address, Security.loopback()).close()
-        monkeypatch.setattr(addresses.os, "geteuid", lambda: os.getuid() + 1)
+        admission.dial(address, Security.loopback()).close()
+        monkeypatch.setattr(admission.os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(ConnectionRefusedError, match="another user listens at unix:manyhands-"):
-            addresses.dial(address, Security.loopback())
+            admission.dial(address, Security.loopback())
 
 
 def test_a_call_is_repeated_until_somebody_listens(party: Party) -> None:

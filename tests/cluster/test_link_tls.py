@@ -85,7 +85,7 @@ def test_one_bit_changed_on_the_way_is_the_end_of_the_link() -> None:
     assert isinstance(outcome, PeerDied)
     assert outcome.reason == "worker 0 is gone: its connection broke (what came was changed on its way)"
     for link in (first, second):
-        link.abandon()
+        link.close(silently=True)
     relay.__exit__()
 
 

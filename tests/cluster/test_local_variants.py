@@ -18,8 +18,8 @@ from equality import OPTIMIZERS, Silent, distance, same_bits
 from manyhands.data.batches import BatchPlan
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Resources
 from manyhands.engine.worker import Trained, Trainer
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.strategies.local.training import LocalTraining, partner

@@ -15,9 +15,9 @@ from torch import nn
 import manyhands as mh
 from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, same_bits, train_plainly
 from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Resources
 from manyhands.engine.training import training_class
 from manyhands.engine.worker import Trainer
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import PeerTimeout, UserError, WorkerFailed
 from manyhands.observe.record.events import EventKind
 from manyhands.strategy import Strategy

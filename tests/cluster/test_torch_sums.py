@@ -16,8 +16,7 @@ from cluster.test_exchange import MAX_NORM, momentum, train_plainly
 from cluster.test_exchange import train as train_own
 from equality import OPTIMIZERS, Awkward, distance, make_task, same_bits, train_in_threads
 from equality import train_plainly as fitted_plainly
-from manyhands.engine.exchange import Exchange, LocalStep
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Exchange, LocalStep, Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, WorkerFailed
 from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.places.external.links import no_group

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import manyhands.c10d  # noqa: F401 - registers the backend
-from manyhands.places.local.child_descriptors import die_with_parent
+from manyhands.places.local.forking import die_with_parent
 from processes import integrations
 
 PATIENCE_S = 350.0

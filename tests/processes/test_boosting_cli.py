@@ -121,7 +121,7 @@ def test_train_test_and_predict(
         (["--strategy", "hogwild", "--workers", "2"], "strategy hogwild does not train gbdt"),
         (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs rows to measure on"),
         (["--num-leaves", "1"], "num_leaves is 1; it must be an integer of at least 2"),
-        (["--categorical", "colour"], "categorical='colour': there is no such column"),
+        (["--categorical", "colour"], "categorical='colour': no such column"),
         (["--resume"], "--resume needs --out"),
     ],
 )

@@ -117,7 +117,7 @@ def test_results_notes_output_and_inheritance(capfd: pytest.CaptureFixture[str])
         results = cluster.run()
     for rank, result in enumerate(results):
         complaint = result.payload["complaint"]
-        assert complaint.endswith("inherited no descriptor 'share'; allowed: shared; did you mean 'shared'?")
+        assert complaint.endswith("has no descriptor 'share'; allowed: shared; did you mean 'shared'?")
         assert [number for sender, number in notes if sender == rank] == list(range(100))
         assert result.payload["place"] == [f"worker {rank}", rank, 2]
         assert result.payload["threads"] == os.environ.get("OMP_NUM_THREADS", str(threads_per_role(2)))

@@ -12,7 +12,7 @@ import manyhands as mh
 from fleet import Fleet
 from manyhands.errors import ManyhandsError
 from manyhands.serving.opening import open_predictor
-from manyhands.strategies.federated.deployed.http_client import HttpsClient
+from manyhands.strategies.federated.deployed.protocol import HttpsClient
 from manyhands.workloads.tasks import build
 
 STRATEGY = "epochs=1 batch=32"

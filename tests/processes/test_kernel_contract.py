@@ -136,8 +136,8 @@ def test_a_step_that_has_nothing_left_to_do_ends_the_run_for_all(
         pass
 
     class Ends(GloveTask):
-        def step(self, model: Any, turn: Any) -> KernelStep:
-            return Alone(self, model, turn)
+        def step(self, model: Any, gate: Any) -> KernelStep:
+            return Alone(self, model, gate)
 
         def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
             return Sliced(self, group, control_bytes)

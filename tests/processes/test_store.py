@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
-from manyhands.data.store.line_files import MetricsLog
+from manyhands.data.store.atomic import MetricsLog
 
 def snapshot(step, revision=0, count=2000):
     value = float(1000 * step + revision)

@@ -297,9 +297,9 @@ def test_embedded_tables_are_those_of_scikit_learn(
 
 
 def test_a_column_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"categorical='9': there is no such column; use numbers from 0 to 5"):
+    with pytest.raises(UserError, match=r"categorical='9': no such column; use numbers 0 to 5"):
         trained(choice(*drawn_table(), categorical=("9",)))
-    with pytest.raises(UserError, match="categorical='²': there is no such column"):
+    with pytest.raises(UserError, match="categorical='²': no such column"):
         trained(choice(*drawn_table(), categorical=("²",)))
     with pytest.raises(UserError, match="both given"):
         choice(*drawn_table(), valid=open_source("diabetes"), valid_fraction=0.5)

@@ -28,7 +28,7 @@ def asked(folder: Path, kind: str, index: str = "0", *words: str) -> list[str | 
             "wroker",
             "0",
             TRAIN,
-            "task.type='wroker' is no type of role; allowed: chief, worker, ps, evaluator",
+            "task.type='wroker' is not a type of role; allowed: chief, worker, ps, evaluator",
         ),
         ("ps", "0", ("--", "compare", "digits"), "'compare' cannot be one role of a cluster"),
         ("ps", "0", (*TRAIN[:-1], "allreduce"), "strategy=allreduce has no parameter servers"),

@@ -256,7 +256,7 @@ def test_a_codec_that_there_is_not_is_named() -> None:
         ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number from 0 to below 1"),
         ("codec=fp8:e4m4", "did you mean 'e4m3'"),
         ("codec=int8+topk:0.1", "can only follow one that sends a few items: topk, randomk, dgc"),
-        ("codec=topk:0.1+randomk", "randomk cannot follow, only what makes each value smaller"),
+        ("codec=topk:0.1+randomk", "randomk cannot follow, only what shrinks values"),
         ("codec=topk:0.1+int8+fp16", "a chain has two codecs"),
         ("codec=topk:0.1+sign:vote", "a vote is of all items"),
         ("codec=topk:0.1+raw", "raw stands alone"),

@@ -157,9 +157,9 @@ def test_what_is_posted_to_a_slow_reader_waits_within_bounds_and_arrives_in_orde
     for message in posted:
         launcher.post(message)
     launcher.post(Stop())
-    assert launcher.has_more, "a socket without a reader took everything"
+    assert launcher.queue, "a socket without a reader took everything"
     received: list[Message] = []
-    while launcher.has_more:
+    while launcher.queue:
         received += child.receive()
         launcher.flush()
     assert received + child.receive() == [*posted, Stop()]
@@ -170,7 +170,7 @@ def test_what_is_posted_to_a_slow_reader_waits_within_bounds_and_arrives_in_orde
         launcher.post(posted[1])
     child.close()
     launcher.flush()
-    assert not launcher.has_more, "nothing is kept for one who is gone"
+    assert not launcher.queue, "nothing is kept for one who is gone"
 
 
 def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel]) -> None:
@@ -179,4 +179,4 @@ def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel
     with pytest.raises(Aborted, match="the launcher is gone: RoleStarted was not delivered"):
         child.send(RoleStarted(pid=1), timeout_s=1.0)
     child.post(Stop())
-    assert not child.has_more
+    assert not child.queue

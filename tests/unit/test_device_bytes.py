@@ -14,8 +14,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from manyhands.strategies.federated.deployed.http_client import HttpsClient
-from manyhands.strategies.federated.deployed.protocol import TensorForm, enrolment_text
+from manyhands.strategies.federated.deployed.protocol import HttpsClient, TensorForm, enrolment_text
 from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 from securely import Party

@@ -35,8 +35,13 @@ from manyhands.strategies.federated.deployed.device_job import (
     read_columns,
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
-from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsClient, Unreached
-from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
+from manyhands.strategies.federated.deployed.protocol import (
+    BackOff,
+    HttpsClient,
+    MessageRejected,
+    TensorForm,
+    Unreached,
+)
 from manyhands.strategies.federated.deployed.run_files import DeviceState, Enrolment, _identity
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
@@ -284,7 +289,7 @@ def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     assert ask._content(answer(b"HTTP/1.1 204 No Content\r\n\r\n"), 100) == b""
     times = iter([0.0, 31.0, 32.0])
     monkeypatch.setattr(
-        "manyhands.strategies.federated.deployed.http_client.time.monotonic", lambda: next(times)
+        "manyhands.strategies.federated.deployed.protocol.time.monotonic", lambda: next(times)
     )
     with pytest.raises(TimeoutError, match="slowly"):
         ask._content(answer(raw), 100)
@@ -297,7 +302,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
     make_certificates(tmp_path, ["localhost"])
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(tmp_path / "localhost" / "cert.pem", tmp_path / "localhost" / "key.pem")
-    monkeypatch.setattr("manyhands.strategies.federated.deployed.http_client._SLOWEST", 1 << 30)
+    monkeypatch.setattr("manyhands.strategies.federated.deployed.protocol._SLOWEST", 1 << 30)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:

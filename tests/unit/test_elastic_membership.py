@@ -6,7 +6,7 @@ import pytest
 
 from elastic_model import Run, elastic_complaints
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership
 from manyhands.strategies.common.membership import MAX_DEATHS
 

@@ -11,10 +11,20 @@ import manyhands
 from manyhands.errors import UserError
 from manyhands.observe.record.event_ring import describe_event
 from manyhands.observe.record.events import Event, EventKind
-from manyhands.places.local.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.places.local.host import check_watchdog_s
 from manyhands.places.local.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
 from manyhands.places.local.status import NOBODY, State, StatusRow
+from manyhands.places.local.watchdog import (
+    Being,
+    End,
+    SeenRole,
+    Stall,
+    details,
+    headline,
+    is_busy,
+    judge,
+    page,
+)
 from manyhands.strategies.registry import STRATEGIES
 
 NOW_NS = 100_000_000_000
@@ -270,7 +280,7 @@ def test_an_event_in_words() -> None:
 def test_the_deadline_is_long_enough_for_a_wait_to_show() -> None:
     assert check_watchdog_s(0) == 0
     assert check_watchdog_s(3) == 3
-    with pytest.raises(UserError, match=r"watchdog_s=1 must be at least 2 seconds, or 0"):
+    with pytest.raises(UserError, match=r"watchdog_s=1 must be at least 2, or 0"):
         check_watchdog_s(1)
 
 

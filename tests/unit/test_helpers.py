@@ -12,8 +12,7 @@ import torch
 from scipy.optimize import linprog
 
 from equality import OPTIMIZERS, Awkward, distance, loss
-from manyhands.engine.exchange import LocalStep, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import LocalStep, Resources, Traffic
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.external.links import no_group
 from manyhands.places.ray.ray_place import RankAssignment

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from disks import fill, small_disk
-from manyhands.data.store.atomic import WriteFailed
-from manyhands.data.store.line_files import Backlog, LineFile
+from manyhands.data.store.atomic import Backlog, LineFile, WriteFailed
 
 
 def test_a_torn_tail_is_dropped_on_opening(tmp_path: Path) -> None:

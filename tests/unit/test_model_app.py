@@ -95,7 +95,7 @@ def view(**changes: Any) -> ServingView:
 def app(tally: ServingTally | None = None, limits: BodyLimits = LIMITS) -> ModelApp:
     drawn = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
     page: PageApp[Any] = PageApp(view, GUARD, serving_metrics, drawn=drawn, period_s=0.0)
-    return ModelApp(Alone(), page, GUARD, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
+    return ModelApp(Alone(), page, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
 
 
 def asked(

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import nn, optim
 
 from manyhands.errors import UserError
+from manyhands.facts import Stepping
 from manyhands.optim import FTRL
-from manyhands.strategies.common.sharding.optimizers import is_elementwise
+from manyhands.strategies.common.sharding.optimizers import cannot_step
 
 
 def algorithm_1(
@@ -108,7 +109,7 @@ def test_the_state_is_loaded_and_a_closure_called() -> None:
     optimizer.step()
     resumed.step()
     assert torch.equal(weight, other)
-    assert is_elementwise(optimizer)
+    assert not cannot_step(optimizer, Stepping.IN_PIECES)
 
 
 @pytest.mark.parametrize(

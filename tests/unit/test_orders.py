@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.native.decorators import njit
-from manyhands.native.group.gate import FREE, enter, leave, require_turn
+from manyhands.native.group.gate import FREE, enter, leave, require_admitted
 from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.native.group.step_order import ORDERS, Order
 from ways import in_threads, join
@@ -14,13 +14,13 @@ END = 40
 
 
 @njit(nogil=True)
-def _enter(turn, step):  # type: ignore[no-untyped-def]
-    return enter(turn, step)
+def _enter(gate, step):  # type: ignore[no-untyped-def]
+    return enter(gate, step)
 
 
 @njit(nogil=True)
-def _leave(turn, number):  # type: ignore[no-untyped-def]
-    leave(turn, number)
+def _leave(gate, number):  # type: ignore[no-untyped-def]
+    leave(gate, number)
 
 
 def taken(name: str, world: int, stop_after: int | None = None) -> tuple[list[list[int]], list[int]]:
@@ -37,10 +37,10 @@ def taken(name: str, world: int, stop_after: int | None = None) -> tuple[list[li
                     mine.append(step)
                     if name == "together":
                         group.barrier()
-                    elif order.turn.order != FREE:
-                        number, status = _enter(tuple(order.turn), step)
-                        require_turn(status, order.turn)
-                        _leave(tuple(order.turn), number)
+                    elif order.compiled_gate.order != FREE:
+                        number, status = _enter(tuple(order.compiled_gate), step)
+                        require_admitted(status, order.compiled_gate)
+                        _leave(tuple(order.compiled_gate), number)
                     if stop_after is not None and step >= stop_after and rank == 0:
                         order.stop(step)
                 group.barrier()

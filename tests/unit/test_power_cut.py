@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from manyhands.data.store.atomic import MetricsLog
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
-from manyhands.data.store.line_files import MetricsLog
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.log_rows import LateRow

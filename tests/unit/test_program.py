@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.cli.use_commands import export_command
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.serving import exported_program
-from manyhands.serving.exported_program import export_program
+from manyhands.serving import torch_predictors as exported_program
+from manyhands.serving.torch_predictors import export_program
 from manyhands.workloads.exporting import ExportAsked
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel, export_logreg

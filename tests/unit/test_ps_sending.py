@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.data.store.line_files import LineFile
+from manyhands.data.store.atomic import LineFile
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.strategies.ps.live.remote import (
     BUFFERS,

@@ -19,15 +19,14 @@ from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.places.external.process_group import join_group
 from manyhands.places.external.process_place import ProcessPlace, TorchrunPlace
 from manyhands.places.external.run_store import KeyValueStore
-from manyhands.places.place import using_place
+from manyhands.places.place import AddWorker, Command, RemoveWorker, using_place
 from manyhands.places.ray.actor_placement import (
     Autoscaler,
     Bounds,
     GivenUp,
-    Less,
-    More,
     Restart,
     RestartPolicy,
+    SlotChange,
     bundles,
     room_for,
 )
@@ -40,7 +39,6 @@ from manyhands.places.ray.ray_place import (
     ray_module,
 )
 from manyhands.places.ray.role_actors import RoleEnded, open_actor_store
-from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
@@ -228,7 +226,7 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     assert follower.look(space, 20.0) == [], "the run has not answered"
     assert commands.empty()
     asked.done.set_result(2)
-    assert follower.look(space, 20.1) == [More(2)]
+    assert follower.look(space, 20.1) == [SlotChange(2, True)]
     space.unplaced = {2: 20.1}
     assert follower.look(space, 22.2) == [], "it is being started"
     assert follower.look(space, 45.0) == []
@@ -236,13 +234,13 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     assert asked.change == RemoveWorker(slot=2)
     assert follower.look(space, 50.0) == [], "the run has not answered"
     asked.done.set_result(2)
-    assert follower.look(space, 50.1) == [Less(2)]
+    assert follower.look(space, 50.1) == [SlotChange(2, False)]
     assert follower.look(space, 52.2) == [], "whoever comes for it leaves by itself"
     assert commands.empty()
     space.unplaced = {0: 0.0, 1: 0.0}
     assert follower.look(space, 60.0) == []
     commands.get_nowait().done.set_result(1)
-    assert follower.look(space, 60.1) == [Less(1)]
+    assert follower.look(space, 60.1) == [SlotChange(1, False)]
     assert follower.look(space, 70.0) == [], "one is the least"
     assert commands.empty()
 
@@ -260,7 +258,7 @@ def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
 
 def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"Ray is not installed here .*; pip install 'manyhands\[ray\]'"):
+    with pytest.raises(UserError, match=r"Ray is not installed .*; pip install 'manyhands\[ray\]'"):
         ray_module()
 
 
@@ -292,13 +290,13 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
 def test_who_leads_and_who_is_which_rank() -> None:
     ring = RankAssignment.of(Strategy.parse("allreduce"), 3)
     assert (ring.leader, ring.world) == (("worker", 0), 3)
-    assert [ring.seat("worker", index, "a").rank for index in (1, 2)] == [1, 2]
+    assert [ring.seat("worker", index, "a")["rank"] for index in (1, 2)] == [1, 2]
     served = RankAssignment.of(Strategy.parse("ps servers=2"), 3, later=16)
     assert (served.leader, served.world) == (("chief", 0), 1 + 2 + 3 + 16)
     ranks = [
-        served.seat("ps", 1, "a").rank,
-        served.seat("worker", 0, "a").rank,
-        served.seat("worker", 5, "a").rank,
+        served.seat("ps", 1, "a")["rank"],
+        served.seat("worker", 0, "a")["rank"],
+        served.seat("worker", 5, "a")["rank"],
     ]
     assert ranks == [2, 3, 8], "later workers follow the first ones"
     strategy = Strategy.parse("ps servers=2")

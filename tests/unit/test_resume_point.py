@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.data.store.line_files import MetricsLog
+from manyhands.data.store.atomic import MetricsLog
 from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, SendMessage
 from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed

@@ -419,7 +419,7 @@ def test_the_memory_of_an_answer_is_used_again_once_it_has_left() -> None:
     places = []
     for has_all in (True, True, False, True):
         (values, *_) = server.values(store, [rows, None], SERVER, has_all=has_all)
-        assert bytes(values) == store.gather("a.weight", rows).numpy().tobytes()
+        assert bytes(values) == store.tables["a.weight"].gather(rows).numpy().tobytes()
         places.append(values.ctypes.data)
     assert places[0] == places[1] != places[2] == places[3]
     server.forget(SERVER)

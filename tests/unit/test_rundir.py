@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.data.store.atomic import WriteFailed, write_json
-from manyhands.data.store.line_files import MetricsLog
+from manyhands.data.store.atomic import MetricsLog, WriteFailed, write_json
 from manyhands.data.store.rundir import RunDirectory, fingerprint, parameter_shapes
 from manyhands.errors import DataError, UserError, WorkerFailed
 

@@ -29,7 +29,7 @@ from manyhands.engine.fitting import fit
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
 from manyhands.transport.certificates import AUTHORITY_KEY, make_certificates
-from manyhands.transport.hub import addresses
+from manyhands.transport.hub import admission
 from manyhands.transport.security import FILES, Security, is_loopback, validity
 from manyhands.transport.tls import _pieces
 from manyhands.workloads.tasks.digits import digits
@@ -281,12 +281,12 @@ def test_an_address_off_loopback_needs_tls_or_the_users_word() -> None:
 def test_a_hub_listens_and_dials_off_loopback_only_so() -> None:
     for address in ("tcp:0.0.0.0:0", "tcp:10.1.2.3:99", "tcp:node1:99"):
         with pytest.raises(UserError, match="--insecure"):
-            addresses.check(address, Security.loopback())
+            admission.check_address(address, Security.loopback())
         with pytest.raises(UserError, match="--insecure"):
-            addresses.listen(address, Security.loopback())
-        addresses.check(address, run_security())
+            admission.listen(address, Security.loopback())
+        admission.check_address(address, run_security())
     for security in (Security.insecure(), run_security()):
-        listening, address = addresses.listen("tcp:0.0.0.0:0", security)
+        listening, address = admission.listen("tcp:0.0.0.0:0", security)
         with listening:
             assert address == f"tcp:0.0.0.0:{listening.getsockname()[1]}"
     for address in (
@@ -299,7 +299,7 @@ def test_a_hub_listens_and_dials_off_loopback_only_so() -> None:
         "udp:a:1",
     ):
         with pytest.raises(UserError, match=r"must be unix:NAME or tcp:HOST:PORT"):
-            addresses.check(address, Security.insecure())
+            admission.check_address(address, Security.insecure())
 
 
 # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────────

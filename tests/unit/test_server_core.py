@@ -501,11 +501,11 @@ def test_who_has_left_owes_what_the_slots_say_up_to_where_the_others_are() -> No
     shard = core("bounded:3", slots=2, steps=7)
     for clock in range(3):
         shard.commit(push(0, clock))
-    assert shard.work.owed_until(Update(slot=1, clock=1)) == 3
+    assert shard.work.outstanding_until(Update(slot=1, clock=1)) == 3
     shard.commit(push(0, 3))
-    assert shard.work.owed_until(Update(slot=1, clock=1)) == 3, "there is no batch 7"
-    assert shard.work.owed_until(Update(slot=1, clock=5)) == 5
-    assert core("async").work.owed_until(Update(slot=1, clock=2)) == 2
+    assert shard.work.outstanding_until(Update(slot=1, clock=1)) == 3, "there is no batch 7"
+    assert shard.work.outstanding_until(Update(slot=1, clock=5)) == 5
+    assert core("async").work.outstanding_until(Update(slot=1, clock=2)) == 2
 
 
 def test_staleness_counts_the_steps_of_this_history_that_were_not_read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
     Died,

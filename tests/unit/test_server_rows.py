@@ -243,7 +243,7 @@ def test_a_model_with_a_table_trains_as_in_one_process(name: str, count: int) ->
         for key, value in one.state().model.items():
             assert torch.equal(value, same.state().model[key])
         rows = shards.layout.tables[0].placed(count).rows(shards.stores.index(one))
-        assert torch.equal(one.gather("embed.weight", rows), same.gather("embed.weight", rows))
+        assert torch.equal(one.tables["embed.weight"].gather(rows), same.tables["embed.weight"].gather(rows))
 
 
 def test_a_bad_gradient_of_a_table_is_named() -> None:

@@ -15,7 +15,6 @@ from manyhands.facts import Stepping
 from manyhands.strategies.common.sharding.optimizers import (
     _stand_ins,
     cannot_step,
-    is_elementwise,
     may_fuse,
     stepping_for,
 )
@@ -172,7 +171,7 @@ def test_a_trial_leaves_optimizer_parameters_and_generators_alone() -> None:
 def test_many_groups_cost_no_more_than_few() -> None:
     one_each = optim.AdamW([{"params": [one], "lr": 0.1} for one in parameters_of(*[(4, 3), (4,)] * 200)])
     assert len(_stand_ins(one_each)) == 4
-    assert is_elementwise(one_each)
+    assert not cannot_step(one_each, Stepping.IN_PIECES)
 
 
 def test_what_fits_no_way_is_rejected_with_the_reason_and_a_way_out() -> None:

@@ -18,7 +18,7 @@ from manyhands.strategies.federated.client_data import Partition
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held, selected
 from manyhands.strategies.federated.round_core import RoundPhase
-from manyhands.strategies.federated.simulated_rounds import (
+from manyhands.strategies.federated.simulation import (
     SimulatedCourse,
     SimulatedRounds,
     simulated_rounds,

@@ -17,7 +17,7 @@ from manyhands.errors import UserError
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.counting import MergeRoom, count_cooccurrence, merge_runs, plan_memory
+from manyhands.workloads.glove.counting import CountingRoom, count_cooccurrence, merge_runs, plan_memory
 from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
 
 KIB = 1024
@@ -166,7 +166,7 @@ def test_runs_are_merged_in_rounds(fan_in: int, tmp_path: Path) -> None:
         with RecordWriter(runs[-1]) as writer:
             writer.write(run)
     out = tmp_path / "out"
-    room = MergeRoom(fan_in=fan_in, run_records=7, out_records=5_100)
+    room = CountingRoom(fan_in=fan_in, run_records=7, out_records=5_100)
     with Bars().phase("merging", None, "records") as phase:
         found = merge_runs(runs, out, words, room, phase)
     records = open_records(out)

@@ -16,7 +16,7 @@ from manyhands.workloads.glove.learning import GloveOptions, Learning
         ({"strategy": "tensor"}, "batch=1: tensor works on batches"),
         (
             {"strategy": "hogwild", "glove": GloveOptions(batch=8)},
-            "batch=8: hogwild takes record after record",
+            "batch=8: hogwild takes one record at a time",
         ),
         (
             {"strategy": "central", "glove": GloveOptions(batch=8)},

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from manyhands.cli.program import program
-from manyhands.places.local.child_descriptors import die_with_parent
+from manyhands.places.local.forking import die_with_parent
 
 __all__ = ["child_command", "main"]
 

@@ -24,7 +24,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.places.external.specification import EVALUATOR, ClusterSpec
-from manyhands.places.place import TF_CONFIG, stand_alone
+from manyhands.places.place import TF_CONFIG, ignore_environment
 from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.tasks.builtin import TaskTable
 
@@ -152,7 +152,7 @@ def start_own_workers() -> None:
     """From now on `fit` starts workers of its own, whoever started this process; say on stderr what is not read."""
     for sentence in ignored_variables(os.environ):
         print(f"manyhands: {sentence}", file=sys.stderr)
-    stand_alone()
+    ignore_environment()
 
 
 def _write_picture(run: Path, table: TaskTable) -> Path:

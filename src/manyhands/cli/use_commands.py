@@ -143,7 +143,7 @@ def export_command(asked: _ExportOptions) -> None:
     from manyhands.workloads.task_options import narrowed
 
     formats = {
-        "torch-export": "manyhands.serving.exported_program:export_program",
+        "torch-export": "manyhands.serving.torch_predictors:export_program",
         "safetensors": workload_of(asked.run)[1].exporter,
     }
     if asked.file_format not in formats:

@@ -62,11 +62,7 @@ _ALLOWED = (
 
 
 class BatchSource:
-    """Assembles batches of `data`; `field` is what error messages call it.
-
-    Construction looks at lengths and types only. It raises UserError where the data cannot be indexed, are
-    empty, or hold columns of different lengths.
-    """
+    """Assembles batches of `data`, called `field` in errors; UserError where it cannot be indexed or columns differ."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None = None, *, field: str = "data"
@@ -215,11 +211,7 @@ def split(count: int, worker_rank: int, num_workers: int) -> range:
 
 
 class BatchPlan:
-    """Global batches numbered by step, for ever: step k belongs to epoch k // `batches_per_epoch`.
-
-    Nothing is stored but the order of the epoch asked for last, so steps that go forward cost one sort per
-    epoch.
-    """
+    """Global batches numbered by step, for ever; only the order of the epoch asked for last is kept."""
 
     def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
         for field, value in (("num_samples", num_samples), ("batch_size", batch_size)):
@@ -233,7 +225,6 @@ class BatchPlan:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches that visit every sample once; the last may be short."""
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
@@ -297,11 +288,7 @@ class BatchShares(ABC):
 
 
 class IndexedShares(BatchShares):
-    """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces.
-
-    With `weights`, one for each sample of the source, shares and pieces weigh what their samples do, and those that
-    weigh nothing are not computed.
-    """
+    """Shares of samples that are looked up, in at most `microbatches` pieces; those that weigh nothing are left out."""
 
     def __init__(
         self,

@@ -61,11 +61,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DataFile(Closeable):
-    """Reads a file from its start to its end; a context manager.
-
-    Memory grows with what the file really holds, never with what a header promises. Offsets of a gzip file
-    count its uncompressed bytes.
-    """
+    """Reads a file from start to end; memory grows with what it really holds, offsets count uncompressed bytes."""
 
     def __init__(self, path: Path | str) -> None:
         self.path, self.offset, self.is_gzip = Path(path), 0, False
@@ -97,7 +93,6 @@ class DataFile(Closeable):
         return found
 
     def rest(self, limit_bytes: int) -> bytearray:
-        """Everything up to the end of the file, at most `limit_bytes`; a longer file is refused."""
         found = self.up_to(limit_bytes)
         if self.up_to(1):
             raise DataError(f"{self.path} holds more than {format_bytes(limit_bytes)}; give a smaller file")
@@ -175,10 +170,7 @@ def _read_header(file: DataFile, limit_bytes: int) -> tuple[np.dtype[Any], tuple
 
 
 def bundled_file(name: str, what: str) -> Path | None:
-    """The file of a table inside scikit-learn; None where the version that is installed keeps it elsewhere.
-
-    UserError if it is not installed, which says that `what` comes with it.
-    """
+    """The file of a table inside scikit-learn, which `what` comes with; None where its version keeps it elsewhere."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise UserError(f"{what} come with scikit-learn, which is not installed: pip install scikit-learn")

@@ -88,10 +88,7 @@ def _second_of_two(text: int, at: int, end: int) -> int:
 
 @helper()
 def _features(text: int, at: int, entry: int, shift: int, indices: Any, values: Any) -> Any:
-    """Read features up to the end of the line: where that is, the next entry, the largest index, what is wrong.
-
-    A line that is wrong ends where that was found. In `ascends`, whether the indices do.
-    """
+    """Read to the end of the line, or to what is wrong: that place, next entry, largest index, whether in order."""
     previous, largest, ascends = np.int64(-1), np.int64(-1), True
     while True:
         while is_blank(byte(text, at)):

@@ -127,7 +127,18 @@ class NpyMatrix(MatrixFile):
         self.path = path
         self.dtype, self._shape, self.is_column_major, self.offset = _npy_header(path)
         self.rows, self._width = self._shape
-        self.label = _column_number(path, label, self._width)
+        self.label: int | None = None
+        if label is not None:
+            try:
+                number = int(label)
+            except ValueError:
+                numbers = "columns of an npy file are numbers, such as -1, the last"
+                raise UserError(f"label={label!r}: {numbers}") from None
+            if not -self._width <= number < self._width or self._width < 2:
+                raise UserError(
+                    f"label={label}: {path} has {self._width} columns; one of them can be the label if others are left"
+                )
+            self.label = number % self._width
         self.columns = self._width - (self.label is not None)
         # Whether its rows lie in the file as a process computes with them
         self.is_mappable = self.label is None and not self.is_column_major and self.dtype.isnative
@@ -250,22 +261,6 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
             f"{path} is truncated: {shape} of {dtype} takes {num_bytes} bytes, {end - offset} are there"
         )
     return dtype, shape, is_column_major, offset
-
-
-def _column_number(path: Path, label: str | None, columns: int) -> int | None:
-    if label is None:
-        return None
-    try:
-        number = int(label)
-    except ValueError:
-        raise UserError(
-            f"label={label!r}: columns of an npy file are numbers, such as -1, the last"
-        ) from None
-    if not -columns <= number < columns or columns < 2:
-        raise UserError(
-            f"label={label}: {path} has {columns} columns; one of them can be the label if others are left"
-        )
-    return number % columns
 
 
 def _parquet(path: Path) -> Any:

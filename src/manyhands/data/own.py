@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from manyhands.data.batches import as_dataset
 from manyhands.errors import DataError, UserError
@@ -213,7 +214,7 @@ class Parties:
         if len(each) != len(samples):
             raise UserError(f"Parties.by: {len(samples)} samples have {len(each)} owners; give one each")
         named = sorted(set(each.tolist()), key=str)
-        return cls({str(name): _Chosen(samples, np.flatnonzero(each == name)) for name in named})
+        return cls({str(name): Subset(samples, np.flatnonzero(each == name).tolist()) for name in named})
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -227,22 +228,8 @@ class Parties:
     def parts(self) -> Iterator[tuple[Any, NDArray[np.int64] | None]]:
         """Each party's data set and which of its samples are the party's; None: all."""
         for data in self._data:
-            yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
+            yield (data.dataset, np.asarray(data.indices)) if type(data) is Subset else (data, None)
 
     def split(self) -> list[NDArray[np.int64]]:
         begins = [0, *self._ends[:-1]]
         return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chosen:
-    """A subset of the samples of a data set."""
-
-    samples: Any
-    indices: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[int(self.indices[index])]

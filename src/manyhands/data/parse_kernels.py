@@ -20,7 +20,6 @@ from manyhands.native.decorators import helper, inlined
 __all__ = [
     "BAD_LABEL",
     "BAD_VALUE",
-    "GOLDEN",
     "MOST_INDEX",
     "PADDING",
     "TOO_LARGE",
@@ -52,10 +51,7 @@ _LINE_FEED, _SPACE, _PLUS, _MINUS, _POINT = 10, 32, 43, 45, 46
 
 @intrinsic  # type: ignore[untyped-decorator]
 def byte(_typing: Any, _text: Any, _at: Any) -> Any:
-    """The byte at `at` of the text that begins at the address `text`.
-
-    Kernels pass addresses of text: an array would be unpacked and its references counted by every function.
-    """
+    """The byte at `at` of the text at the address `text`: an array would be unpacked and counted by every function."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load(builder.inttoptr(builder.add(args[0], args[1]), ir.IntType(8).as_pointer()))
@@ -222,10 +218,7 @@ def _scaled(value: float, exponent: int) -> Any:
 
 @inlined()
 def place_of(key: int, shift: int) -> Any:
-    """The row of the table that holds a feature: its own number, or the upper bits of a product where hashed.
-
-    `shift` is 64 less the bits of the table, or 0 where nothing is hashed.
-    """
+    """The row of a feature: its own number (`shift` 0), or hashed, the upper bits of a product: 64 - `shift` bits."""
     if shift == 0:
         return key
     return np.int64((uint64(key) * uint64(GOLDEN)) >> uint64(shift))

@@ -78,10 +78,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def drawn_apart(seed: int) -> Iterator[None]:
-    """Within, what the host draws follows from `seed` alone; afterwards its generators are as they were.
-
-    So the same is drawn whichever process does it, and nobody sees that it was.
-    """
+    """Within, what the host draws follows from `seed` alone; afterwards its generators are as they were."""
     with preserved():
         seed_host(seed)
         yield

@@ -65,11 +65,7 @@ def batch_shares(
 
 
 class _DrawnApart(BatchShares):
-    """Shares whose pieces are made with separate random numbers.
-
-    Who fetches the first piece sets the generators afterwards; a later one leaves them as they were, which takes longer
-    than to set them.
-    """
+    """Shares whose pieces are made with separate random numbers; the first sets the generators, which is faster."""
 
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed
@@ -145,11 +141,7 @@ class StreamShares(BatchShares):
 
 
 class OwnShares(BatchShares):
-    """Shares drawn from a stream per part: batch k is the next share of every worker.
-
-    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
-    within it. Before a share is drawn `seeded(step, part)` is called.
-    """
+    """Shares drawn from a stream per part, each always full; before one is drawn `seeded(step, part)` is called."""
 
     def __init__(
         self,
@@ -183,11 +175,7 @@ class OwnShares(BatchShares):
 
 
 class _Drawing:
-    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass.
-
-    Whoever wants a batch later than the next, as after a resume, draws those between; an earlier one, the stream from
-    its beginning.
-    """
+    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass."""
 
     def __init__(
         self,
@@ -207,7 +195,7 @@ class _Drawing:
         self._iterator: Iterator[Any] | None = None
 
     def batch(self, step: int) -> list[Any]:
-        if step < self._next and step not in self._drawn:
+        if step < self._next and step not in self._drawn:  # an earlier one: from the beginning of the stream
             self._passes, self._next, self._iterator, self._drawn = 0, 0, None, {}
         while self._next <= step:
             self._seeded(self._next)
@@ -290,8 +278,7 @@ class Upcoming:
     """Predicts the shares that a worker will request next from those it requested; none beyond `steps`.
 
     Steps come as far apart as they mostly came lately: 1 where all workers share each batch, n where n workers take
-    batches in turn. Where batches are given out in the order of asking nobody can know, and a guess may be wrong: then
-    the right batch is loaded, and the time of the wrong one was wasted.
+    batches in order. A guess may be wrong: then the right batch is loaded, and the time of the wrong one was wasted.
     """
 
     def __init__(self, steps: int) -> None:

@@ -30,8 +30,6 @@ from manyhands.native.warming import prepare
 
 __all__ = [
     "FORMATS",
-    "HASHES",
-    "MOST_BITS",
     "MOST_LINE_BYTES",
     "Reading",
     "RowFile",
@@ -128,23 +126,13 @@ class _Block:
 
 
 class RowFile:
-    """A file of examples; `-` is stdin, which can be read once. Reading it again starts at its beginning.
-
-    `bad_lines` and `lines` tell of the last reading, as far as it went.
-    """
+    """A file of examples, `-` is stdin, to be read once; `bad_lines` and `lines` tell of the last reading."""
 
     def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
         self.path, self.reading = str(path), reading or Reading()
         self.lines = self.bad_lines = 0
-        self._taken = False
-
-    @property
-    def name(self) -> str:
-        return "stdin" if self.path == STDIN else self.path
-
-    @property
-    def rereadable(self) -> bool:
-        return self.path != STDIN
+        self.rereadable, self._taken = self.path != STDIN, False
+        self.name = self.path if self.rereadable else "stdin"
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
         """Rows in the order of the file; `on_bytes` is called with the bytes of text read, a block at a time.
@@ -212,7 +200,6 @@ class RowFile:
         return stack.enter_context(gzip.GzipFile(fileobj=stream))
 
     def _texts(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
-        """Blocks of whole lines, each with the line feed that it ends with, and the padding that parsers want."""
         kept: list[bytes] = []
         kept_bytes = 0
         while True:

@@ -147,10 +147,7 @@ def _feature(text: int, at: int, space: int, shift: int, hashes: int) -> Any:
 def _features(
     text: int, at: int, entry: int, shift: int, hashes: int, numbered: Any, indices: Any, values: Any
 ) -> Any:
-    """Read from the first bar to the end of the line: where that is, the next entry, the largest index, what is wrong.
-
-    `numbered` says whether any names were numbers, and in which namespace; it is the last of the results, too.
-    """
+    """Read to the end of the line: that place, next entry, largest index, what is wrong, and `numbered` again."""
     largest, space, scale = np.int64(-1), np.int64(0), 1.0
     has_numbers, numbers_in = numbered  # kept in registers: stores to an array here would cost half the speed
     while byte(text, at) != _LINE_FEED:

@@ -17,7 +17,7 @@ from manyhands.errors import Aborted, UserError
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.draw.showing import showing
 from manyhands.places.local.template import warm
-from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.places.place import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 

@@ -34,11 +34,7 @@ Total = Callable[[Tensor], Tensor]  # Collective: the sum over workers of a floa
 
 
 def room_for(model: nn.Module, world: int) -> int:
-    """How many float64 items `total` should sum at once, so that the buffers of `model` take few exchanges.
-
-    This is also enough for the batch norm statistics that `world` workers exchange in one forward. A model without
-    buffers gives 0.
-    """
+    """How many float64 items `total` should sum at once, for the buffers of `model` or the statistics of a forward."""
     items = sum(one.numel() if one.is_floating_point() else one.nbytes for one in model.buffers())
     return min(items * world, _MOST_ITEMS)
 
@@ -87,12 +83,10 @@ def _values(buffer: Tensor) -> Tensor:
 def synchronize_batch_norms(model: nn.Module, total: Total, part: int, parts: int) -> None:
     """Have every batch norm of `model` train with the statistics of all `parts` of a batch, of which this is `part`.
 
-    So a run of several workers computes what one process computes on the whole batch, on CPUs as on GPUs. In forward
-    the workers exchange the size, the mean and the squares about the mean of their parts, channel by channel, and
-    combine them as Chan, Golub and LeVeque do ("Updating Formulae and a Pairwise Algorithm for Computing Sample
+    In forward the workers exchange size, mean and squares about the mean of their parts, channel by channel,
+    and combine them as Chan, Golub and LeVeque do ("Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", 1979). Backward follows by autograd: what is summed in forward has its gradient summed in backward.
     Every worker must call the same layers in the same order, in forward and in backward, with at least one sample.
-    `total` is collective: the sum over the parts of a float64 vector, inside forward and backward.
     """
 
     def gather(mine: Tensor) -> Tensor:

@@ -67,10 +67,7 @@ class StopRequest:
 
 
 class Listeners:
-    """The callbacks of one run, in the order in which they were given.
-
-    Once a callback has raised, none hears anything more but the end.
-    """
+    """The callbacks of one run, in the order given; once one has raised, none hears anything more but the end."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)

@@ -58,10 +58,7 @@ class ChainFunction(nn.Module):
 
 
 def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules whose composition is the model; nested `nn.Sequential`s are flattened.
-
-    UserError, with advice on how to declare a chain, where the model is not one.
-    """
+    """The modules whose composition is the model, nested `nn.Sequential`s flattened; UserError where it is no chain."""
     if isinstance(model, SaysChain):
         given = model.chain()
         is_list = isinstance(given, Sequence)

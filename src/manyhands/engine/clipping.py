@@ -73,10 +73,7 @@ def clip_own(task: Task, model: nn.Module) -> None:
 
 
 def clippable(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters for torch's clipping functions; a row-sparse gradient, as of an embedding, becomes its rows.
-
-    An absent row is 0: it adds nothing to a norm, and lies within every bound.
-    """
+    """Parameters for torch's clipping; a row-sparse gradient becomes its rows: an absent one is 0, which is fine."""
     return [_rows_of(one) if one.grad is not None and one.grad.is_sparse else one for one in parameters]
 
 

@@ -22,14 +22,13 @@ from torch import nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Meter, SentFor, Traffic
+from manyhands.engine.exchange import Meter, Resources, SentFor, Traffic
 from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote
 from manyhands.engine.run import overlap_report
 from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import NonFinite
 from manyhands.native.counters import Counter
 from manyhands.native.group.gate import FREE
@@ -46,10 +45,7 @@ _TALLY_ITEMS = CACHE_LINE // 8
 
 
 class Control:
-    """The workers' control block, at the start of their shared memory: step assignment, failed rank, sums.
-
-    Constructed on every worker, on zeroed memory.
-    """
+    """The workers' control block, at the start of their (zeroed) shared memory: step assignment, failed rank, sums."""
 
     def __init__(self, segment: Segment, group: SharedGroup, order: str, task: KernelTask) -> None:
         self.group = group
@@ -74,10 +70,7 @@ class Control:
 
 
 class KernelTrainer:
-    """Trains by a compiled `step`; `run` is called once, on every worker.
-
-    The caller closes the step and the group.
-    """
+    """Trains by a compiled `step`; `run` is called once, on every worker. The caller closes step and group."""
 
     kept = None
 
@@ -93,7 +86,7 @@ class KernelTrainer:
         self._control, self._group = control, control.group
         self.rank, self.world = self._group.rank, self._group.world
         self._in_lockstep = isinstance(control.order, Together)
-        self._is_free = not self._in_lockstep and control.order.turn.order == FREE
+        self._is_free = not self._in_lockstep and control.order.compiled_gate.order == FREE
         self._worker_context = worker_context
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0

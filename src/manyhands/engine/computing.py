@@ -98,10 +98,7 @@ class Computer:
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
-        """Build model, optimizer and schedule as they are before `first_step`, without trained weights.
-
-        They are on the worker's device, or in host memory with `on_host`.
-        """
+        """Model, optimizer and schedule as before `first_step`, untrained; on the worker's device unless `on_host`."""
         seed_all(self.plan.seed)
         model = self.task.model()
         if not on_host:
@@ -208,10 +205,7 @@ class Computer:
         parts: int = 1,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[dict[str, float], int] | None:
-        """Means over the evaluation data and the number of samples; None where the task has none.
-
-        With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
-        """
+        """Means over (this part of) the evaluation data and the samples; None without data. `total` sums over parts."""
         if self.task.evaluation is None:
             return None
         functions = self.measures()
@@ -248,10 +242,7 @@ class Computer:
         return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
 
     def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
-        """The weighted mean loss over the samples of a piece of a share.
-
-        Of a loss that is a sum, the mean times the size of the batch, so that the weighted pieces add up to the sum.
-        """
+        """The weighted mean loss of a piece; of a sum, times the batch's size, so that weighted pieces add up."""
         with self.precision():
             loss = self.task.loss(model, batch)
         if piece.sample_weights is None:

@@ -87,10 +87,7 @@ def parameter_hashes(named: NamedParameters) -> Hashes:
 
 
 def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[int] | None = None) -> str:
-    """Names the first parameter that differs, and the workers on which it does.
-
-    `hashes` has a row per worker and a column per name. The rows belong to the workers `ranks`, or to all.
-    """
+    """The first parameter (column) that differs, and the workers (rows: `ranks`, or all) on which it does."""
     ranks = range(len(hashes)) if ranks is None else ranks
     differs = (hashes != hashes[0]).any(axis=0)
     first = int(np.argmax(differs))

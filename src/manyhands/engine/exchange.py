@@ -26,30 +26,32 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.options import SYNCHRONIZE
 from manyhands.errors import UserError
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.liveness import Alarm
 
 __all__ = [
     "NO_GRADIENT",
-    "ChangingWorkers",
     "Exchange",
     "ExchangeState",
-    "GradientHooks",
     "GradientParts",
     "LocalStep",
     "Meter",
     "MicrobatchTime",
     "PeerTraffic",
+    "Resources",
     "SentFor",
     "SharedStep",
     "SingleExchange",
     "Times",
     "Traffic",
-    "TrainingRounds",
     "WorkerPart",
 ]
 
@@ -95,7 +97,6 @@ class PeerTraffic:
     received_ns: int = 0
 
     def add(self, more: PeerTraffic) -> None:
-        """Add the traffic between the same two workers over another channel."""
         self.messages_sent += more.messages_sent
         self.bytes_sent += more.bytes_sent
         self.sent_ns = min((moment for moment in (self.sent_ns, more.sent_ns) if moment), default=0)
@@ -239,10 +240,7 @@ class ExchangeState:
 
 
 class ChangingWorkers(Protocol):
-    """Where workers join and leave: when any is lost the others continue, and repeat what was interrupted.
-
-    Since worker 0 may be lost, every worker keeps what worker 0 alone reports.
-    """
+    """Where workers join and leave; since worker 0 may be lost, each keeps what worker 0 alone reports."""
 
     slot: int  # the identity of this worker, whatever its rank becomes
 
@@ -272,6 +270,42 @@ class TrainingRounds(Protocol):
 
     def evaluation_facts(self) -> Mapping[str, Any]:
         """Extra fields for the history's row of the last evaluation, the same on every worker: plain values."""
+
+
+def _apart() -> SharedGroup:
+    raise UserError("the workers of this host share no memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """One worker's resources, on one host or several; the caller that requests the group closes it."""
+
+    rank: int
+    world: int  # how many workers there are
+    timeout_s: float
+    # Memory that all of them share, with barriers; UserError where they are on several hosts
+    group: Callable[[], SharedGroup]
+    # A link to each of the others; only where the strategy `uses_links`, or there are several hosts
+    links: Callable[[], Mapping[int, Link]]
+    # Memory that those of this worker's host share, by their places in it, where there are several hosts
+    host_group: Callable[[], SharedGroup] = _apart
+    seed: int = 0  # of the run
+    # Where this worker computes
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, never changed
+    # The ranks of each host, where there are several; empty: all are on this one
+    hosts: Sequence[Sequence[int]] = ()
+    helpers: int = 0  # processes that only sum for the workers: those of the ranks after them
+    shares_memory: bool = True  # whether there is a `group` to ask for
+    # A store for the process groups of torch's engines, with the run's deadline; None where nobody keeps one
+    torch_store: Callable[[], Store] | None = None
+    # Whether the user trusts the network between hosts, so that what cannot be encrypted may go there, too
+    in_the_clear: bool = False
+    alarm: Alarm | None = None  # ends waits for what comes over links, where somebody watches over the others
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether some workers are on other hosts, so that no memory is shared by all."""
+        return len(self.hosts) > 1
 
 
 class Exchange(ABC):
@@ -338,10 +372,7 @@ class Exchange(ABC):
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
-        """Collective: means over the evaluation data and the number of samples; each worker evaluates its part.
-
-        With `alike`, after `attach`, each evaluates all of the data, which must be small.
-        """
+        """Collective: means over the evaluation data and the samples, each its part, or with `alike` all of them."""
         if alike:
             return computer.evaluate(model)
         return computer.evaluate(model, self.rank, self.world, self.total)

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from manyhands.engine.device import device_of
+from manyhands.engine.exchange import Resources
 from manyhands.engine.reporting import NOTES, WorkerNote
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Stage
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.native.threads import with_threads
@@ -96,10 +96,7 @@ def wait_for_orders(member: GroupMember) -> BeginTraining:
 
 
 class ControlListener:
-    """The leader's thread that listens to the other workers, a context manager; the first failure ends all waits.
-
-    `on_failure` is called in that thread, once.
-    """
+    """The leader's thread that listens to the others, a context manager; the first failure ends all waits."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._process_group = process_group
@@ -126,7 +123,6 @@ class ControlListener:
             return self.failure
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Wait until all others have finished; WorkerFailed or PeerTimeout where one does not."""
         others = self._process_group.place.world - 1
         with self._changed:
             done = self._changed.wait_for(
@@ -190,10 +186,7 @@ class ControlListener:
 
 
 class ExternalWorker(ABC):
-    """The worker context of an externally started process; a context manager around its part of the run.
-
-    Signals are polled between steps and not raised elsewhere, because the other workers must be told first.
-    """
+    """The worker context of an externally started process; signals are polled: others must be told first."""
 
     def __init__(self, ring: EventRing, on_failure: Callable[[Callable[[int, str], None]], None]) -> None:
         """`on_failure` registers what ends this worker's waits when another has failed: `act(rank, sentence)`."""
@@ -380,10 +373,7 @@ def connect_worker(
     seed: int,
     timeout_s: float,
 ) -> Iterator[WorkerLinks]:
-    """Collective: rendezvous, then open shared memory on this host and links to the others, as `strategy` needs.
-
-    UserError on every worker where the strategy cannot span so many hosts.
-    """
+    """Collective: rendezvous, then open shared memory and links as `strategy` needs; UserError where it cannot."""
     place = party.place
     with ExitStack() as stack:
         rendezvous = stack.enter_context(
@@ -478,5 +468,5 @@ def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: obj
     """Close links that an exchange left open; without a goodbye where this worker failed, so that no peer waits."""
     for link in links.values():
         if kind is not None and isinstance(link, TcpLink):
-            link.abandon()
+            link.close(silently=True)
         link.close()

@@ -98,10 +98,7 @@ def fit_or_kept(
     keep: Keeping | None,
     is_result: Callable[[Kept], bool] = lambda _: True,
 ) -> Run | Kept:
-    """`fit`, or after a signal that ends it the last checkpoint of a run that is kept.
-
-    Where there is none, or `is_result` says that it is none yet, the signal's exception is raised.
-    """
+    """`fit`, or after a signal the last checkpoint of a kept run, if it `is_result`; else the signal's exception."""
     from manyhands.engine.training import last_kept
     from manyhands.places.local.signals import signal_of
 
@@ -119,10 +116,9 @@ def fit_or_kept(
 
 
 def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:
-    """Import what workers need, and `modules`, in the template process that they will be forked from.
+    """Import what workers need, and `modules`, in the template process that they will be forked from; returns at once.
 
-    Returns at once; does nothing where the strategy starts no processes. `fit` calls it first. A caller that reads
-    data before `fit` calls it before reading.
+    `fit` calls it first; a caller that reads data before `fit` calls it before reading.
     """
     if strategy.forks_workers(compiled=compiled) and find_place().forks:
         expect((*STRATEGIES[strategy.word].modules, *modules))

@@ -34,21 +34,14 @@ _RING_BYTES = 1 << 20  # events of one worker, and other small parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class Sizes(ModelFootprint):
     """The bytes of a task, each copy of each part counted once."""
 
-    parameters: int
-    gradients: int
-    buffers: int = 0
-    state: int = 0  # what the optimizer keeps
     data: int = 0
 
 
 def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
-    """The sizes of a task, without computing anything; `model` is one that it has built.
-
-    What is held on a separate device takes nothing of the host. A compiled task keeps all its state in the model.
-    """
+    """The sizes of a task and its `model`, computing nothing; what is on another device takes nothing of the host."""
     if isinstance(task, KernelTask):
         return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
     data = _data_bytes(task.data) + _data_bytes(task.evaluation)
@@ -77,17 +70,14 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
         return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
     if strategy.truth is Truth.ONE_PROCESS:
         return MemoryCost()
-    model = ModelFootprint(
-        parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
-    )
     if strategy.truth is Truth.EVERYONE:
-        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.facts.model_parts, 0
+        own, kept = sizes.weights + (sizes.gradients + sizes.state) // strategy.facts.model_parts, 0
     else:
-        two, four = (sum(row.count * row.total for row in strategy.needs(model, n)) for n in (2, 4))
+        two, four = (sum(row.count * row.total for row in strategy.needs(sizes, n)) for n in (2, 4))
         own = (four - two) // 2
         kept = two - 2 * own
     if strategy.truth is Truth.SHARES:
-        own = max(own, model.weights)  # as it is built, before it is cut
+        own = max(own, sizes.weights)  # as it is built, before it is cut
     others = sum(strategy.processes(1).values())  # but one worker; and the template of all forks
     once = Amount(memory_bytes=kept + sizes.data)
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
-from manyhands.native.group.gate import Turn
+from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
@@ -55,10 +55,7 @@ class Taken:
 
 
 class KernelStep(ABC):
-    """One worker's compiled step, on private or shared memory; `close` is idempotent.
-
-    The `state_dict()` of `model` is all that a run needs to continue; it is complete and current after `gather`.
-    """
+    """One worker's compiled step; after `gather`, `model`'s `state_dict()` is all that a run needs to continue."""
 
     shares_memory: ClassVar[bool] = True  # whether all workers train on one memory; else each has its own
     # Memory that all workers share, where the step has it: its first bytes are the trainer's
@@ -69,10 +66,7 @@ class KernelStep(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Whether training has converged, so that the run ends before its last step: the same on all workers.
-
-        It may become true with the last step of a pass, and is asked at the synchronization after it.
-        """
+        """Whether training has converged, the same on all workers; asked at the synchronization after a pass."""
         return False
 
     @abstractmethod
@@ -148,8 +142,8 @@ class KernelTask(ABC):
         """The bytes that `shared_model` takes."""
 
     @abstractmethod
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """The step on this memory, which others may be changing; `turn` describes the gate that orders steps."""
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
+        """The step on this memory, which others may be changing; `gate` describes the gate that orders steps."""
 
     @abstractmethod
     def warm(self) -> None:
@@ -169,14 +163,10 @@ class KernelTask(ABC):
 
     @abstractmethod
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """The task as `strategy` trains it: itself, or a `Task` where the strategy exchanges gradients.
-
-        UserError where strategy, workers and options do not go together.
-        """
+        """Itself, or a `Task` where the strategy exchanges gradients; UserError where they do not go together."""
 
     @property
     def passes(self) -> Passes:
-        """The pass structure of a run: the number of steps in one pass; a step's row says what it weighs."""
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:
@@ -192,10 +182,7 @@ class KernelTask(ABC):
 
 
 def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: str) -> None:
-    """UserError unless `strategy` is one process, or copies whose workers each have a part of the rows.
-
-    `no_settings` says why the copies have no settings, and what to use instead.
-    """
+    """UserError unless one process or plain copies share the rows; `no_settings` says why copies have no settings."""
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be an integer of at least 1")
     if strategy.most_workers is not None and workers > strategy.most_workers:

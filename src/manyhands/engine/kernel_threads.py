@@ -75,7 +75,7 @@ class KernelThreads(Training):
         with closing(group):
             with group.share(Control.num_bytes(files.world), "who takes which step") as segment:
                 control = Control(segment, group, order, task)
-                with closing(task.step(self._model, control.order.turn)) as step:
+                with closing(task.step(self._model, control.order.compiled_gate)) as step:
                     worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
                     trainer = KernelTrainer(request.plan, step, control, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
@@ -105,10 +105,9 @@ class _WorkerThreads:
             finally:
                 self.notes.put(None)
 
-        names = [f"manyhands-worker-{rank}" for rank in range(self.files.world)]
         threads = [
-            threading.Thread(target=life, args=(rank,), name=name, daemon=True)
-            for rank, name in enumerate(names)
+            threading.Thread(target=life, args=(rank,), name=f"manyhands-worker-{rank}", daemon=True)
+            for rank in range(self.files.world)
         ]
         with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:

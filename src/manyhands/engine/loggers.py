@@ -45,7 +45,6 @@ class _RowLogger(Callback):
         return None
 
     def _take(self, row: dict[str, Any]) -> None:
-        """Log the next row, with its metrics as columns."""
         raise NotImplementedError
 
 

@@ -19,7 +19,7 @@ from manyhands.places.local.host import check_watchdog_s
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.totals import TotalsSnapshot
-    from manyhands.places.run_commands import Command
+    from manyhands.places.place import Command
     from manyhands.transport.security import Security
 
 __all__ = [
@@ -114,16 +114,12 @@ class Options:
     """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
 
     def __post_init__(self) -> None:
-        for name in ("evaluate_every", "checkpoint_every"):
+        for name in ("evaluate_every", "checkpoint_every", "keep_checkpoints", "min_workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
-        if self.keep_checkpoints < 1:
-            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
         if self.check_every < 0:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
-        if self.min_workers is not None and self.min_workers < 1:
-            raise UserError(f"min_workers={self.min_workers} must be at least 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         if self.buffers not in BUFFERS:

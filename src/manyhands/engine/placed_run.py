@@ -32,7 +32,7 @@ from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import terms_of
 from manyhands.places.external.process_group import GroupMember, join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategy import Strategy
 
 __all__ = ["RequestedRun", "spoken_by"]
@@ -116,10 +116,7 @@ class RequestedRun:
         return run_session(self.request, self.out, self.resume)
 
     def take_part(self, process: ProcessPlace, name: str | None = None) -> Run:
-        """Be one process of the run; `name` is by default made of how often this process has called `fit`.
-
-        Returns the same on each process but for the directory.
-        """
+        """Be one process of the run `name` (by default, of how often `fit` was called); all return the same."""
         request = self.request
         if process.world == 1:
             return self.here()
@@ -191,19 +188,8 @@ def _run_of(model: nn.Module, data: bytearray) -> Run:
 def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
     """What must be the same on every process, the most informative difference first."""
     config: dict[str, Any] = request.config(model)
-    versions, plan = config.pop("versions"), request.plan
+    versions = config.pop("versions")
     first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}
-    return terms_of(
-        {
-            **first,
-            "manyhands": versions["manyhands"],
-            "torch": versions["torch"],
-            **config,
-            "stopping": plan.stopping,
-            "autocast": plan.autocast,
-            "compile": plan.compile,
-            "buffers": plan.buffers,
-            "check_every": plan.check_every,
-            "slow": plan.slow,
-        }
-    )
+    first |= {name: versions[name] for name in ("manyhands", "torch")}
+    of_plan = ("stopping", "autocast", "compile", "buffers", "check_every", "slow")
+    return terms_of({**first, **config, **{name: getattr(request.plan, name) for name in of_plan}})

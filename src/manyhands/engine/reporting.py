@@ -28,7 +28,6 @@ __all__ = [
     "Peers",
     "ProcessContext",
     "Reporter",
-    "Saved",
     "StepBook",
     "WorkerContext",
     "WorkerNote",
@@ -43,19 +42,11 @@ Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A checkpoint was written."""
-
-    step: int
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNote:
     """A worker's message to the launcher: rows of the history, a checkpoint, and a notice for the user."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
-    saved: Saved | None = None
+    saved: tuple[int, str] | None = None  # the step and the path
     notice: str | None = None
 
 
@@ -106,8 +97,7 @@ class Peers(Protocol):
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
 
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate`
-    runs on the task's evaluation data, where it has some.
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
     """
 
     def __init__(
@@ -144,10 +134,7 @@ class Reporter:
     def begin(
         self, step: int = 0, extra: Mapping[str, Any] | None = None, scheduler: LRScheduler | None = None
     ) -> None:
-        """Start the clock of training, with `step` steps done and the checkpoint's `extra`.
-
-        `scheduler` advances with the evaluations, identically on every worker.
-        """
+        """Start the clock, after `step` steps, with the checkpoint's `extra`; `scheduler` advances with evaluations."""
         self._reached, self._scheduler, extra = step, scheduler, extra or {}
         if self._patience is not None and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
@@ -245,7 +232,7 @@ class Reporter:
         )
         try:
             path = checkpoints.save(snapshot)
-            self._worker_context.note(WorkerNote(saved=Saved(step=step, path=str(path))))
+            self._worker_context.note(WorkerNote(saved=(step, str(path))))
             self._failed_to_save = False
         except WriteFailed as error:  # a full disk costs the checkpoint and not the run
             if not self._failed_to_save:
@@ -258,10 +245,7 @@ class Reporter:
         return {**stopping, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
 
     def for_newcomers(self) -> dict[str, Any]:
-        """What a worker that joins now needs: as a checkpoint's `extra`, on this host's clock.
-
-        Sends the rows up to now first, because the new worker has none of them and may become worker 0.
-        """
+        """What a worker that joins now needs, as a checkpoint's `extra`; sends all rows first: it may lead."""
         self._send()
         return {**self._kept(), "began_ns": self._began_ns, "evaluated": dict(self._evaluated)}
 
@@ -294,11 +278,7 @@ def is_due(before: int, step: int, every: int) -> bool:
 
 
 class StepBook:
-    """Books the parts of one step in order: each part begins where the one before it ended.
-
-    `step` is the global batch, from 0, and `record` is that of `WorkerContext`. Time that no call books is left
-    unaccounted.
-    """
+    """Books the parts of step `step` (a global batch, from 0) in order: each begins where the one before it ended."""
 
     def __init__(self, record: Callable[..., bool], step: int, begin_ns: int) -> None:
         self._record, self._step, self._begin_ns = record, step, begin_ns
@@ -337,10 +317,7 @@ class StepBook:
         self.at_ns = until_ns
 
     def posts(self, posts: Mapping[int, PeerTraffic], wire: int) -> None:
-        """Book the traffic with each other worker: all of a step in one direction counts as one message.
-
-        The message has the same number at both ends.
-        """
+        """Book the traffic with each other worker: one message a step and direction, of one number at both ends."""
         for peer, post in posts.items():
             about = {"peer": peer, "message": (self._step + 1) & 0xFFFFFFFF, "wire": wire}
             if post.messages_sent:

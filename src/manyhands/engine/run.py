@@ -120,10 +120,7 @@ PASS_LOSS = "pass_loss"  # the metric in the history: of every sample before the
 
 
 class PassLosses:
-    """Adds a row with the mean loss of a pass after the row of the last step of the pass to arrive.
-
-    `known` are earlier rows of the same run, which have theirs.
-    """
+    """Adds a row with the mean loss of a pass after its last step's row to arrive; `known` rows have theirs."""
 
     def __init__(self, passes: Passes, known: Iterable[dict[str, Any]] = ()) -> None:
         self._passes = passes

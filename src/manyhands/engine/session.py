@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.atomic import Backlog, WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
-from manyhands.data.store.line_files import Backlog
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, fingerprint
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
@@ -45,10 +44,9 @@ def run_session(
     starts: bool = True,
     train: Callable[[Request, nn.Module], Training] | None = None,
 ) -> Run:
-    """Train as requested, in the directory `out` if given. See `fit`.
+    """Train as requested, in the directory `out` if given; `train` makes a training that is not the strategy's own.
 
-    The place says how to `drive` the training, and whether that starts processes on this host. `train` makes the
-    training, where that is not the strategy's own.
+    The place says how to `drive` the training, and whether that starts processes on this host.
     """
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
@@ -221,7 +219,6 @@ class _Session:
 
     @property
     def _seconds(self) -> float:
-        """Seconds since training began, on the time base of the reported rows."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
@@ -277,16 +274,15 @@ class _Session:
         except CorruptCheckpoint:  # resuming will report the damage; this error says why the run ended
             return
         if step:
-            way = f"{self._kept(step, self._directory)}; go on with: {self._command(self._directory)}"
-            text = str(error)
+            kept, command = self._kept(step, self._directory)
+            way, text = f"{kept}; go on with: {command}", str(error)
             error.args = (f"{text}\n\n{way}" if "\n" in text else f"{text}; {way}",)
 
-    def _kept(self, step: int, directory: RunDirectory) -> str:
-        return f"step {step} of {self._request.plan.steps} is kept in {directory.path}"
-
-    def _command(self, directory: RunDirectory) -> str:
+    def _kept(self, step: int, directory: RunDirectory) -> tuple[str, str]:
+        """What is kept, and the command to continue."""
         asked = self._request.options.resume_command
-        return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
+        command = f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
+        return f"step {step} of {self._request.plan.steps} is kept in {directory.path}", command
 
     def _report_interruption(self, number: Signals, training: Training) -> None:
         directory = self._directory
@@ -294,8 +290,9 @@ class _Session:
             kept, how = "nothing was kept, because the run has no directory (out=)", ""
         else:
             step = training.kept_step(directory)
-            kept = self._kept(step, directory) if step else "no checkpoint was due yet"
-            how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
+            kept, command = self._kept(step, directory)
+            kept = kept if step else "no checkpoint was due yet"
+            how = f"; {'go on' if step else 'begin again'} with: {command}"
             sentence = f"ended by {number.name}; {kept}"
             directory.append_member({"event": "interrupted", "at_s": self._seconds, "sentence": sentence})
         options = self._request.options

@@ -74,7 +74,7 @@ class Stage:
         rows = [dict(row) for row in note.rows]
         self.take_rows(order.add(rows) if order is not None else rows)
         if note.saved is not None:
-            self.take_checkpoint(note.saved.step, Path(note.saved.path))
+            self.take_checkpoint(note.saved[0], Path(note.saved[1]))
         if note.notice is not None:
             self.say(note.notice)
 
@@ -111,10 +111,7 @@ class Stage:
 
 
 class Training(ABC):
-    """One strategy's training of a run; `resume` is called at most once, then `run` once.
-
-    Where processes were started externally, `lead` is called once instead, and `take_part` in those that it leads.
-    """
+    """One strategy's training of a run: `resume` at most once, then once `run`, or `lead` with external processes."""
 
     # Whether processes that somebody else started can be its roles: one of them leads, the others `take_part`
     can_take_part: ClassVar[bool] = False

@@ -52,10 +52,7 @@ class Trained:
 
 
 class Trainer:
-    """Trains one worker's replica; `run` is called once.
-
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
-    """
+    """Trains one worker's replica; `run` is called once. All are given `checkpoints`, or none: saving is collective."""
 
     def __init__(
         self,
@@ -84,10 +81,7 @@ class Trainer:
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
-        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
-
-        Takes the tensors out of `start`.
-        """
+        """Train from `start`, whose tensors are taken out, to the end; NonFinite on the worker whose loss broke."""
         with self._computer.loading_ahead():
             return self._run(start)
 
@@ -304,15 +298,17 @@ def diagnose(
 ) -> str:
     """What broke first and what to try, as a part of a sentence; from the weights and the earlier losses.
 
-    No step is taken with a loss that is not finite, so the weights are those of the step before. If they are not
-    finite, the last update broke them. If they or the loss have grown without bounds, training diverges. Else it is
-    this batch, or what the loss function does with it.
-
-    `what` is not finite now; `since` names the update that the weights are of, where that is known (empty: the model
-    was built with them); `clip` says whether clipping is something to try.
+    No step is taken with a loss that is not finite, so the weights are those of the step before, by the update `since`
+    (empty: the model was built with them). `what` is not finite now; `clip` says whether clipping can be tried.
     """
-    bad, largest, where = _weights(model)
-    grown = ""
+    bad, largest, where, grown = None, 0.0, "", ""
+    for name, parameter in model.named_parameters():
+        most = float(parameter.detach().abs().max()) if parameter.numel() else 0.0  # a NaN comes through
+        if not math.isfinite(most):
+            bad = name
+            break
+        if most >= largest:
+            largest, where = most, name
     if course.has_grown:
         grown = f", and the loss had grown from {course.first:.3g} to {course.last:.3g}"
     rate = "lower the learning rate" + (" or clip the gradient (Task(clip_norm=1.0))" if clip else "")
@@ -332,18 +328,3 @@ def diagnose(
         f"the {what} is the first that is not: the weights are finite, up to {largest:.3g} ({where!r}){so}; look at "
         "that batch, and at what the loss divides by or takes the logarithm of; a lower learning rate may help"
     )
-
-
-@torch.no_grad()
-def _weights(model: nn.Module) -> tuple[str | None, float, str]:
-    """The first parameter with a value that is not finite; else the largest value and where it is."""
-    largest, where = 0.0, ""
-    for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            continue
-        most = float(parameter.detach().abs().max())  # a NaN comes through
-        if not math.isfinite(most):
-            return name, most, name
-        if most >= largest:
-            largest, where = most, name
-    return None, largest, where

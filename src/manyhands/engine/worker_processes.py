@@ -27,12 +27,11 @@ from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
-from manyhands.engine.exchange import Exchange, SentFor
+from manyhands.engine.exchange import Exchange, Resources, SentFor
 from manyhands.engine.reporting import NOTES, ProcessContext, WorkerContext
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training, training_class
 from manyhands.engine.worker import Trained, Trainer
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
@@ -74,10 +73,7 @@ class WorkerJob:
 
 
 class ProcessTraining(Training):
-    """Trains in worker processes; a strategy defines what one worker does.
-
-    The processes are started on this host, or were started externally: then each process of the run is one worker.
-    """
+    """Trains in worker processes, started here or externally; a strategy defines what one worker does."""
 
     can_take_part = True
 
@@ -240,10 +236,7 @@ class ProcessTraining(Training):
 
 
 class ExchangeTraining(ProcessTraining):
-    """Trains by the common loop with the strategy's exchange.
-
-    Where its workers choose a codec (`codec=auto`), the choice stands in the summary.
-    """
+    """Trains by the common loop with the strategy's exchange; a codec that is chosen stands in the summary."""
 
     @property
     def _chooses(self) -> bool:
@@ -263,11 +256,7 @@ class ExchangeTraining(ProcessTraining):
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
-        """One worker's end among workers of several hosts, and a collective for small words over the same links.
-
-        `strategy` is what `Strategy.across_hosts` made it. Here it is for those that ask for nothing but links, and
-        for no loop of one's own, so that there are no words.
-        """
+        """Among several hosts: one worker's end, and a collective for small words over the links, or None."""
         return cls.exchange(strategy, resources), None
 
     @classmethod

@@ -23,9 +23,9 @@ from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.errors import UserError
-from manyhands.facts import LayerFootprint, ModelFootprint
+from manyhands.facts import LayerFootprint, ModelFootprint, Stepping
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
-from manyhands.strategies.common.sharding.optimizers import is_elementwise, kept_by
+from manyhands.strategies.common.sharding.optimizers import cannot_step, kept_by
 from manyhands.task import Task
 
 __all__ = ["Estimate", "estimate"]
@@ -144,7 +144,7 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
     """Return the bytes of the optimizer's state after its first step, from small stand-ins or from a real step."""
     try:
-        if is_elementwise(optimizer):
+        if not cannot_step(optimizer, Stepping.IN_PIECES):
             return sum(one.nbytes for kept in kept_by(optimizer).values() for one in kept)
     except UserError:  # its state cannot be shared, which is irrelevant here
         pass

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 from xml.sax.saxutils import escape
 
-from manyhands.engine.placement.tracing import Graph, Node, cut_of
+from manyhands.engine.placement.tracing import Graph, cut_of
 from manyhands.errors import format_bytes
 from manyhands.observe.draw.axes import aligned
 
@@ -63,7 +63,14 @@ def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
         *_edges(graph, places),
     ]
     for number, (node, place) in enumerate(zip(graph.nodes, places, strict=True)):
-        body += _box(node, _middle(number), kinds.index(place) % _COLOURS)
+        y, colour = _middle(number) - _HIGH // 2, kinds.index(place) % _COLOURS
+        parameters = f" · {node.parameters:,} parameters" if node.parameters else ""
+        what = f"{escape(node.kind)}{parameters} · {_shape(node.shape)} · {format_bytes(node.output_bytes)}"
+        body += [
+            f'<rect class="box" x="{_LEFT}" y="{y}" width="{_BOX}" height="{_HIGH}" rx="6" fill="var(--p{colour})"/>',
+            f'<text class="name" x="{_LEFT + 12}" y="{y + 17}">{escape(node.name)}</text>',
+            f'<text class="faint" x="{_LEFT + 12}" y="{y + 33}">{what}</text>',
+        ]
     return "\n".join([*body, "</svg>\n"])
 
 
@@ -82,17 +89,6 @@ def _legend(kinds: Sequence[str]) -> Iterator[str]:
         yield f'<rect class="box" {at} rx="3" fill="var(--p{colour})"/>'
         yield f'<text class="faint" x="{x + 20}" y="47">{escape(place)}</text>'
         x += 40 + 8 * len(place)
-
-
-def _box(node: Node, middle: int, colour: int) -> Iterator[str]:
-    y = middle - _HIGH // 2
-    parameters = f" · {node.parameters:,} parameters" if node.parameters else ""
-    yield f'<rect class="box" x="{_LEFT}" y="{y}" width="{_BOX}" height="{_HIGH}" rx="6" fill="var(--p{colour})"/>'
-    yield f'<text class="name" x="{_LEFT + 12}" y="{y + 17}">{escape(node.name)}</text>'
-    yield (
-        f'<text class="faint" x="{_LEFT + 12}" y="{y + 33}">{escape(node.kind)}{parameters} · '
-        f"{_shape(node.shape)} · {format_bytes(node.output_bytes)}</text>"
-    )
 
 
 def _edges(graph: Graph, places: Sequence[str]) -> Iterator[str]:

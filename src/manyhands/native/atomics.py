@@ -92,8 +92,6 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pause(typingctx: Any) -> Any:
-    """Tell the core that this is a spin loop."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _X86:
             kind, name = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
@@ -151,5 +149,4 @@ def futex_wait(address, expected, timeout_ns):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def futex_wake(address):  # type: ignore[no-untyped-def]
-    """Wake everyone asleep on the word at `address`."""
     return _syscall(_FUTEX_NUMBER, address, _FUTEX_WAKE, 2147483647, 0, 0, 0)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 __all__ = ["cache_folder", "digest_of", "folder_of", "imported_files", "module_file"]
 
-ROOT = Path(__file__).resolve().parent.parent
-"""The folder of the package."""
+ROOT = Path(__file__).resolve().parent.parent  # the folder of the package
 
 _COMPILERS = ("numba", "llvmlite", "numpy")
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)

@@ -109,7 +109,6 @@ class _Place:
         return str(self._folder)
 
     def get_source_stamp(self) -> str:
-        """The folder's name, which identifies the sources."""
         return os.path.basename(self.get_cache_path())
 
     def get_disambiguator(self) -> str:

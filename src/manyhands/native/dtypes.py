@@ -42,16 +42,14 @@ NAMED: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in T
 """By name, those that this torch has."""
 CODES: Final[dict[torch.dtype, int]] = {dtype: TYPES[name][0] for name, dtype in NAMED.items()}
 BY_CODE: Final[dict[int, torch.dtype]] = {code: dtype for dtype, code in CODES.items()}
-LINKED: Final = tuple(dtype for dtype, code in CODES.items() if code <= _LAST_LINKED)
-"""What a link carries."""
+LINKED: Final = tuple(dtype for dtype, code in CODES.items() if code <= _LAST_LINKED)  # what a link carries
 STORED: Final[dict[torch.dtype, str]] = {
     dtype: stored for name, dtype in NAMED.items() if (stored := TYPES[name][1]) is not None
 }
 """What a safetensors file holds, and how it calls that."""
 SUMMED: Final = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What is summed over workers, and the number of the compiled code that does it."""
-HALVES: Final = (torch.bfloat16, torch.float16)
-"""Those of them that are widened to float32 to be summed."""
+HALVES: Final = (torch.bfloat16, torch.float16)  # those of them that are widened to float32 to be summed
 
 _codes = {code for code, _ in TYPES.values()}
 if len(_codes) != len(TYPES) or min(_codes) < 1:

@@ -31,7 +31,6 @@ _CGROUP = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "m
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that holds `num_bytes`."""
     return -(-num_bytes // multiple) * multiple
 
 

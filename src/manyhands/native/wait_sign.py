@@ -55,25 +55,20 @@ class LongWait:
             self._is_shown = True
 
     def begin_again(self) -> None:
-        """Begin the next wait: what was waited for is here."""
         self._began_ns = time.monotonic_ns()
-        self._hide()
+        if self._is_shown:
+            take_down(self._sign)
+            self._is_shown = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hide()
-
-    def _hide(self) -> None:
-        if self._is_shown:
-            take_down(self._sign)
-            self._is_shown = False
+        self.begin_again()
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def put_up(sign: int, peer: int, since_ns: int) -> None:
-    """Publish that role `peer` is waited for since `since_ns`."""
     store_i64(sign, since_ns)
     store_i64(sign + _PEER, peer + 1)
 

@@ -28,8 +28,7 @@ __all__ = ["jobs_of", "missing_jobs", "prepare", "spent_s"]
 
 _PATIENCE_S = 600.0
 _SHOWN_EVERY_S = 1.0
-_PREPARED: set[str] = set()
-"""What this process has prepared, or tried to."""
+_PREPARED: set[str] = set()  # what this process has prepared, or tried to
 _SPENT_S: list[float] = []
 
 

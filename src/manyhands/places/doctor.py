@@ -8,8 +8,8 @@ import os
 import platform
 import ssl
 import sys
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -26,14 +26,11 @@ class DoctorVerdict(Enum):
     """How a finding bears on training here."""
 
     GOOD = "good"
-    NOTE = "note"
-    """Works without it; the advice says what it would give."""
-    BAD = "bad"
-    """Training will not work until this is fixed."""
+    NOTE = "note"  # works without it; the advice says what it would give
+    BAD = "bad"  # training will not work until this is fixed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing looked at; `advice` says how to get what is missing."""
 
     subject: str
@@ -45,9 +42,7 @@ class Finding:
 def _finding(subject: str, found: str, advice: str = "", *, needed: bool = False) -> Finding:
     """What is there; with an advice something is missing, without which training works unless it is `needed`."""
     lacking = DoctorVerdict.BAD if needed else DoctorVerdict.NOTE
-    return Finding(
-        subject=subject, verdict=lacking if advice else DoctorVerdict.GOOD, found=found, advice=advice
-    )
+    return Finding(subject, lacking if advice else DoctorVerdict.GOOD, found, advice)
 
 
 def examine() -> list[Finding]:
@@ -62,11 +57,7 @@ def examine() -> list[Finding]:
             "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
             needed=True,
         ),
-        _finding(
-            "cores",
-            f"{usable}{limited}",
-            "" if usable > 1 else "more than one worker will take turns on one core",
-        ),
+        _finding("cores", f"{usable}{limited}", "" if usable > 1 else "all workers will share one core"),
         _finding(
             "memory",
             f"{format_bytes(free)} available",
@@ -97,7 +88,7 @@ def _gpus() -> Finding:
         return _finding("GPUs", ", ".join(names))
     if torch.version.cuda:
         return _finding(
-            "GPUs", "none", f"torch is built for CUDA {torch.version.cuda} but finds no driver or device"
+            "GPUs", "none", f"torch is for CUDA {torch.version.cuda} but finds no driver or device"
         )
     return _finding("GPUs", "none", "this torch is a CPU build; for GPUs install a CUDA build of torch")
 
@@ -107,9 +98,7 @@ def _engines() -> list[Finding]:
     gloo = available and torch.distributed.is_gloo_available()
     nccl = available and torch.distributed.is_nccl_available()
     need_gloo = "needed between hosts and by `bench`; install a torch with distributed support"
-    need_nccl = (
-        "sums gradients on the GPUs where every worker has one of its own; comes with CUDA builds of torch"
-    )
+    need_nccl = "sums gradients on GPUs where every worker has its own; comes with CUDA builds of torch"
     return [
         _finding("torch", torch.__version__),
         _finding("Gloo", "found" if gloo else "not in this torch", "" if gloo else need_gloo),

@@ -13,26 +13,29 @@ import queue
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Protocol, Self
 
 from manyhands.errors import UserError
 from manyhands.places.registry import PLACES
 from manyhands.strategy import Strategy
 
-if TYPE_CHECKING:
-    from manyhands.places.run_commands import Command
-
 __all__ = [
     "LAUNCHER_VARIABLE",
+    "MORE_WORKERS",
     "TF_CONFIG",
+    "AddWorker",
+    "Command",
     "Place",
     "PlacedRun",
+    "RemoveWorker",
     "find_place",
+    "ignore_environment",
     "is_worker",
     "may_be_started_externally",
-    "stand_alone",
     "using_place",
 ]
 
@@ -45,6 +48,29 @@ LAUNCHER_VARIABLE: Final = "MANYHANDS_LAUNCHER"
 _ENTRY: Final = str(Path(__file__).with_name("local") / "entry.py")
 _declared: Place | None = None
 _alone = False
+
+
+MORE_WORKERS: Final = 16  # how many may be added to a run in all; what they need is made ready when it starts
+
+
+@dataclass(frozen=True, slots=True)
+class AddWorker:
+    """Add one worker, in a new slot: the next number, counted from the initial number of workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveWorker:
+    """Remove the worker in this slot, once it has finished its pending work."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Command:
+    """A change of the workers; `done` receives the slot that it concerns."""
+
+    change: AddWorker | RemoveWorker | None  # None: end the run
+    done: Future[int] = field(default_factory=Future)
 
 
 class PlacedRun(Protocol):
@@ -88,12 +114,12 @@ class PlacedRun(Protocol):
 class Place(ABC):
     """Where a run's processes come from."""
 
-    kind: ClassVar[str]
-    """Its name in `PLACES`."""
-    forks: ClassVar[bool] = False
-    """Whether workers are forked from the template process of this one."""
+    kind: ClassVar[str]  # its name in `PLACES`
+    forks: ClassVar[bool] = False  # whether workers are forked from the template process of this one
     changes_size: ClassVar[bool] = False
     """Whether it adds and removes workers by itself, between `min_workers` and `max_workers`."""
+    world: int | None = None  # how many processes there are already; None where the run starts its own
+    leads: bool = True  # whether this process keeps the run directory and the terminal
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -101,20 +127,9 @@ class Place(ABC):
         raise UserError(f"cluster={text}: {cls.kind} starts the processes of a run itself; leave it out")
 
     @classmethod
-    def found(cls, environment: Mapping[str, str]) -> Self | None:
+    def found(cls, environment: Mapping[str, str]) -> Self | None:  # noqa: ARG003
         """The place whose variables are set; None where they describe nothing."""
-        del environment
         return None
-
-    @property
-    def world(self) -> int | None:
-        """How many processes there are already; None where the run starts its own."""
-        return None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process keeps the run directory and the terminal."""
-        return True
 
     def fitted(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
         """What the strategy is here, and how many work; UserError where so many cannot."""
@@ -154,9 +169,7 @@ def find_place(cluster: str | Place | None = None, environment: Mapping[str, str
     if cluster is None:
         return place or LocalPlace()
     if place is not None:
-        raise UserError(
-            f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
-        )
+        raise UserError(f"cluster={cluster}: {place.kind} has started this run's processes; leave it out")
     if isinstance(cluster, Place):
         return cluster
     word = cluster.split()[0] if isinstance(cluster, str) and cluster.split() else ""
@@ -187,7 +200,7 @@ def using_place(place: Place) -> Iterator[Place]:
         _declared = before
 
 
-def stand_alone() -> None:
+def ignore_environment() -> None:
     """From now on this process starts workers of its own, whatever its environment says."""
     global _alone
     _alone = True

@@ -49,8 +49,7 @@ class BatchLimits:
     batch: int = 64  # inputs in a batch; a request that has more is a batch of its own
     wait_s: float = 0.002  # how long a request waits for others to fill a batch
     waiting: int = 4096  # inputs that may wait; a request that would make them more is refused
-    deadline_s: float = 30.0
-    """From a request to its answer, and the longest that a worker may compute one batch."""
+    deadline_s: float = 30.0  # from a request to its answer, and for one batch in a worker
     tries: int = 2  # workers that a request may lose
 
     def __post_init__(self) -> None:
@@ -219,10 +218,7 @@ class _WorkerConnection:
 
 
 class Switchboard:
-    """Connects requests with workers: the driver of `Dispatch` in the event loop of the web server, without decisions.
-
-    Call all methods but `attach` from the event loop's thread; `kill` may be called there, too.
-    """
+    """The driver of `Dispatch` in the event loop of the web server; `attach` alone may be called by other threads."""
 
     def __init__(self, limits: BatchLimits, tally: ServingTally, kill: Callable[[int], None]) -> None:
         self.core = Dispatch(limits)

@@ -24,8 +24,7 @@ __all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "Pag
 
 MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
-REQUEST_S = 3.0
-"""How long a request may take to come: from the connection, or from the end of the answer before it."""
+REQUEST_S = 3.0  # for a request to come, from the connection or the end of the answer before it
 
 Who = TypeVar("Who")
 
@@ -70,10 +69,7 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
 
 
 class PageConnection(H11Protocol):
-    """One connection, which may be closed to free capacity, and which closes itself if no request arrives in time.
-
-    The application finds `know` in its scope's state, and calls it for a request with a good token.
-    """
+    """One connection: it may be closed to free capacity, and closes itself if no request arrives in time."""
 
     def __init__(
         self,
@@ -83,6 +79,7 @@ class PageConnection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        # The application calls `know`, which it finds in its scope's state, for a request with a good token.
         super().__init__(config, server_state, {**app_state, "know": lambda: admission.know(self)}, _loop)
         self._admission = admission
         self._deadline: asyncio.TimerHandle | None = None

@@ -104,11 +104,7 @@ class WebThread:
 
 
 class Dashboard:
-    """Serves views of a run while entered; `url` includes the token. A context manager.
-
-    On exit every open page gets the newest state and `farewell`, within at most three seconds; then the server stops,
-    and the pages keep their content.
-    """
+    """Serves views of a run while entered; on exit open pages get the newest state and `farewell`, within 3 s."""
 
     def __init__(
         self,

@@ -1,9 +1,5 @@
 """A trained model behind HTTP, put together: the web thread, the switchboard in it, the workers and the page.
 
-with ModelServer(predictor, "runs/digits-1", workers=2) as server:
-    print(server.url)          the page, with its token
-    server.wait()
-
 client ──HTTP──► ModelApp ──► Switchboard ──batch──► worker 1 ┐ forks, each with the whole model
                                  ▲ Dispatch          worker 2 ┘ Replicas starts and replaces them
 
@@ -24,7 +20,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -35,10 +31,11 @@ from manyhands.observe.draw import serving_page as drawn
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Silent, Supervisor
 from manyhands.places.local.template import warm
+from manyhands.serving import page_app
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
 from manyhands.serving.model_replica import MAX_FRAME_BYTES, replica
-from manyhands.serving.page_app import SECURE_HEADERS, Drawn, Guard, PageApp, RequestRefused, require_web
+from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
@@ -46,9 +43,6 @@ __all__ = ["BodyLimits", "ModelApp", "ModelServer", "Replicas", "ServeOptions", 
 
 
 PREDICT = "/predict"
-
-Receive = Callable[[], Awaitable[Any]]
-SendMessage = Callable[[Any], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +62,9 @@ class ModelApp:
     """The ASGI application; `page` shows the counters of `tally`."""
 
     def __init__(
-        self,
-        switchboard: Switchboard,
-        page: PageApp[Any],
-        guard: Guard,
-        tally: ServingTally,
-        limits: BodyLimits,
+        self, switchboard: Switchboard, page: PageApp[Any], tally: ServingTally, limits: BodyLimits
     ) -> None:
-        self._switchboard, self._page, self._guard = switchboard, page, guard
-        self._tally, self._limits = tally, limits
+        self._switchboard, self._page, self._tally, self._limits = switchboard, page, tally, limits
         self._held_bytes = 0
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
@@ -86,7 +74,7 @@ class ModelApp:
         begun = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            self._guard.check(scope["method"], headers, methods=("POST",))
+            self._page.guard.check(scope["method"], headers, methods=("POST",))
         except RequestRefused as refused:  # of an unknown peer, and not counted
             allow = {"allow": "POST"} if refused.status == 405 else {}
             await self._refuse_unread(refused.status, _error(refused.sentence), allow, receive, send)
@@ -166,7 +154,10 @@ class _Body:
 
 async def _begin(send: SendMessage, status: int, body: bytes, more: Mapping[str, str]) -> None:
     length = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = [(name.encode(), value.encode()) for name, value in {**SECURE_HEADERS, **length, **more}.items()]
+    pairs = [
+        (name.encode(), value.encode())
+        for name, value in {**page_app.SECURE_HEADERS, **length, **more}.items()
+    ]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
@@ -221,9 +212,8 @@ class Staffing:
 class Replicas:
     """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
-    All of them, including replacements, have the model as of the server's start: its weights are packed once, and every
-    worker maps the same pages. `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread
-    of the replicas.
+    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages.
+    `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread of the replicas.
     """
 
     def __init__(
@@ -315,7 +305,7 @@ _LOOK_S = 0.05
 _MOST_CONNECTIONS = 512
 _SHARE = 2  # every second free descriptor is for a connection; the others are for the workers
 
-_PAGE: Drawn[ServingView] = Drawn(
+_PAGE: page_app.Drawn[ServingView] = page_app.Drawn(
     title=drawn.serving_title, sections=drawn.serving_sections, report=drawn.serving_report
 )
 
@@ -339,7 +329,7 @@ class ModelServer:
     """Serves `predictor` while entered; a context manager. `url` opens its page; clients use `address`, `token`."""
 
     def __init__(self, predictor: Predictor[Any], model: str, options: ServeOptions | None = None) -> None:
-        require_web()
+        page_app.require_web()
         from manyhands.serving.connections import room_here  # requires the web extra
 
         self._options = options or ServeOptions()
@@ -352,7 +342,7 @@ class ModelServer:
         self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.to_kill.put)
         guard = self._listening.guard
         self._page: PageApp[ServingView] = PageApp(self.view, guard, drawn.serving_metrics, drawn=_PAGE)
-        app = ModelApp(self._switchboard, self._page, guard, self._tally, self._options.bodies)
+        app = ModelApp(self._switchboard, self._page, self._tally, self._options.bodies)
         self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
         self._example = json.dumps(predictor.example)
 

@@ -19,10 +19,7 @@ _FORMATS = "manyhands."  # as in manyhands.logreg.1
 
 
 def open_predictor(path: str | Path) -> Predictor[Any]:
-    """Open the predictor of a run's directory, or of a file that `manyhands export` or a workload wrote.
-
-    UserError where it is neither, or belongs to a user-defined Task, whose inputs are unknown here.
-    """
+    """Of a run's directory or a model file; UserError where it is neither, or of a user's own Task."""
     place = Path(path)
     name, workload = workload_of(place)
     predictor: Predictor[Any] = load(workload.predictor)(place)
@@ -59,10 +56,8 @@ def task_name(place: Path) -> str:
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror}") from error
     begun = [name for name, one in WORKLOADS.items() if one.begins and start.startswith(one.begins)]
-    return begun[0] if begun else _header_name(file)
-
-
-def _header_name(file: Path) -> str:
+    if begun:
+        return begun[0]
     try:
         with safe_open(file, framework="pt") as opened:
             header: dict[str, str] = opened.metadata() or {}

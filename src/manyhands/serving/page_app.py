@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["SECURE_HEADERS", "Drawn", "Guard", "PageApp", "RequestRefused", "require_web"]
 
 View = TypeVar("View")
+Receive = Callable[[], Awaitable[Any]]  # of ASGI
+SendMessage = Callable[[Any], Awaitable[None]]
 
 MAX_STREAMS = 16  # pages that may be live at the same time
 
@@ -199,7 +201,7 @@ class PageApp(Generic[View]):
         drawn: Drawn[View] = RUN_PAGE,  # type: ignore[assignment] # views of a run, unless told otherwise
         period_s: float = _PERIOD_S,
     ) -> None:
-        self._source, self._guard, self._metrics = source, guard, metrics
+        self._source, self.guard, self._metrics = source, guard, metrics
         self._drawn, self._period_s = drawn, period_s
         self._lock = asyncio.Lock()
         self._view: View | None = None
@@ -212,16 +214,11 @@ class PageApp(Generic[View]):
         """Send every live page the newest state and this sentence, then end its stream; from any thread."""
         self._farewell = farewell
 
-    async def __call__(
-        self,
-        scope: Mapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[[Any], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        has_token = self._guard.has_token(headers)
+        has_token = self.guard.has_token(headers)
         if has_token:
             scope.get("state", {}).get("know", lambda: None)()
         # Counted before anything is awaited, so that concurrent requests cannot exceed the limit.
@@ -245,7 +242,7 @@ class PageApp(Generic[View]):
 
         path = scope["path"]
         try:
-            self._guard.check(scope["method"], headers, needs_token=path != "/")
+            self.guard.check(scope["method"], headers, needs_token=path != "/")
         except RequestRefused as refused:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.file_reader import IMAGE_FORMATS, VOCABULARY, ImageShape, decode, encode, read_images
-from manyhands.errors import UserError, nearest
-from manyhands.workloads.exporting import load, recorded_options
+from manyhands.data.store.atomic import write_atomically
+from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
 
 __all__ = [
     "MOST_LENGTH",
+    "PROGRAM_FILE",
     "ImagePredictor",
     "NumberPredictor",
     "Prompt",
     "TextGenerator",
+    "export_program",
     "open_images",
     "open_numbers",
     "open_text",
@@ -175,8 +181,7 @@ class Prompt:
 
     prompt: str
     length: int = 200  # bytes to write
-    temperature: float = 0.8
-    """Scores are divided by it: 0 takes the likeliest byte, 1 draws as the model says."""
+    temperature: float = 0.8  # divides scores: 0 takes the likeliest byte, 1 draws as the model says
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -281,3 +286,52 @@ def open_text(path: Path) -> TextGenerator:
     if type(context) is not int or context < 1:  # the header of an untrusted file
         raise UserError(f"model {path} does not say how many bytes it looks back on; export it again")
     return TextGenerator(model, context)
+
+
+# Export as a `torch.export` program, which runs without manyhands and the model's source. The written file is read back
+# and compared with the module on the same inputs; a mismatch is an error, and leaves no file.
+
+PROGRAM_FILE = "model.pt2"
+_BATCHES = (1, 2, 5)  # batch sizes that are compared; none is 3, with which the program is traced
+_MADE_FROM = 3
+_EQUAL_TO = 1e-5
+
+
+def export_program(asked: ExportAsked) -> Export:
+    """Write the program of a run's module, for any batch size, to `out` or RUN/model.pt2."""
+    if asked.precision != "fp32" or asked.test is not None:
+        raise UserError(
+            "--format torch-export writes the module as it is: leave --precision and --test out, or write safetensors"
+        )
+    predictor = open_predictor(asked.run)
+    if not isinstance(predictor, ModulePredictor):
+        raise UserError(
+            f"{asked.run} is of the task {predictor.task!r}, whose model is no PyTorch module; leave --format out"
+        )
+    file = asked.target(PROGRAM_FILE)
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
+        example, sizes = (predictor.example_batch(_MADE_FROM),), ({0: torch.export.Dim("batch")},)
+        torch.export.save(torch.export.export(predictor.model, example, dynamic_shapes=sizes), stream)
+    content, difference = stream.getvalue(), 0.0
+    program = torch.export.load(io.BytesIO(content)).module()
+    with torch.inference_mode():
+        for count in _BATCHES:
+            batch = predictor.example_batch(count, seed=count)
+            largest = (program(batch) - predictor.model(batch)).abs().max().item()
+            difference = max(difference, math.inf if math.isnan(largest) else largest)
+    if not difference <= _EQUAL_TO:
+        raise ManyhandsError(
+            f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}: nothing was "
+            "written; mh.load(RUN) gives the module"
+        )
+    write_atomically(file, [content])
+    return Export(
+        path=file,
+        precision="fp32",
+        steps=trained_steps(asked.run),
+        num_bytes=len(content),
+        full_bytes=sum(value.nbytes for value in predictor.model.state_dict().values()),
+        largest_difference=difference,
+    )

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AUTHORITY_KEY", "make_certificates"]
 
-AUTHORITY_KEY: Final = "authority.key"
-"""Where the authority's own key is kept, if it is."""
+AUTHORITY_KEY: Final = "authority.key"  # where the authority's own key is kept, if it is
 
 _MOST_DAYS: Final = 3650.0
 _KEY_USES: Final = (
@@ -79,9 +78,7 @@ def make_certificates(
         authority = _read_authority(directory)
         end = min(end, authority.certificate.not_valid_after_utc)
         if end <= now:
-            raise UserError(
-                f"{directory / AUTHORITY_KEY}: its authority has expired; make new ones in another folder"
-            )
+            raise UserError(f"{directory / AUTHORITY_KEY}: its authority has expired; make others elsewhere")
         for host in hosts:
             if (directory / host).exists():
                 raise UserError(f"{directory / host}: is there already; name only hosts that are new")
@@ -221,9 +218,7 @@ def _read_authority(directory: Path) -> _Authority:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {error}; make new ones in another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(
-            f"{path}: is not a key that `manyhands certificates` made; make new ones in another folder"
-        )
+        raise UserError(f"{path}: is not a key of `manyhands certificates`; make new ones elsewhere")
     return _Authority(key, certificate, token)
 
 

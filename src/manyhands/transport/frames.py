@@ -13,9 +13,8 @@
 Little-endian. Lengths are checked against limits before anything of that length is read or allocated. The body of a
 link's frame has a fixed size (see `link.interface`).
 
-`FrameDecoder` does no I/O: it says where the next bytes go (`room`), is told how many arrived (`advance`), and
-returns the frames one by one (`next_frame`). So a large payload is received directly into the application's buffer,
-without a copy.
+`FrameDecoder` does no I/O: it says where the next bytes go (`room`), takes how many arrived (`advance`), and returns
+the frames one by one (`next_frame`). So a large payload is received directly into the application's buffer.
 """
 
 from __future__ import annotations
@@ -103,20 +102,16 @@ def decode_header(
             raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
         raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is not of manyhands")
     if version != _VERSION:
-        raise ProtocolError(
-            "version", f"the peer speaks {version}, this end {_VERSION}; run one release on both"
-        )
+        raise ProtocolError("version", f"the peer speaks {version}, this end {_VERSION}; run one release")
     if flags & ~(OF_TRANSPORT | IN_ARENA):
         raise ProtocolError("flags", f"{flags:#06x} is not known")
     if reserved:
         raise ProtocolError("reserved", "must be zero in this version")
     if body > max_body_bytes or payload > max_payload_bytes:
-        field, announced, most = "body_bytes", body, max_body_bytes
+        field, size, most = "body_bytes", body, max_body_bytes
         if body <= max_body_bytes:
-            field, announced, most = "payload_bytes", payload, max_payload_bytes
-        raise ProtocolError(
-            field, f"{format_bytes(announced)} announced, at most {format_bytes(most)} allowed"
-        )
+            field, size, most = "payload_bytes", payload, max_payload_bytes
+        raise ProtocolError(field, f"{format_bytes(size)} announced, at most {format_bytes(most)} allowed")
     if position and not flags & IN_ARENA:
         raise ProtocolError("position", "is for payloads in shared memory")
     return FrameHeader(kind, flags, body, payload, position)
@@ -196,9 +191,7 @@ class FrameDecoder(Generic[T]):
         if target is None:
             target = fresh_bytes(num_bytes)
         elif target.nbytes != num_bytes:
-            raise ProtocolError(
-                "payload_bytes", f"{num_bytes} bytes announced where {target.nbytes} are expected"
-            )
+            raise ProtocolError("payload_bytes", f"{num_bytes} bytes announced where {target.nbytes} are due")
         self._message = message
         self._fill(header, target.cast("B"))
         return self._filled_frame()

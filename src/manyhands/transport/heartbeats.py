@@ -73,8 +73,7 @@ class BeatPlace:
     port: int
     host: str
     pid: int = 0
-    pids: str = ""
-    """The kernel's name for what the number of the process is among; empty: unknown."""
+    pids: str = ""  # the kernel's name for what the number of the process is among; empty: unknown
 
     @property
     def words(self) -> str:
@@ -84,10 +83,9 @@ class BeatPlace:
 class Heartbeats:
     """This rank's heartbeats, and its liveness monitor of the ranks in `far`; `close` says goodbye and ends both.
 
-    `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost. A rank that has left in
-    good order, as `in_peace` says, is not lost. Between processes of one host, heartbeats are not delayed behind
-    data, so arriving data is no excuse there; but the kernel distinguishes a stopped process from one that gets no
-    processor time.
+    `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost; one that has left in good
+    order, as `in_peace` says, is not. On one host, heartbeats are not delayed behind data, so data does not excuse
+    there; but the kernel distinguishes a stopped process from one that gets no processor time.
     """
 
     def __init__(
@@ -217,10 +215,7 @@ def exchange_places(
     prefix: str = "",
     wait_for: Callable[[str], None] = lambda _key: None,
 ) -> tuple[socket.socket, dict[int, BeatPlace], bytes]:
-    """Collective: this rank's socket, the addresses of all ranks, and the secret of the group, made by rank 0.
-
-    `wait_for` waits for a key where the store's `get` does not.
-    """
+    """Collective: own socket, all addresses, the group's secret; `wait_for` waits for a key where `get` does not."""
 
     def get(key: str) -> str:
         wait_for(prefix + key)

@@ -9,14 +9,12 @@ Between hosts the heartbeats are datagrams:
 
     | magic 8 | token 16 | kind 4 | rank 4 | count 8 | progress 8 | blamed 8 |      one datagram, 56 bytes
 
-Every rank sends every rank of another host a heartbeat twice a second. Heartbeats can be delayed behind data on a slow
-link. So data that arrives from a host excuses its ranks, unless heartbeats of another rank of that host arrive, which
-proves that the route works. A rank that was never heard is not judged: if a firewall drops datagrams, nothing is
-claimed. A rank that gives up another reports it to all others, the one given up included: after a cut in one direction
-that one still receives everything and would not know. A rank that has missed the same one for a while agrees.
-
-The token rejects unknown peers and datagrams of other jobs. It is sent in the clear, like everything that Gloo
-sends: the hosts need a trusted network.
+Every rank sends every rank of another host a heartbeat twice a second, which a slow link can delay behind data. So data
+that arrives from a host excuses its ranks, unless heartbeats of another rank of that host arrive: the route works. A
+rank that was never heard is not judged: a firewall may drop datagrams. A rank that gives up another reports it to all
+others, the one given up included: after a cut in one direction that one still receives everything and would not know. A
+rank that has missed the same one for a while agrees. The token, which rejects unknown peers and datagrams of other
+jobs, is sent in the clear, like everything that Gloo sends: the hosts need a trusted network.
 """
 
 from __future__ import annotations
@@ -80,17 +78,13 @@ class LivenessMonitor(Generic[K]):
     def __init__(self, times: LivenessTimes, now_s: float) -> None:
         self._times = times
         self._looked_s = now_s
-        self.next_look_s = now_s + times.heartbeat_s / 2
-        """When to call `look` again, at the latest."""
+        self.next_look_s = now_s + times.heartbeat_s / 2  # when to call `look` again, at the latest
         self._until_s: dict[K, float] = {}
         self._pending: set[K] = set()
         self._spared: set[K] = set()
 
     def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
-        """Add a pending connection; only `heard` extends its deadline.
-
-        With `waits` it gets more time: a peer that this end dialled may have many other connections pending.
-        """
+        """Add a pending connection; only `heard` extends its deadline. One that this end dialled `waits` longer."""
         self._pending.add(peer)
         self._until_s[peer] = now_s + self._times.handshake_s * (_CALLED if waits else 1)
 
@@ -274,10 +268,7 @@ class PeerLiveness:
 
 
 class Alarm:
-    """Reports the lost rank, once a liveness monitor has found one; the first report stays.
-
-    `mark` gets the number of each collective that is entered, for monitors in other threads.
-    """
+    """Reports the first lost rank that a monitor has found; `mark` gets the number of each collective, for monitors."""
 
     def __init__(self, mark: Callable[[int], None] = lambda _call: None) -> None:
         self.mark = mark
@@ -319,8 +310,7 @@ class Holder(Protocol):
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-forget_in_children = _holders.add
-"""Have a `Holder` let go in every child that is forked from now on."""
+forget_in_children = _holders.add  # have a `Holder` let go in every child that is forked from now on
 
 
 def _let_go() -> None:

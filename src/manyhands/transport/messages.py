@@ -37,8 +37,7 @@ MAX_KIND: Final = (1 << 16) - 1
 _QUOTED: Final = 60
 _CODES: Final[dict[Any, str]] = {int: "q", float: "d", bool: "B"}
 
-U32 = Annotated[int, "I"]
-"""An integer of 4 bytes without a sign."""
+U32 = Annotated[int, "I"]  # an integer of 4 bytes without a sign
 
 Buffer = bytes | bytearray | memoryview
 
@@ -77,8 +76,7 @@ class _Input:
 _Check = tuple[int, dict[int, Any], str, Any]
 """A number's place, the values that it may stand for, and the name and type of its field."""
 _Write = Callable[[Any], bytes]
-_Read = Callable[[_Input, str], Any]
-"""Reads a value; the text names the field in errors."""
+_Read = Callable[[_Input, str], Any]  # reads a value; the text names the field in errors
 
 
 class MessageCoder:
@@ -101,9 +99,7 @@ class MessageCoder:
         entry = self._encoders.get(type(message))
         if entry is None:
             names = ", ".join(one.__name__ for one in self._encoders)
-            raise UserError(
-                f"a {type(message).__name__} is not a message of this protocol, which has {names}"
-            )
+            raise UserError(f"a {type(message).__name__} is not a message of this protocol, but {names}")
         kind, encode = entry
         try:
             return kind, encode(message)

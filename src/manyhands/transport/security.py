@@ -1,9 +1,5 @@
 """How the connections of a run between hosts are protected: by mutual TLS, or not at all if the user allows it.
 
-    security = Security.from_directory("certificates/hostA")   # ca.pem, cert.pem, key.pem, token
-    end = security.wrap(accepted, "worker 1", server_side=True)
-    link = TcpLink(end, peer="worker 1")
-
 Both ends show a certificate that the authority of the run signed (`manyhands certificates`), over TLS 1.3 only. Names
 in certificates are not compared: a process with a certificate of this authority belongs to this run, and proves its
 token besides. This module needs only the standard library.
@@ -13,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import ssl
 import stat
@@ -26,7 +23,8 @@ from manyhands.transport.tls import End, SecureSocket, why_refused
 
 __all__ = ["AUTHORITY", "CERTIFICATE", "HANDSHAKE_S", "KEY", "TOKEN", "Security", "is_loopback", "validity"]
 
-_SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
+# In DER, a sequence of two dates of 12 or 14 digits: nothing but the validity of a certificate looks like it.
+_DATES: Final = re.compile(rb"\x30[\x1e-\x22]" + 2 * rb"(?:\x17\x0d|\x18\x0f)(\d{12}|\d{14})Z")
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"
 _END: Final = "-----END CERTIFICATE-----"
 _MOMENT: Final = "%Y-%m-%d %H:%M UTC"
@@ -59,35 +57,17 @@ def validity(pem: str) -> Validity:
     end = pem.find(_END, begin)
     if begin < 0 or end < 0:
         raise ValueError("it has no PEM certificate")
-    certificate, _ = _open(ssl.PEM_cert_to_DER_cert(pem[begin : end + len(_END)]), _SEQUENCE)
-    fields, _ = _open(certificate, _SEQUENCE)
-    # The version is optional; the serial number, the signature's algorithm and the issuer follow.
-    for _ in range(4 if fields[:1] == bytes([_VERSION]) else 3):
-        _, fields = _open(fields)
-    dates, _ = _open(fields, _SEQUENCE)
-    return Validity(_date(dates), _date(_open(dates)[1]))
-
-
-def _open(data: bytes, kind: int | None = None) -> tuple[bytes, bytes]:
-    """The content of the first element of DER `data`, of that `kind`, and what follows it."""
-    if len(data) < 2 or kind not in (None, data[0]):
+    found = _DATES.search(ssl.PEM_cert_to_DER_cert(pem[begin : end + len(_END)]))
+    if found is None:
         raise ValueError("it is not an X.509 certificate")
-    length, at = data[1], 2
-    if length & 0x80:
-        at += length & 0x7F
-        length = int.from_bytes(data[2:at], "big")
-    if at + length > len(data):
-        raise ValueError("it is cut")
-    return data[at : at + length], data[at + length :]
+    return Validity(*map(_date, found.groups()))
 
 
-def _date(data: bytes) -> datetime:
-    if data[:1] == bytes([_UTC_TIME]):  # two digits of the year: 50 and above are of the last century
-        text = _open(data, _UTC_TIME)[0].decode("ascii")
-        text = ("19" if text[:2] >= "50" else "20") + text
-    else:
-        text = _open(data, _TIME)[0].decode("ascii")
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+def _date(digits: bytes) -> datetime:
+    text = digits.decode()
+    if len(text) == 12:  # two digits of the year: 50 and above are of the last century
+        text = ("19" if text >= "5" else "20") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
 
 
 def _long(span: timedelta) -> str:
@@ -100,8 +80,7 @@ def _long(span: timedelta) -> str:
 AUTHORITY, CERTIFICATE, KEY, TOKEN = FILES = ("ca.pem", "cert.pem", "key.pem", "token")
 """What a host's folder holds: the authority's certificate, the host's own, its key, and the run's secret."""
 
-HANDSHAKE_S: Final = 10.0
-"""How long the handshake of a link may take."""
+HANDSHAKE_S: Final = 10.0  # how long the handshake of a link may take
 
 _SECRET: Final = (KEY, TOKEN)
 _LEAST_TOKEN_CHARACTERS: Final = 32
@@ -117,7 +96,6 @@ class Security:
     """
 
     def __init__(self, *, anywhere: bool = False, directory: Path | None = None) -> None:
-        """Use one of the class methods instead."""
         self.directory = directory  # of this host's certificate, None without TLS
         self.token = b""
         """The run's secret, which hubs prove to each other; empty without TLS, where the run makes its own."""
@@ -141,10 +119,7 @@ class Security:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Security:
-        """TLS with the files of a folder, or of the one in it that has this host's name.
-
-        UserError names the file that is missing or wrong, and what to do.
-        """
+        """TLS with the files of a folder, or of this host's folder in it; UserError names the file that is wrong."""
         directory = _host_folder(Path(path))
         for name in FILES:
             _check_file(directory / name)
@@ -229,9 +204,7 @@ def _host_folder(path: Path) -> Path:
             f"--tls {path}: has folders for {', '.join(folders)} and none for this host, {name}; give --tls the one to "
             f"use, or make one with `manyhands certificates {path} --hosts {name},…`"
         )
-    raise UserError(
-        f"{path / AUTHORITY}: is missing; copy this host's folder of `manyhands certificates` here"
-    )
+    raise UserError(f"{path / AUTHORITY}: is missing; copy this host's folder of `manyhands certificates`")
 
 
 def _check_file(path: Path) -> None:

@@ -212,13 +212,6 @@ class SecureSocket:
     def getsockopt(self, level: int, option: int) -> int:
         return self._end.getsockopt(level, option)
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        self._end.setsockopt(level, option, value)
-
-    def getpeername(self) -> tuple[str, int]:
-        host, port = self._end.getpeername()[:2]
-        return host, port
-
     def setblocking(self, flag: bool) -> None:
         """Only False: nothing here waits."""
         if flag:
@@ -229,7 +222,6 @@ class SecureSocket:
         socket.socket.shutdown(self._end, how)  # that of SSLSocket would go on without TLS
 
     def close(self) -> None:
-        """Close the descriptor; idempotent."""
         with suppress(OSError):  # nothing more, or nobody
             # Take what has arrived from the kernel: if it were left, closing would take our last word away as well.
             for _ in range(_DRAINED_CALLS if self._failed is not None else 0):
@@ -248,11 +240,9 @@ End = socket.socket | SecureSocket
 
 
 def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The bytes of `parts` in order, as they are encrypted: small ones joined into one record, large ones not copied.
-
-    A piece that OpenSSL could not write whole is given to it again by the next call, which begins at the same byte and
-    has the same bytes or more: the piece is then the same, or longer.
-    """
+    # The bytes of `parts` in order, as they are encrypted: small ones joined into one record, large ones not copied. A
+    # piece that OpenSSL could not write whole is given to it again by the next call, which begins at the same byte and
+    # has the same bytes or more: the piece is then the same, or longer.
     joined: list[bytes | memoryview] = []
     room = _RECORD_BYTES
     for part in parts:

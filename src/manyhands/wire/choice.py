@@ -28,8 +28,7 @@ __all__ = [
     "sent_bytes",
 ]
 
-CHOSEN: Final = "codec_choices"
-"""The key of the choices in a summary: a list of `step`, `codec` and `why`."""
+CHOSEN: Final = "codec_choices"  # the key of the choices in a summary: a list of `step`, `codec` and `why`
 LOSSY: Final = ("fp16", "bf16", "int8", "fp8", "qsgd:127", "sign", "topk:0.01")
 """What may be chosen where an error is allowed."""
 _PAYS = 0.95  # of the time without it: what is nearer makes no difference
@@ -44,10 +43,8 @@ class CodecCost:
     codec: str
     encode_s: float
     decode_s: float
-    share: float
-    """Of the bytes, what is left."""
-    error: float
-    """How far what is decoded lies from what was encoded, as a share of its norm."""
+    share: float  # of the bytes, what is left
+    error: float  # how far what is decoded lies from what was encoded, as a share of its norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +66,7 @@ class LinkCost:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecChoice:
     codec: str
-    step: int
-    """Since when."""
+    step: int  # since when
     why: str
 
 
@@ -83,7 +79,6 @@ def looks_at(step: int, last: int) -> bool:
 
 
 def candidates(error: float, *, double: bool) -> tuple[str, ...]:
-    """The codecs worth measuring for an allowed error, with gradients in double precision or not."""
     return (*(("fp32",) if double else ()), *(LOSSY if error > 0 else ()))
 
 

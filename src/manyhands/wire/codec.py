@@ -71,8 +71,7 @@ class ParcelCodec(ABC):
     seed: int = 0
     worker: int = 0
     step: int = 0
-    inner: ParcelCodec | None = None
-    """The codec that it gives its own values to, if any."""
+    inner: ParcelCodec | None = None  # the codec that it gives its own values to, if any
 
     @abstractmethod
     def size(self, parcel: Parcel) -> int:
@@ -113,7 +112,6 @@ class ParcelCodec(ABC):
             self.inner.from_worker(seed, worker)
 
     def drawn(self, parcel: Parcel) -> int:
-        """64 random bits for the draws in a parcel."""
         return mix(_DRAWN, self.seed, self.step, self.worker, parcel.number, parcel.begin)
 
     def memory(self) -> dict[str, Tensor]:
@@ -236,7 +234,6 @@ def check_optimizer(text: str, optimizer: Optimizer) -> None:
 
 
 def key_of(drawn: int) -> tuple[np.uint32, np.uint32]:
-    """64 drawn bits as compiled code takes them."""
     return np.uint32(drawn & 0xFFFFFFFF), np.uint32(drawn >> 32)
 
 

@@ -68,13 +68,11 @@ class BucketLayout:
         )
 
     def views(self, bucket: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each tensor's number and its items, flat, where they lie in memory of this layout."""
         for slot in self.slots:
             yield slot.parameter, bucket[slot.offset : slot.offset + slot.count]
 
 
 def bucket_of(dtype: torch.dtype, tensors: Iterable[tuple[int, int]]) -> BucketLayout:
-    """A bucket of tensors, given by number and count of items, in this order."""
     slots, end = [], 0
     for number, count in tensors:
         slots.append(LayoutSlot(parameter=number, offset=end, count=count))

@@ -36,36 +36,27 @@ __all__ = [
     "words_of",
 ]
 
-RAW: Final = "raw"
-"""The word for parcels that travel as they lie in memory."""
-AUTO: Final = "auto"
-"""The word for a codec that workers choose themselves, by what they measure."""
-MOST_STAGES: Final = 2
-"""Of a chain; events have room for three."""
+RAW: Final = "raw"  # the word for parcels that travel as they lie in memory
+AUTO: Final = "auto"  # the word for a codec that workers choose themselves, by what they measure
+MOST_STAGES: Final = 2  # of a chain; events have room for three
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecEntry:
     """A codec as settings and events know it."""
 
-    number: int
-    """In events: 1 to 31; never reuse one."""
-    location: str
-    """Where its class is, inside `wire.codecs`."""
-    about: str
-    """What it sends, in a few words."""
+    number: int  # in events: 1 to 31; never reuse one
+    location: str  # where its class is, inside `wire.codecs`
+    about: str  # what it sends, in a few words
     options: Mapping[str, tuple[Any, Callable[[str], Any]]] = field(default_factory=dict)
     """After its colon, by name: the value where none is given, and how one is read. The first needs no name."""
     biased: bool = False
     """Whether what it sends is wrong on average: then what is left out is kept, and added to the next."""
-    remembers: bool = False
-    """It keeps what it leaves out by itself, and that cannot be turned off."""
-    hops: bool = False
-    """Whether sums may be rounded again at every hop: then any algorithm carries it."""
+    remembers: bool = False  # it keeps what it leaves out by itself, and that cannot be turned off
+    hops: bool = False  # whether sums may be rounded again at every hop: then any algorithm carries it
     sparse: bool = False
     """It sends a few items: another codec may follow it, for their values, which is not sparse itself."""
-    of_matrices: bool = False
-    """It has no use for a vector, so it may not follow a sparse one."""
+    of_matrices: bool = False  # it has no use for a vector, so it may not follow a sparse one
     of_gradients: str = ""
     """Why it makes no sense for changes of parameters, and what would; empty where it does."""
 
@@ -124,9 +115,7 @@ CODECS: Final[dict[str, CodecEntry]] = {
         options={"kind": ("e4m3", _word("e4m3", "e5m2"))},
         biased=True,
     ),
-    "int8": CodecEntry(
-        number=5, location="quantized:Int8", about="one byte, even steps per block", biased=True
-    ),
+    "int8": CodecEntry(number=5, location="quantized:Int8", about="one byte, even steps", biased=True),
     "qsgd": CodecEntry(
         number=6,
         location="quantized:Qsgd",
@@ -197,9 +186,7 @@ def parse_codec(text: str) -> tuple[CodecStage, ...]:
         few = ", ".join(word for word, listed in CODECS.items() if listed.sparse)
         raise UserError(f"codec={text}: another codec can only follow one that sends a few items: {few}")
     if rest and (rest[0].sparse or rest[0].of_matrices):
-        raise UserError(
-            f"codec={text}: {stages[1].word} cannot follow, only what makes each value smaller, as int8"
-        )
+        raise UserError(f"codec={text}: {stages[1].word} cannot follow, only what shrinks values, as int8")
     if rest and stages[1].options.get("kind") == "vote":
         raise UserError(f"codec={text}: a vote is of all items; write sign after {stages[0].word}")
     return stages
@@ -250,7 +237,6 @@ def auto_error(text: str) -> float | None:
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words of a chain, without their options."""
     return tuple(stage.word for stage in parse_codec(text))
 
 
@@ -279,9 +265,7 @@ def codec_setting() -> Any:  # `codec=bf16`: how what travels is made smaller
     return setting(RAW, str)
 
 
-def feedback_setting() -> (
-    Any
-):  # `feedback=no`: what a codec leaves out is lost, not kept for the next exchange
+def feedback_setting() -> Any:  # `feedback=no`: what a codec leaves out is lost, not kept
     return switch_setting(True)
 
 
@@ -337,7 +321,6 @@ def check_codec(
 
 
 def check_feedback(text: str, feedback: bool) -> None:
-    """Raise the UserError that says why `feedback=no` makes no sense with a codec."""
     if not feedback and not has_feedback(text):
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
     if not feedback and any(CODECS[word].remembers for word in words_of(text)):

@@ -36,8 +36,7 @@ class Parcel:
     dtype: torch.dtype
     priority: int = 0
     """Who carries several may let those of lower numbers leave first; the next step needs them first."""
-    exact: bool = False
-    """It travels as it is, whatever the codec: workers agree by it, or decide."""
+    exact: bool = False  # it travels as it is, whatever the codec: workers agree by it, or decide
     matrices: tuple[Matrix, ...] = ()
     """Which of its items are matrices, for a codec that sees more in them than items."""
     gaps: tuple[tuple[int, int], ...] = ()
@@ -45,9 +44,8 @@ class Parcel:
 
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
-        return cls(
-            number=number, begin=0, end=count * dtype.itemsize, dtype=dtype, priority=number, exact=exact
-        )
+        end = count * dtype.itemsize
+        return cls(number=number, begin=0, end=end, dtype=dtype, priority=number, exact=exact)
 
     @property
     def key(self) -> str:
@@ -67,7 +65,6 @@ class Parcel:
         return self.count - sum(end - begin for begin, end in self.gaps)
 
     def part(self, begin: int, end: int) -> Parcel:
-        """Items `begin` to `end` of it, as a parcel of their own."""
         item = self.dtype.itemsize
         inside = [one for one in self.matrices if begin <= one.begin and one.end <= end]
         gaps = [(max(first, begin) - begin, min(last, end) - begin) for first, last in self.gaps]

@@ -13,8 +13,7 @@ from numba import float32, int8, int64, uint8, uint32, uint64
 from manyhands.native.bits import bits_of, float_of, uniform_at
 from manyhands.native.decorators import njit
 
-NOT_FINITE: Final = 0x7FC00000
-"""The bits of a scale that say: something in this block is not finite."""
+NOT_FINITE: Final = 0x7FC00000  # the bits of a scale that say: something in this block is not finite
 
 FP8_BLOCK: Final = 256
 FP8_MARK: Final = 255
@@ -24,9 +23,8 @@ TERNARY_BLOCK: Final = 640
 TERNARY_VALUES: Final = 243
 SIGN_BLOCK: Final = 1024
 _BYTES: Final = TERNARY_BLOCK // 5
-_TRITS: Final = np.array(
-    [[code // 3**k % 3 for k in range(5)] for code in range(TERNARY_VALUES)], np.uint8
-).ravel()
+_DIGITS = [code // 3**k % 3 for code in range(TERNARY_VALUES) for k in range(5)]
+_TRITS: Final = np.array(_DIGITS, np.uint8)
 
 
 @njit("void(float32[::1], uint8[::1], uint8[::1], int64, int64, int64)", cache=True, nogil=True)
@@ -46,9 +44,8 @@ def pack_fp8(values, powers, codes, fraction, bias, most):  # type: ignore[no-un
             powers[block] = uint8(FP8_MARK)
             room[:] = 0
             continue
-        exponent = int64(largest >> uint32(23)) + (
-            1 if (largest & uint32(0x7FFFFF)) > uint32(0x600000) else 0
-        )
+        rounds_up = (largest & uint32(0x7FFFFF)) > uint32(0x600000)
+        exponent = int64(largest >> uint32(23)) + (1 if rounds_up else 0)
         power = max(1, exponent - top)
         powers[block] = uint8(power)
         factor = float_of(uint32(254 - power) << uint32(23))
@@ -213,9 +210,8 @@ def pack_ternary(values, scales, codes, low, high):  # type: ignore[no-untyped-d
         room = codes[_BYTES * block : _BYTES * block + _BYTES]
         for k in range(len(room)):
             five = trits[5 * k : 5 * k + 5]
-            room[k] = (
-                five[0] + uint8(3) * five[1] + uint8(9) * five[2] + uint8(27) * five[3] + uint8(81) * five[4]
-            )
+            low = five[0] + uint8(3) * five[1] + uint8(9) * five[2]
+            room[k] = low + uint8(27) * five[3] + uint8(81) * five[4]
 
 
 @njit("void(uint32[::1], uint8[::1], float32[::1])", cache=True, nogil=True)

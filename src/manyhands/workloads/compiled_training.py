@@ -28,10 +28,8 @@ Rows = Sequence[Mapping[str, Any]]
 class CompiledResult:
     """How a training came about; each workload's has its `model` beside."""
 
-    seconds: float
-    """From reading to the end; compiling kernels, where they were missing, not counted."""
-    interrupted: bool = False
-    """Whether Ctrl-C ended it early; the model is the one that was kept."""
+    seconds: float  # from reading to the end; compiling kernels, where they were missing, not counted
+    interrupted: bool = False  # whether Ctrl-C ended it early; the model is the one that was kept
     summary: Mapping[str, Any] = field(default_factory=dict)
     """That of `fit`; of an interrupted run there is none."""
 

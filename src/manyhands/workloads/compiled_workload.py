@@ -32,9 +32,7 @@ Chosen = TypeVar("Chosen")
 class WorkerOptions:
     """Who trains: the last options of a workload, filled in once they are checked."""
 
-    strategy: str = option(
-        "", "how: single, allreduce or mirrored", shown="single for one worker, else allreduce"
-    )
+    strategy: str = option("", "how: single, allreduce or mirrored", shown="single for one, else allreduce")
     workers: int = option(0, "processes", at_least=0, shown="one a core")
 
     def __post_init__(self) -> None:
@@ -64,9 +62,7 @@ class TrainEnd:
     summary: Mapping[str, Any]
     shown: Sequence[str | TableRows]  # what is printed
     notes: Sequence[str] = ()  # what goes to stderr
-    interrupted: str = (
-        ""  # what the result of a run is that a signal ended, in words; empty: it came to its end
-    )
+    interrupted: str = ""  # what the result of a run is that a signal ended, in words; empty: none did
     next: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """What to do next: the words of a command by what it gives."""
     is_summary_of_run: bool = True
@@ -88,13 +84,11 @@ class CompiledWorkload(Generic[Chosen]):
     """One workload: its options, its training, and its task for comparisons."""
 
     name: str
-    help: str
-    """What `manyhands train NAME` does: a sentence."""
+    help: str  # what `manyhands train NAME` does: a sentence
     options_type: type[Chosen]
     """The options of `train`; they have `strategy` and `workers`, as `WorkerOptions`."""
     train: Callable[[Chosen, Keeping, Bars], TrainEnd]
-    files: tuple[str, ...]
-    """Its own files in a run's directory; the first is the model."""
+    files: tuple[str, ...]  # its own files in a run's directory; the first is the model
     compare_help: str
     compared_type: type
     """The options of `compare`: those of this name that every comparison has get other defaults here."""

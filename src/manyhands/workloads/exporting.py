@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model")
+AnyPath = str | Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +48,15 @@ class ExportAsked:
     """What `manyhands export` asks a workload for."""
 
     run: Path
-    out: Path | None = None
-    """The file to write; None: one in the run's directory."""
+    out: Path | None = None  # the file to write; None: one in the run's directory
     precision: str = "fp32"
-    test: Path | None = None
-    """Examples to measure on, for a workload that has no evaluation data of its own."""
+    test: Path | None = None  # examples to measure on, for a workload that has no evaluation data of its own
 
     def own(self, name: str) -> Path:
         """The file `name` of the run, or the file that was named in the place of a run."""
         return self.run / name if self.run.is_dir() else self.run
 
     def target(self, name: str) -> Path:
-        """Where to write: `out`, or `name` beside the model."""
         return self.out if self.out is not None else self.own(name).with_name(name)
 
 
@@ -68,16 +66,12 @@ class Export:
 
     path: Path
     precision: str
-    steps: int
-    """How many steps the weights have seen."""
-    num_bytes: int
-    """Of the file."""
-    full_bytes: int
-    """Of the same weights in single precision."""
+    steps: int  # how many steps the weights have seen
+    num_bytes: int  # of the file
+    full_bytes: int  # of the same weights in single precision
     before: dict[str, float] = field(default_factory=dict)
     """Metrics on the task's evaluation data with the weights as they were trained; empty where it has none."""
-    after: dict[str, float] = field(default_factory=dict)
-    """The same with the weights of the file."""
+    after: dict[str, float] = field(default_factory=dict)  # the same with the weights of the file
     largest_difference: float | None = None
     """Between what the file's program computes and what the module does, where it is one that was compared."""
 
@@ -102,9 +96,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
 def recorded_options(path: str | Path) -> Mapping[str, Any]:
     """Of the task that a run, or a file of `manyhands export`, is of."""
     place = Path(path)
-    return (
-        _config(place).get("task_options") or {} if place.is_dir() else _options(read_exported(place), place)
-    )
+    if place.is_dir():
+        return _config(place).get("task_options") or {}
+    return _options(read_exported(place), place)
 
 
 def trained_steps(path: str | Path) -> int:
@@ -145,14 +139,13 @@ def read_model_file(
 
 
 def export_weights(asked: ExportAsked) -> Export:
-    """`export_run` for a task with evaluation data of its own."""
     if asked.test is not None:
         raise UserError("--test: this task is measured on its evaluation data; leave it out for this run")
     return export_run(asked.run, asked.out, asked.precision)
 
 
 def export_run(
-    run: str | Path, out: str | Path | None = None, precision: str = "fp32", task: Task | None = None
+    run: AnyPath, out: AnyPath | None = None, precision: str = "fp32", task: Task | None = None
 ) -> Export:
     """Write the newest weights of a run as one safetensors file, and measure what the fewer bits cost.
 
@@ -240,9 +233,7 @@ def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> Non
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:
     kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
     if kept is None:
-        raise UserError(
-            f"{place} has no checkpoint yet; wait for one, or train with a smaller checkpoint_every"
-        )
+        raise UserError(f"{place} has no checkpoint yet; wait, or train with a lower checkpoint_every")
     return kept.steps, dict(kept.values)
 
 

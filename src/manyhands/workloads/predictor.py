@@ -1,8 +1,6 @@
-"""The seam between a trained model and those who ask it: inputs from a file or from JSON, answers as JSON.
+"""The seam between a trained model and its users: inputs from a file or from JSON, answers as JSON.
 
-    predictor = open_predictor("runs/digits-1")
-    for inputs in predictor.blocks("images.npy", ReadAs()):      `manyhands predict`
-        print(*predictor.lines(inputs), sep="\\n")
+    for inputs in predictor.blocks("images.npy", ReadAs()): print(*predictor.lines(inputs), sep="\\n")
     predictor.answers(predictor.inputs([[[0, 3, ...], ...]]))    `manyhands serve`, one request
 
 An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
@@ -45,24 +43,19 @@ class ReadAs:
     """How `predict` reads its file."""
 
     format: str = "auto"
-    skip_bad: bool = False
-    """Leave out lines that are wrong, and count them."""
+    skip_bad: bool = False  # leave out lines that are wrong, and count them
     threads: int = 1
 
 
 class Predictor(ABC, Generic[Inputs]):
     """A trained model; several inputs make one value of the type `Inputs`, which is computed in one go."""
 
-    takes: ClassVar[str]
-    """What one input is as JSON, in words: for sentences about inputs that are none."""
+    takes: ClassVar[str]  # what one input is as JSON, in words: for sentences about inputs that are none
     formats: ClassVar[tuple[str, ...]] = ("auto",)
     """What `--format` may say; the first is to find out."""
-    task: str = ""
-    """The name of its task."""
-    precision: str = "fp32"
-    """What it computes in from `prepare` on."""
-    left_out: int = 0
-    """Lines of the last file that were wrong and skipped."""
+    task: str = ""  # the name of its task
+    precision: str = "fp32"  # what it computes in from `prepare` on
+    left_out: int = 0  # lines of the last file that were wrong and skipped
 
     def __init__(self, model: Any = None) -> None:
         self.model = model
@@ -126,9 +119,7 @@ class ModulePredictor(Predictor[Inputs]):
         """Inputs of the module that somebody might give, `count` of them."""
 
 
-def table_of(
-    values: Sequence[Any], columns: int, takes: str, *, missing: bool = False
-) -> NDArray[np.float64]:
+def table_of(values: Sequence[Any], columns: int, takes: str, missing: bool = False) -> NDArray[np.float64]:
     """Each value as one row of `columns` numbers; a UserError says which of them, from 0, is none.
 
     With `missing`, null and what is not finite may stand for a number; null becomes NaN. `takes` says what a row is.

@@ -41,8 +41,7 @@ GROUP = "manyhands.workloads"  # of entry points
 class Workload:
     """Where the parts of a workload are: each text is `module:name`. It has a `task` or a `training`."""
 
-    task: str = ""
-    """A `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy."""
+    task: str = ""  # a `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy
     training: str = ""
     """A `CompiledWorkload` (workloads/compiled_workload.py): compiled steps, and a training of its own."""
     forks_workers: bool = True
@@ -51,8 +50,7 @@ class Workload:
     """What compiles its kernels: functions, each in a process of its own; see native/warming.py."""
     rare_kernels: tuple[str, ...] = ()
     """Those that few runs need: they are compiled by `manyhands doctor --warm`, or where they are first called."""
-    uses: tuple[str, ...] = ()
-    """Kernels of others that it needs, by the names of their `JOBS`."""
+    uses: tuple[str, ...] = ()  # kernels of others that it needs, by the names of their `JOBS`
     predictor: str = ""
     """(path: Path) -> Predictor, of a run's directory or a file of its model; see `workloads.predictor`."""
     exporter: str = "manyhands.workloads.exporting:export_weights"
@@ -70,6 +68,7 @@ class CompileJob:
     """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
 
 
+_C10D = ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls")
 JOBS: Final = {
     "waiting": CompileJob(("manyhands.native.waiting",)),
     "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
@@ -89,9 +88,7 @@ JOBS: Final = {
     "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
     "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
     "hashing": CompileJob(("manyhands.native.hashing:warm",)),
-    "c10d": CompileJob(
-        ("manyhands.transport.hub.arenas", "manyhands.interop.c10d.compiled_calls"), after="group"
-    ),
+    "c10d": CompileJob(_C10D, after="group"),
 }
 """The kernels that are of no workload."""
 
@@ -177,9 +174,7 @@ def find(name: str) -> Workload | None:
         return WORKLOADS.get(name)
     whose = f"workload {name!r} of the package {point.dist.name if point.dist else '?'} ({point.value})"
     if name in WORKLOADS:
-        raise UserError(
-            f"{whose} has the name of a built-in one; rename its entry point, or remove the package"
-        )
+        raise UserError(f"{whose} has the name of a built-in one; rename its entry point, or remove it")
     try:
         found = point.load()
     except Exception as error:

@@ -41,8 +41,7 @@ class Option:
     """One option, as a command line offers it."""
 
     name: str
-    kind: type
-    """int, float, bool, str or Path."""
+    kind: type  # int, float, bool, str or Path
     default: Any
     """None where the option may be left out and has no value then, and where it is required."""
     required: bool = False
@@ -104,9 +103,8 @@ class Option:
     def allowed(self) -> str:
         words = [("of at least", self.at_least), ("above", self.above)]
         words += [("and at most", self.at_most), ("and below", self.below)]
-        return " ".join(
-            [_KINDS[self.kind], *(f"{word} {bound:g}" for word, bound in words if bound is not None)]
-        )
+        bounds = [f"{word} {bound:g}" for word, bound in words if bound is not None]
+        return " ".join([_KINDS[self.kind], *bounds])
 
 
 def option(default: Any, help_text: str, **about: Any) -> Any:
@@ -136,7 +134,6 @@ class CheckedOptions:
 
 
 def options_of(options_type: type) -> tuple[Option, ...]:
-    """The fields of a dataclass that were made by `option`, in order."""
     hints = typing.get_type_hints(options_type)
     found = []
     for field in dataclasses.fields(options_type):

@@ -6,7 +6,7 @@
       step-00000060.writing/      a writer is here, or crashed here
 
 A checkpoint is written beside its place, every file synced, the directory synced, and then renamed into
-place and the parent synced. Names with a suffix are the only in-between states a crash can leave, and the
+place and the parent synced. Names with a suffix are the only states between that a crash can leave, and the
 next `save` clears them: `.writing` (not finished), `.removing` (rotated out), `.replaced` (the old copy of
 a step that is being saved again; it is read as long as the new one is not in place). There is one writer at
 a time; `RunDirectory`'s lock sees to that.
@@ -88,11 +88,9 @@ class NonFiniteSnapshot(NonFinite):
 class Snapshot:
     """All that a training needs to continue from `step`.
 
-    `model` and `optimizer` are their `state_dict()`s; the tensors are read during `save` and not kept.
-    `extra` is any tree of None, bool, int, float, str, list, tuple, dict and tensors: data position,
-    scheduler, random states. Of several checkpoints the one with the lowest `score` is the best; None takes
-    no part in that. Names of `model` in `may_hold_infinity` (buffers such as a causal mask) may hold
-    infinities; NaN is refused everywhere.
+    `model` and `optimizer` are their `state_dict()`s; `extra` is any tree that `state_tree` holds. Of several
+    checkpoints the one with the lowest `score` is the best; None takes no part in that. Names of `model` in
+    `may_hold_infinity` (buffers such as a causal mask) may hold infinities; NaN is rejected everywhere.
     """
 
     step: int
@@ -138,10 +136,7 @@ class Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run; keeps the last `keep` of them and the best.
-
-    Nothing is read or made before the first call. One process saves; any may load at the same time.
-    """
+    """The checkpoints of one run: the last `keep` and the best. One process saves; any may load meanwhile."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
@@ -212,11 +207,7 @@ class CheckpointStore:
         _discard(removing)
 
     def load(self, step: int | None = None) -> Loaded:
-        """Read the newest checkpoint whose every byte is as it was saved, passing over damaged ones.
-
-        With a `step`, that one and no other. NoCheckpoint if there is none, CorruptCheckpoint with the
-        names of the damaged files if none can be trusted.
-        """
+        """The newest checkpoint whose every byte is as saved, or that of `step`; NoCheckpoint, CorruptCheckpoint."""
         try:
             candidates = [found for found in self._candidates() if step is None or found[0] == step]
         except OSError as error:

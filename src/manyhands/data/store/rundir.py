@@ -34,6 +34,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from manyhands.data.store.atomic import (
+    LineFile,
+    MetricsLog,
     WriteFailed,
     make_directory,
     read_object,
@@ -44,14 +46,12 @@ from manyhands.data.store.atomic import (
     write_json,
 )
 from manyhands.data.store.checkpoint import CheckpointStore
-from manyhands.data.store.line_files import LineFile, MetricsLog
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed, printable
 from manyhands.native.closeable import Closeable
 
 __all__ = [
     "IN_PYTHON",
     "ON_COMMAND_LINE",
-    "Fingerprint",
     "RunDirectory",
     "RunLock",
     "fingerprint",
@@ -70,16 +70,13 @@ ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG, _MEMBERS = "hang.txt", "members.jsonl"
 _FORMAT, _VERSION = "manyhands run", 1
+_HEAD: Final = {"format": _FORMAT, "version": _VERSION}
 # What a `create` that died before the configuration was written may have left: still an empty directory to us.
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
 class RunDirectory(Closeable):
-    """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
-
-    A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
-    Processes of that run, and viewers, open it with `lock=False`.
-    """
+    """One run's directory: `create` starts it, `open` resumes it, or reads it with `lock=False`; its holder writes."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], lock: RunLock | None) -> None:
         self.path, self.config, self.lock = path, config, lock
@@ -121,7 +118,7 @@ class RunDirectory(Closeable):
             raise UserError(f"{path} cannot be made: {reason(error)}") from error
         with _locked(path) as lock:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
-            _write_config(path, config, origin())
+            write_json(path / _CONFIG, {**_HEAD, "config": config, "origin": origin()})
             return cls(path, _read_config(path), lock)
 
     @classmethod
@@ -139,7 +136,7 @@ class RunDirectory(Closeable):
     def update_config(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
         if config != self.config:
-            _write_config(self.path, config, self.origin)
+            write_json(self.path / _CONFIG, {**_HEAD, "config": config, "origin": self.origin})
             self.config = _read_config(self.path)
 
     @property
@@ -154,10 +151,7 @@ class RunDirectory(Closeable):
 
     @staticmethod
     def is_live(path: Path) -> bool | None:
-        """Whether a live run has the directory at `path`, or is about to make it a run; None where no run ever had.
-
-        Asks for the lock, and gives it back at once.
-        """
+        """Whether a live run holds the lock of `path`, for viewers; None where no run ever had the directory."""
         try:
             descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -174,11 +168,7 @@ class RunDirectory(Closeable):
         return CheckpointStore(self.checkpoints_path, keep)
 
     def record_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Record what ended the run: in members.jsonl, and a hang in hang.txt.
-
-        `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
-        does not take it must not hide the error itself.
-        """
+        """Record what ended the run, in members.jsonl and a hang in hang.txt; raise nothing that would hide it."""
         name = error.blamed
         if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
             name = f"worker {error.worker_rank}"
@@ -191,10 +181,7 @@ class RunDirectory(Closeable):
             _log.warning("what ended the run is not in its directory: %s", failure)
 
     def append_member(self, *events: Mapping[str, Any]) -> None:
-        """Add what happened to processes of the run to members.jsonl; WriteFailed leaves that as it was.
-
-        A row that does not say its time of day (`unix_s`, in seconds since 1970) happened now.
-        """
+        """Add what happened to processes to members.jsonl, now unless `unix_s` says when; WriteFailed leaves it."""
         rows = ({**event, "unix_s": event.get("unix_s", time.time())} for event in events)
         self._members.append(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
@@ -254,10 +241,6 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     )
 
 
-def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
-    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config, "origin": begun})
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / _CONFIG
     try:
@@ -293,10 +276,9 @@ def origin() -> dict[str, Any]:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """The command line of a process without its secrets; empty where there is none.
+    """The command line of a process with `***` for its secrets; empty where there is none.
 
-    Values of options whose names tell of a secret, and passwords in addresses, are kept as `***`. Of a program of the
-    user's own, whose options nobody here knows, its name alone is kept.
+    Of a program of the user's own, whose options nobody here knows, its name alone is kept.
     """
     if not arguments or not arguments[0]:
         return ""

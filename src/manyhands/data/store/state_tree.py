@@ -42,11 +42,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Json]:
-    """Split `tree` into its tensors, keyed by their path, and the JSON of everything else.
-
-    UserError names the path of the first value that is neither. The tensors are the tree's own, not copies.
-    Numpy scalars become plain numbers of the same value, an OrderedDict a dict.
-    """
+    """Split `tree` into its own tensors, by their path, and the JSON of the rest; UserError names what is neither."""
     tensors: dict[str, Tensor] = {}
     return tensors, _flatten(tree, "", tensors, {})
 
@@ -141,10 +137,7 @@ def _pairs(tensors: Mapping[str, Tensor], pairs: list[Json]) -> Iterable[tuple[s
 
 
 def pack_tree(tree: Any) -> Iterator[bytes]:
-    """The bytes for another process, in chunks made as they are asked for; UserError names what cannot be stored.
-
-    The length of the JSON in 8 bytes, the JSON, and safetensors: nothing of it is executed when it is read.
-    """
+    """The bytes for another process, chunk by chunk: length, JSON, safetensors; nothing of it is ever executed."""
     tensors, meta = flatten(tree)
     head = json.dumps(meta, allow_nan=False).encode()
     yield len(head).to_bytes(_LENGTH_BYTES, "little") + head
@@ -169,11 +162,7 @@ _OF_SCHEDULERS = {"initial_lr"}
 
 
 def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Make `optimizer` continue exactly where the one that gave `state` (its `state_dict()`) stopped.
-
-    The tensors of `state` become the optimizer's own: use it once. UserError says how the two optimizers
-    differ where the state is not of this kind of optimizer or not of these parameter groups.
-    """
+    """Have `optimizer` continue where `state` (used once) stopped; UserError says how the two differ."""
     saved_groups, groups = state["param_groups"], optimizer.param_groups
     saved_counts, counts = ([len(group["params"]) for group in found] for found in (saved_groups, groups))
     instead = "resume with the optimizer that the run was started with"

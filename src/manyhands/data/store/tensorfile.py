@@ -57,10 +57,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[bytes]:
-    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold.
-
-    `about` goes into its header.
-    """
+    """The bytes of a safetensors file with `about` in its header; UserError names a tensor it cannot hold."""
     require_storable(tensors)
     # The widest items first, as the library does: every tensor is then aligned to its item.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -85,9 +82,8 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | Non
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, each in memory of its own; ValueError says what is wrong with it.
 
-    The library's tensors are views into one mapping of the file; a copy is aligned as a fresh tensor is (so
-    that resumed arithmetic takes the same vector paths) and is safe from whatever happens to the file
-    later.
+    The library's tensors are views into one mapping of the file; a copy is aligned as a fresh tensor is (so that
+    resumed arithmetic takes the same vector paths) and is safe from whatever happens to the file later.
     """
     try:
         mapped = safetensors.torch.load_file(path)

@@ -30,7 +30,6 @@ __all__ = [
     "AUTO",
     "Placed",
     "PlacedOperation",
-    "PlacementLog",
     "assigned",
     "known_device",
     "num_bytes",
@@ -204,7 +203,6 @@ def _agreed(
 
 
 def _move(named: Mapping[str, nn.Module], devices: Mapping[str, torch.device | None]) -> None:
-    """Move the parameters and buffers of each module, without its children, to its device; sharing is kept."""
     new: dict[int, nn.Parameter] = {}
     for name, module in named.items():
         device = devices[name]

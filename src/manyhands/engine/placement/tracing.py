@@ -32,7 +32,16 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
         args, kwargs = _called_with(model, run)
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         if (plain or isinstance(model, SaysChain)) and len(args) == 1 and not kwargs:
-            nodes, modules = _chain_nodes(model, args[0])
+            nodes, modules, x = [], [], args[0]
+            names = {id(module): name for name, module in model.named_modules()}
+            for name, module in named_chain(model):
+                given, took = x, float("inf")
+                for _ in range(_TRIES):
+                    began = time.perf_counter()
+                    x = module(given)
+                    took = min(took, time.perf_counter() - began)
+                nodes.append(_node(name, module, names, x, took))
+                modules.append(module)
             edges = [Edge(source=at, target=at + 1) for at in range(len(nodes) - 1)]
         else:
             with _Following(model) as following:
@@ -68,20 +77,6 @@ def _called_with(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[tup
     return calls[0]
 
 
-def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]:
-    names = _names(model)
-    nodes, modules = [], []
-    for name, module in named_chain(model):
-        given, took = x, float("inf")
-        for _ in range(_TRIES):
-            began = time.perf_counter()
-            x = module(given)
-            took = min(took, time.perf_counter() - began)
-        nodes.append(_node(name, module, names, x, took))
-        modules.append(module)
-    return nodes, modules
-
-
 def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
     """Parameters that several nodes share, by node; a module that ran twice shares all with itself."""
     holders: dict[nn.Parameter, list[int]] = {}
@@ -94,10 +89,6 @@ def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
             sizes[tuple(nodes)] += num_bytes([parameter])
     for nodes_of_it, size in sizes.items():
         yield TiedParameters(nodes=nodes_of_it, num_bytes=size)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in model.named_modules()}
 
 
 def _node(name: str, module: nn.Module, names: Mapping[int, str], output: Any, seconds: float) -> Node:
@@ -124,7 +115,7 @@ class _Following(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.modules: list[nn.Module] = []  # of the nodes
-        self._names = _names(model)
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._leaves = [module for module in model.modules() if not any(module.children())]
         self._sources: dict[int, frozenset[int]] = {}
         self._kept: list[Tensor] = []  # keep tensors alive, so that no id is reused
@@ -265,10 +256,7 @@ def cut_of(graph: Graph, places: Sequence[str]) -> tuple[Crossing, ...]:
 def places_by_name(
     graph: Graph, names: Sequence[str], where: Mapping[str, str], otherwise: str
 ) -> tuple[str, ...]:
-    """Where patterns of names put each node, as `mh.place` would; `names` are those of all modules of the model.
-
-    A node of several modules is where the first of them is that a pattern reaches.
-    """
+    """Where patterns put each node, as `mh.place` would with all modules' `names`: its first reached module."""
     found = assigned(names, where)
     return tuple(
         next((found[name] for name in node.modules if name in found), otherwise) for node in graph.nodes

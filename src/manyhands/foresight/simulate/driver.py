@@ -24,7 +24,7 @@ from manyhands.foresight.simulate.simulated_processes import (
 )
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common import membership
 from manyhands.strategies.ps import member_events as events
 from manyhands.strategies.ps.pending_steps import ShardConfig

@@ -85,9 +85,8 @@ class LedgerStore(Store):
     def __init__(self) -> None:
         self.groups: list[tuple[SimulatedMark, ...]] = []
 
-    def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
+    def apply(self, gradients: Sequence[tuple[float, Gradient]], _rate: float) -> None:
         """Append the group; its rate is in the log."""
-        del rate
         self.groups.append(tuple(mark for _, mark in gradients))
 
     def read(self) -> SimulatedSeen:
@@ -103,8 +102,7 @@ class LedgerStore(Store):
 class Ledger(Model):
     """A symbolic model: gradients are names, values are lists of names."""
 
-    def store(self, shard: int, num_shards: int) -> LedgerStore:
-        del shard, num_shards
+    def store(self, _shard: int, _num_shards: int) -> LedgerStore:
         return LedgerStore()
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
@@ -169,8 +167,7 @@ class SimulatedTrained(Model):
     def store(self, shard: int, num_shards: int) -> Store:
         return _RangeStore(self._initial.tensor_split(num_shards)[shard], self._make_optimizer)
 
-    def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        del slot
+    def gradient(self, _slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
         self.show(read)
         weight = self._weight(work.batch, work.part, work.parts)
         loss = self._loss(self._module, work.batch, work.part, work.parts) * weight

@@ -91,9 +91,8 @@ class SimulatedTraining(Training):
         self._conditions = request.conditions
         self._strategy: Any = request.strategy  # one of servers: require_simulated has looked
 
-    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+    def resume(self, directory: RunDirectory, _config: Mapping[str, Any]) -> int | None:
         """Raise UserError: a simulated run keeps no intermediate checkpoints."""
-        del config
         raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
 
     def run(self, stage: Stage) -> Result:
@@ -234,7 +233,7 @@ class _Files:
         if self._run_path is not None:
             if row.process not in self._workers:
                 self._workers[row.process] = Recorder(self._run_path, row.process)
-            if self._workers[row.process].records:
+            if self._workers[row.process].log is not None:
                 self._workers[row.process].write(row)
 
     def write(self, run: SimulatedRun) -> None:
@@ -424,8 +423,7 @@ class RunBook(Observer):
         elif isinstance(message, Read):
             self.sent += Traffic(messages_sent=1)
 
-    def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
-        del num_bytes
+    def arrives(self, source: int, to: int, message: Message, _num_bytes: int, now_s: float) -> None:
         if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
             self._reads_s[message.slot, message.shard] = now_s
         if isinstance(message, Push):

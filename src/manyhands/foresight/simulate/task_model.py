@@ -48,13 +48,6 @@ class _Read(NamedTuple):
     version: int
 
 
-class _Pushed(NamedTuple):
-    """A gradient in transit to one shard."""
-
-    batch: int
-    contribution: Contribution
-
-
 class TaskStore(Store):
     """One copy of one shard: a live server's store."""
 
@@ -64,8 +57,8 @@ class TaskStore(Store):
         self.version = 0
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        contributions = [replace(pushed.contribution, factor=factor) for factor, pushed in gradients]
-        self.store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
+        contributions = [replace(contribution, factor=factor) for factor, (_, contribution) in gradients]
+        self.store.apply(contributions, rate, len({batch for _, (batch, _) in gradients}))
         self._read = None
         self.version += 1
 
@@ -124,7 +117,7 @@ class SimulatedTask(Model):
         pushed = []
         for shard, part in enumerate(self._parts):
             gradient = self.layout.range_in(part.gradient.memory.clone(), shard)
-            pushed.append(_Pushed(work.batch, Contribution(gradient=gradient, present=part.flags.clone())))
+            pushed.append((work.batch, Contribution(gradient=gradient, present=part.flags.clone())))
         self.samples += done.samples
         self.made[slot] = SimulatedGradient(
             loss=done.loss,

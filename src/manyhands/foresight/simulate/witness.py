@@ -58,8 +58,7 @@ class Witness(Observer):
         self._lost_at_takeover: list[str] = []
         self.happenings: list[SimulatedHappening] = []  # victims of faults, and when they were recovered
 
-    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        del now_s
+    def computes(self, slot: int, work: Work, read: list[Any], _now_s: float) -> None:
         self._readings.append(_Reading(slot, work, tuple(read)))
 
     def acknowledges(self, ack: Ack) -> None:

@@ -295,9 +295,8 @@ class Collectives:
 
     def _check_list(self, name: str, tensors: _Tensors, like: Tensor, *, even: bool = False) -> None:
         if len(tensors) != self._world:
-            raise UserError(
-                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
-            )
+            wanted = f"there must be one for each of {self._world} ranks"
+            raise UserError(f"{name} list of {len(tensors)} tensors: {wanted}")
         for rank, tensor in enumerate(tensors):
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:

@@ -326,9 +326,8 @@ class OutgoingMessage:
     def advance(self, address: int) -> tuple[bool, bool]:
         """Write what fits into the ring at `address`: whether anything moved, and whether all has left."""
         tensor, before = self._tensor, self._done
-        self._done = byte_ring.write(
-            address, self._header.ctypes.data, HEADER_BYTES, tensor.data_ptr(), tensor.nbytes, before, 0, 0
-        )
+        header, data = (self._header.ctypes.data, HEADER_BYTES), (tensor.data_ptr(), tensor.nbytes)
+        self._done = byte_ring.write(address, *header, *data, before, 0, 0)
         return self._done > before, self._done == HEADER_BYTES + tensor.nbytes
 
 
@@ -395,8 +394,7 @@ class Inbox:
                 moved |= self._read > before
                 if self._read < HEADER_BYTES:
                     break
-                self._read = 0
-                self._target = self._receiver(requests, ended)
+                self._read, self._target = 0, self._receiver(requests, ended)
             target = self._target
             payload = target.tensor if isinstance(target, PendingReceive) else target.bytes
             before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)

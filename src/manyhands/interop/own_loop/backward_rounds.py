@@ -326,7 +326,11 @@ class Rounds:
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise UserError("optimizer.step(closure) runs backward inside the step, which central cannot do")
         assert self._watch is not None
-        require_prepared_scaler(optimizer)
+        if getattr(optimizer, "found_inf", None) is not None:  # laid on it by a scaler that was not prepared
+            raise UserError(
+                "a GradScaler that was not prepared sees only this worker's part of the gradient; give it to "
+                "group.prepare with the others, and use the one that comes back"
+            )
         self._watch.require_untouched()
         self.words.meet(Call.STEP)
         self._stepping = True
@@ -436,15 +440,6 @@ class PartsScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found_inf.fill_(float(self._unscale(optimizer, inv_scale)))
         return {found_inf.device: found_inf}
-
-
-def require_prepared_scaler(optimizer: Optimizer) -> None:
-    """In a step of `optimizer`: raise UserError if a GradScaler that was not prepared has brought it about."""
-    if getattr(optimizer, "found_inf", None) is not None:
-        raise UserError(
-            "a GradScaler that was not prepared sees only this worker's part of the gradient; give it to group.prepare "
-            "with the others, and use the one that comes back"
-        )
 
 
 @contextmanager

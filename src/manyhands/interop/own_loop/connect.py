@@ -32,10 +32,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_processes import exchanging
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector
@@ -95,9 +94,8 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
 def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
-        return GroupConnection(
-            strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
-        )
+        alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
+        return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
@@ -228,9 +226,8 @@ def _on_several_hosts(
         alarm=alarm,
     )
     exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
-    connection = GroupConnection(
-        strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
-    )
+    parts: Any = {"words": Words(collective), "exchange": exchange, "abort": abort}
+    connection = GroupConnection(strategy=strategy, on_one_host=False, **parts)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection

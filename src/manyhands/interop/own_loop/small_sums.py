@@ -248,10 +248,8 @@ class BufferKeeper:
         for module, seen in zip(self._holders, self._seen, strict=True):
             # Running statistics are written by an operation that autograd's counter does not see.
             silently = isinstance(module, _NormBase) and module.training and module.running_mean is not None
-            same = [(id(buffer), version) for buffer, version in _state(module)] == [
-                (id(buffer), version) for buffer, version in seen
-            ]
-            changed.append(silently or not same)
+            now, before = ([(id(one), version) for one, version in row] for row in (_state(module), seen))
+            changed.append(silently or now != before)
         return changed
 
     def _make_alike(self, root: int, share: float) -> None:

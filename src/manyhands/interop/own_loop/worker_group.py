@@ -106,9 +106,8 @@ class WorkerGroup:
             # On the CPU nothing is moved: a user may have put things elsewhere.
             return moved(batch, self.device) if self.device.type != "cpu" else batch
 
-        prepared: dict[int, Any] = {
-            id(one): prepare_loader(one, self._rounds, move, to_split=split) for one in loaders
-        }
+        read = (prepare_loader(one, self._rounds, move, to_split=split) for one in loaders)
+        prepared: dict[int, Any] = dict(zip(map(id, loaders), read, strict=True))
         if self._rounds.exchange.steps_itself:
             enabled = (one for one in scalers if one.is_enabled())
             prepared |= {id(one): PartsScaler(one, self._rounds.unscale) for one in enabled}

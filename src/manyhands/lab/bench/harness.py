@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.errors import ManyhandsError
-from manyhands.places.local.child_descriptors import die_with_parent
+from manyhands.places.local.forking import die_with_parent
 
 __all__ = [
     "WARM_UP",

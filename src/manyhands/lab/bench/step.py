@@ -33,9 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.randomness import seed_all
-from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
+from manyhands.engine.exchange import Exchange, LocalStep, Resources, SingleExchange
 from manyhands.engine.worker_processes import exchanging
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.lab.bench import harness
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm

@@ -23,7 +23,7 @@ from manyhands.native.waiting import ABORTED, REACHED, announce, spins_for, wait
 if TYPE_CHECKING:
     from manyhands.native.group.shared_group import SharedGroup
 
-__all__ = ["FREE", "LOCKED", "TURNS", "Gate", "Turn", "enter", "leave", "require_turn"]
+__all__ = ["FREE", "LOCKED", "TURNS", "CompiledGate", "Gate", "enter", "leave", "require_admitted"]
 
 FREE, LOCKED, TURNS = 0, 1, 2
 """Who may go through: everybody at any time; one at a time, first come first served; one at a time, by number."""
@@ -83,17 +83,17 @@ class Gate:
             self._inside.set(next_rank)
         announce(self._served, number + 1)
 
-    def turn(self, order: int) -> Turn:
+    def compiled(self, order: int) -> CompiledGate:
         tickets = self._tickets.address if order == LOCKED else 0
         patience_ns = int(self._group.timeout_s * 1e9)
-        return Turn(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
+        return CompiledGate(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
 
     def take_waits(self) -> dict[int, int]:
         waits, self._waits = self._waits, {}
         return waits
 
 
-class Turn(NamedTuple):
+class CompiledGate(NamedTuple):
     """A gate for compiled code: addresses and numbers."""
 
     order: int = FREE
@@ -104,25 +104,25 @@ class Turn(NamedTuple):
     spins: int = 0
 
 
-def require_turn(status: int, turn: Turn) -> None:
+def require_admitted(status: int, gate: CompiledGate) -> None:
     """Raise the error for how a compiled step's wait ended, unless it was REACHED."""
     if status == ABORTED:
         raise Aborted("a worker stops waiting for the gate: another failed first, or the run is taken down")
     if status != REACHED:
         raise PeerTimeout(
-            f"a worker waited {turn.patience_ns / 1e9:g} s at the gate; see whether the others still run, or allow "
+            f"a worker waited {gate.patience_ns / 1e9:g} s at the gate; see whether the others still run, or allow "
             "more than that with timeout_s",
             -1,
         )
 
 
 @helper()
-def enter(turn: Any, number: int) -> Any:
+def enter(gate: Any, number: int) -> Any:
     """Wait to be admitted: returns the number, `number` itself in a fixed order, and how the wait ended."""
-    mine = np.int64(add_u32(turn[2], np.uint32(1))) if turn[0] == LOCKED else np.int64(number)
-    return mine, wait_until(turn[1], mine, turn[3], clock_ns() + turn[4], turn[5])
+    mine = np.int64(add_u32(gate[2], np.uint32(1))) if gate[0] == LOCKED else np.int64(number)
+    return mine, wait_until(gate[1], mine, gate[3], clock_ns() + gate[4], gate[5])
 
 
 @helper()
-def leave(turn: Any, number: int) -> None:
-    announce(turn[1], number + 1)
+def leave(gate: Any, number: int) -> None:
+    announce(gate[1], number + 1)

@@ -183,10 +183,8 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
                 second[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
 
     @_compiled_for(name)
-    def reduce_block_to(
-        parts: Any, target: int, shift: int, total: Any, largest: bool, divisor: float
-    ) -> None:
-        add_up(parts, parts.size, shift, total, largest)
+    def reduce_block_to(parts: Any, target: int, shift: int, total: Any, most: bool, divisor: float) -> None:
+        add_up(parts, parts.size, shift, total, most)
         result = items_at(parts[target] + shift, total.size)
         for i in range(total.size):
             result[i] = narrow(total[i] / divisor)
@@ -217,7 +215,6 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
 
 @helper()
 def _spread(parts: Any, source: int, shift: int, num_bytes: int) -> None:
-    """Copy `num_bytes` from `shift` bytes into part `source` to the same place in all other parts."""
     block = _bytes_at(parts[source] + shift, num_bytes)
     for rank in range(parts.size):
         if rank != source:

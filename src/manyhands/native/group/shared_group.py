@@ -74,6 +74,7 @@ __all__ = [
     "word_offset",
 ]
 
+Ranges = Sequence[range]
 _OPERATIONS = {"sum": SUM, "mean": MEAN, "max": MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
 _HEADER = 4  # words of line 0: magic, version, world, number of the operation before the first
@@ -308,9 +309,7 @@ class SharedGroup(Closeable):
         self._reserve(end, purpose, self._common_bytes, parts=self.world)
         self._arena = Segment.attach(self._arena_descriptor)
 
-    def bucket(
-        self, offset: int, count: int, dtype: torch.dtype, ranges: Sequence[range] | None = None
-    ) -> Bucket:
+    def bucket(self, offset: int, count: int, dtype: torch.dtype, ranges: Ranges | None = None) -> Bucket:
         """The same call on every rank: a vector of `count` items, `offset` bytes into each rank's memory.
 
         `ranges` says which items each rank reduces, where even slices of whole cache lines will not do.

@@ -7,7 +7,7 @@
 * `together`: every worker takes its part of every batch, and they wait for each other in it.
 
 Compiled steps are many small ones in one call: there the batches are given out here, and the waiting is theirs, at the
-gate that `turn` describes.
+gate that `compiled_gate` describes.
 
 Training goes from one synchronization of all workers to the next (an evaluation, a checkpoint, the end). Between two
 of them the batches from `first` to `end` are each taken once; an early stop leaves no gap in what was done.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from manyhands.native.counters import Counter
-from manyhands.native.group.gate import FREE, LOCKED, TURNS, Gate, Turn
+from manyhands.native.group.gate import FREE, LOCKED, TURNS, CompiledGate, Gate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 
@@ -64,7 +64,7 @@ class Order(ABC):
     def claim(self) -> int | None:
         """This worker's next batch; None if it is to synchronize with the others."""
 
-    def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
+    def enter(self, step: int) -> None:  # noqa: ARG002 - others wait at the gate here
         self.note_reading()
 
     def note_reading(self) -> None:
@@ -79,15 +79,14 @@ class Order(ABC):
         """End the access to the parameters, written or not."""
 
     @property
-    def turn(self) -> Turn:
-        return self._gate.turn(self._gate_order)
+    def compiled_gate(self) -> CompiledGate:
+        return self._gate.compiled(self._gate_order)
 
     @abstractmethod
     def stop(self, step: int) -> None:
         """Between `enter` and `leave`, or after a compiled step: prevent any worker from beginning another batch."""
 
     def done(self) -> int:
-        """Every worker, after synchronizing: the first batch that was not taken; `stop` may have moved the end."""
         return self._end.get()
 
     def take_waits(self) -> dict[int, int]:
@@ -108,7 +107,6 @@ class Free(Order):
         self._stopped.set(1)
 
     def done(self) -> int:
-        """The first batch that was not claimed; all claimed ones are finished."""
         return min(self._claimed.get(), self._end.get())
 
 

@@ -1,15 +1,8 @@
 """A process's control connection to the leader of its run: the worker context of one host, over the network.
 
-    with open_control_connection(place, leader, address, token, terms, timeout_s=60) as connection:
-        connection.mark(step, State.COMPUTING)
-        connection.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
-        connection.send({"rows": …})
-        if connection.stop_requested(): …
-        connection.end({"steps": 100})
-
 A thread of the connection owns the socket. It sends the queued messages, receives from the leader, drains the event
-ring and compares clocks. If the leader dies, misses its heartbeats or reports that the run has failed, waits end
-through `on_over`.
+ring, whose events reach the leader on the leader's clock, and compares clocks. If the leader dies, misses its
+heartbeats or reports that the run has failed, waits end through `on_over`.
 """
 
 from __future__ import annotations
@@ -50,7 +43,7 @@ from manyhands.places.external.control_server import hello_of
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
-from manyhands.places.local.status import NOBODY, State
+from manyhands.places.local.status import NOBODY, StagePlace, State
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
@@ -132,9 +125,8 @@ def _introduce(
                     raise (RunEnding if field == "over" else UserError)(printable(reason, 1000))
                 case Lost(reason=reason, final=final):
                     # A rejected token or certificate is rejected next time as well.
-                    raise (UserError if final else RunEnding)(
-                        f"{who} cannot join the run of {leader}: {reason}"
-                    )
+                    kind = UserError if final else RunEnding
+                    raise kind(f"{who} cannot join the run of {leader}: {reason}")
                 case _:
                     raise ManyhandsError(f"the leader, {leader}, sends a message before its welcome")
 
@@ -154,8 +146,7 @@ class ControlConnection(Closeable):
         self._marked: ControlMarked | None = None
         self._notes: deque[Mapping[str, Any]] = deque()
         self._stop_requested = False
-        self.over: Broken | None = None
-        """Why the run ended early, or None."""
+        self.over: Broken | None = None  # why the run ended early, or None
         self._on_over: list[Callable[[Broken], None]] = []
         self.changed = threading.Condition()
         """Notified when something has come from the leader, or the run is over."""
@@ -184,9 +175,7 @@ class ControlConnection(Closeable):
         note = encoded(Note(payload=payload), CONTROL_CODER)  # now: the caller may change it
         self.queue.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
 
-    def mark(
-        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
-    ) -> None:
+    def mark(self, step: int, state: State, waiting_for: int = NOBODY, *, place: StagePlace = None) -> None:
         """Report what this process is doing; cheap, because only the newest mark is sent, a few times a second."""
         self.step = step
         self._marked = ControlMarked(step, state, waiting_for, *(place or (NOBODY, NOBODY)))
@@ -200,7 +189,6 @@ class ControlConnection(Closeable):
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def stop_requested(self) -> bool:
-        """Whether the leader asked this process to stop, or the run is over."""
         return self._stop_requested or self.over is not None
 
     @property
@@ -235,10 +223,7 @@ class ControlConnection(Closeable):
             act(over)
 
     def take(self, name: str, timeout_s: float) -> bytearray:
-        """Receive a large object that the leader gives; the caller owns the buffer.
-
-        PeerTimeout if no more of it arrives for `timeout_s`, Aborted if the run is over.
-        """
+        """Receive a large object of the leader's; PeerTimeout if no more of it comes for `timeout_s`."""
         seen, deadline = -1, 0.0
         with self.changed:
             while name not in self._complete:
@@ -266,7 +251,6 @@ class ControlConnection(Closeable):
             raise Aborted(f"{self.name} has closed its connection to {self.leader}")
 
     def begin(self, events: Sequence[HubEvent] = ()) -> None:
-        """Take what came with the welcome, compare clocks, and start the thread."""
         self._take(events)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._post(ControlPing(sent_ns=time.monotonic_ns()))

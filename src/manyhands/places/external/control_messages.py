@@ -54,8 +54,7 @@ CONTROL_FINGERPRINT: Final = "manyhands line 1"
 PIECE_BYTES: Final = 1 << 20
 _MOST_WAITING: Final = 4096
 
-LinkMessage = tuple[object, list[Any]]
-"""A message and its payload."""
+LinkMessage = tuple[object, list[Any]]  # a message and its payload
 
 
 class Term(NamedTuple):
@@ -72,19 +71,16 @@ class ControlHello(NamedTuple):
     world: int
     role: str
     name: str
-    host: str
-    """The identity of its host, from `places.local.host`."""
+    host: str  # the identity of its host, from `places.local.host`
     pid: int
-    unix_s: float
-    """Its wall clock, for the warning about clocks that differ."""
+    unix_s: float  # its wall clock, for the warning about clocks that differ
     terms: tuple[Term, ...]
 
 
 class ControlWelcome(NamedTuple):
     """The leader admits the process to the run."""
 
-    leader: str
-    """The leader's name."""
+    leader: str  # the leader's name
     clock: str
     """The id of the leader's clock; a process with the same id reads the same time and needs no offset."""
 
@@ -196,7 +192,6 @@ class Wakeup:
                 os.eventfd_write(self.descriptor, 1)
 
     def clear(self) -> None:
-        """Consume the wake-ups so far; a no-op once closed."""
         with self._lock, suppress(BlockingIOError):
             if not self._closed:
                 os.eventfd_read(self.descriptor)

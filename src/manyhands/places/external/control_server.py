@@ -1,11 +1,5 @@
 """The leader's end of all control connections: membership, incoming events, and messages to the members.
 
-    with ControlServer(place, terms, token) as server:
-        address = server.listen("unix")                # and "tcp:…", for other hosts
-        for event in server.poll(1.0):                 # a ControlEvent: Started, Said, Ended, …
-            ...
-        server.tell(2, {"begin": True})
-
 It is to externally started processes what `places.local.supervisor.Supervisor` is to those of this host: it reports
 an end as an event, and the caller decides what it means. One thread polls, several times a second; any thread may call
 `tell`, `ask_to_stop`, `give` and `break_off`.
@@ -72,8 +66,7 @@ class ProcessRejected(NamedTuple):
     """A process that has the run's token was rejected; it received the same sentence."""
 
     sentence: str
-    field: str = ""
-    """What did not match: `rank` if another process has it, or the name of a term."""
+    field: str = ""  # what did not match: `rank` if another process has it, or the name of a term
 
 
 class Warned(NamedTuple):
@@ -123,8 +116,7 @@ class Register:
     def __init__(self, leader: ControlHello) -> None:
         self._leader = leader
         self._seats: dict[int, ControlHello] = {}
-        self.rejected: list[str] = []
-        """One sentence for each process that was rejected."""
+        self.rejected: list[str] = []  # one sentence for each process that was rejected
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -143,13 +135,11 @@ class Register:
         self._seats.pop(rank, None)
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on ranks that did not join in time, with what is known of rejected processes."""
         who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
         reasons = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
         return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{reasons}"
 
     def _mismatch(self, hello: ControlHello) -> tuple[str, str] | None:
-        """What does not match, and the sentence about it."""
         mine = self._leader
         if hello.world != mine.world:
             return "world", (
@@ -234,11 +224,9 @@ class ControlServer(Closeable):
         """Start without a listener: no process can connect before `listen`. `terms` must match on every one."""
         self.name = place.name
         self.world = place.world
-        self.store = KeyValueStore()
-        """The run's store, which the members reach as `ControlConnection.store`."""
+        self.store = KeyValueStore()  # the run's store, which the members reach as `ControlConnection.store`
         self.register = Register(hello_of(place, terms))
-        self.known: dict[int, ControlMember] = {}
-        """By rank, members that left included."""
+        self.known: dict[int, ControlMember] = {}  # by rank, members that left included
         self._ranks: dict[int, int] = {}  # from the hub's number
         self._unreported: list[ControlEvent] = []
         self._closed = False

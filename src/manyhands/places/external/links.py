@@ -23,14 +23,8 @@ from manyhands.places.external.specification import listening_at
 from manyhands.places.local.rendezvous import Rendezvous, ranks_named
 from manyhands.transport.frames import OF_TRANSPORT, encode_header
 from manyhands.transport.heartbeats import Heartbeats, exchange_places
-from manyhands.transport.hub.addresses import tune
-from manyhands.transport.hub.handshake import (
-    CONTROL,
-    NO_PROOF,
-    Credentials,
-    HandshakeRefused,
-    authenticate,
-)
+from manyhands.transport.hub.admission import tune
+from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, HandshakeRefused, authenticate
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import mesh_kind
 from manyhands.transport.link.tcp import TcpLink
@@ -91,8 +85,7 @@ def open_links(
     deadline = time.monotonic() + timeout_s
 
     def where(peer: int) -> str:
-        if not comes_true(lambda: store.check([f"link/{peer}"]), deadline - time.monotonic()):
-            raise _late([peer], "say where it listens")
+        _wait_for(store, f"link/{peer}", deadline)
         return store.get(f"link/{peer}").decode()
 
     try:  # `address` may be a name for this host that no interface has
@@ -128,14 +121,16 @@ def open_heartbeats(
     their timeouts are long. The heartbeats here come from compiled code, as those of `mh.join` do.
     """
     deadline = time.monotonic() + timeout_s
-
-    def wait_for(key: str) -> None:
-        if not comes_true(lambda: store.check([key]), deadline - time.monotonic()):
-            raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "say where it listens")
-
-    own, places, secret = exchange_places(store, rank, world, address, "beats/", wait_for)
+    own, places, secret = exchange_places(
+        store, rank, world, address, "beats/", lambda key: _wait_for(store, key, deadline)
+    )
     others = {peer: place for peer, place in places.items() if peer != rank}
     return Heartbeats(rank, own, others, secret, on_lost)
+
+
+def _wait_for(store: RendezvousStore, key: str, deadline: float) -> None:
+    if not comes_true(lambda: store.check([key]), deadline - time.monotonic()):
+        raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "say where it listens")
 
 
 def meet_all(
@@ -151,9 +146,8 @@ def meet_all(
 ) -> dict[int, TcpLink]:
     """Collective: open a link to each rank of `far`; `where` returns the `host:port` at which a rank listens.
 
-    A connection that does not prove this token is rejected, so a token may belong to one rendezvous of many.
-    PeerTimeout names the ranks that did not connect before `deadline`, ManyhandsError those that could not be
-    reached or trusted.
+    A connection that does not prove this token is rejected, so it may belong to one rendezvous of many. PeerTimeout
+    names the ranks that did not connect before `deadline`, ManyhandsError those that could not be reached or trusted.
     """
     links: dict[int, TcpLink] = {}
     mine = Credentials(member=rank, role=f"rank {rank}", token=token, fingerprint=_FINGERPRINT)
@@ -173,7 +167,7 @@ def meet_all(
             add(*_accept(listener, mine, waited_for, deadline, still), server_side=True)
     except BaseException:
         for link in links.values():
-            link.abandon()
+            link.close(silently=True)
         raise
     return links
 
@@ -243,9 +237,7 @@ def _admit(end: socket.socket, mine: Credentials, deadline: float, still: Still 
 
 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:
-    return PeerTimeout(
-        f"{ranks_named(ranks)} did not {deed} in time; see whether a firewall is between", ranks[0]
-    )
+    return PeerTimeout(f"{ranks_named(ranks)} did not {deed} in time; is a firewall between?", ranks[0])
 
 
 def no_group() -> SharedGroup:

@@ -25,6 +25,7 @@ from typing import Any, Final, Self
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
+from manyhands.native.closeable import Closeable
 from manyhands.native.version import __version__
 from manyhands.places.external.control_connection import ControlConnection, RunEnding, open_control_connection
 from manyhands.places.external.control_messages import Term
@@ -56,18 +57,14 @@ class ProcessGroup:
     place: ProcessPlace
     control_server: ControlServer
     token: bytes
-    address: str
-    """Where links of this process listen for other hosts; empty if there are none."""
+    address: str  # where links of this process listen for other hosts; empty if there are none
     security: Security
     timeout_s: float
     early: list[ControlEvent] = field(default_factory=list, init=False)
     """Events that arrived before every member had joined."""
 
     def gather(self, notice: Callable[[str], None] = lambda _sentence: None) -> None:
-        """Wait until every rank has joined, except those that may come later.
-
-        UserError if a process does not belong to the run, PeerTimeout naming the ranks that are late.
-        """
+        """Wait for every rank but later ones; UserError for one of another run, PeerTimeout for those that are late."""
         began, spec, register = time.monotonic(), self.place.cluster, self.control_server.register
         needed = self.place.world - self.place.later
 
@@ -129,7 +126,7 @@ class ProcessGroup:
 
 
 @dataclass
-class GroupMember:
+class GroupMember(Closeable):
     """One process's membership in a run that another process leads; a context manager."""
 
     place: ProcessPlace
@@ -139,10 +136,7 @@ class GroupMember:
     security: Security
     timeout_s: float
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.connection.close()
 
 
@@ -163,8 +157,7 @@ def lead_group(
 ) -> ProcessGroup:
     """Become the leader of the run `name` and publish its address; no member has joined yet.
 
-    If that is impossible, the waiting processes are told why. `comes_again` says that a lost process may rejoin, or
-    be replaced.
+    If that is impossible, the waiting processes are told why. `comes_again`: a lost process may rejoin, or be replaced.
     """
     settings = _settings(security, comes_again)
     if place.leader is not None:
@@ -180,9 +173,7 @@ def lead_group(
     try:
         hosts = _wait_for_all(store, place, timeout_s)
         address = _own_address(place, security) if len(hosts) > 1 else ""
-        if not address and (
-            comes_again or place.later
-        ):  # for processes of other hosts that come later, if possible
+        if not address and (comes_again or place.later):  # for other hosts that come later, if possible
             with suppress(UserError):
                 address = _own_address(place, security)
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
@@ -348,7 +339,6 @@ def _read_leader(store: Store, place: ProcessPlace, timeout_s: float) -> dict[st
 
 
 def _listen(control_server: ControlServer, leader: str) -> None:
-    """Listen at the leader's address of a specification; UserError if another process already does."""
     near = _near(leader)
     try:
         control_server.listen(near or listening_at(leader))

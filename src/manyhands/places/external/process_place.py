@@ -42,12 +42,10 @@ class Launched:
     context: RoleContext
     strategy: Strategy | None = None
     device: str | None = None
-    joins: int = 0
-    """How many groups the script has joined."""
+    joins: int = 0  # how many groups the script has joined
 
 
-launched: Launched | None = None
-"""Set while a launched script runs in this process."""
+launched: Launched | None = None  # set while a launched script runs in this process
 
 
 def _no_store(_timeout_s: float) -> Store:
@@ -60,22 +58,16 @@ class ProcessPlace:
 
     rank: int
     world: int
-    kind: str = "alone"
-    """What started the processes: a name in `PLACES`, `launch` or `alone`."""
-    role: str = "worker"
-    """The role of this process: worker, ps, chief or evaluator."""
-    index: int | None = None
-    """Its index among the processes of its role; None: its rank."""
-    host: str = field(default_factory=socket.gethostname)
-    """The name of the host it is on."""
+    kind: str = "alone"  # what started the processes: a name in `PLACES`, `launch` or `alone`
+    role: str = "worker"  # the role of this process: worker, ps, chief or evaluator
+    index: int | None = None  # its index among the processes of its role; None: its rank
+    host: str = field(default_factory=socket.gethostname)  # the name of the host it is on
     open_store: Callable[[float], Store] = _no_store
     """Opens the store in which the processes find each other; called with a deadline in seconds."""
     leader: str | None = None
     """`HOST:PORT` of the leader, if it is fixed in advance; None: the store has the address."""
-    cluster: ClusterSpec | None = None
-    """The cluster, if a specification describes it."""
-    later: int = 0
-    """How many of the last ranks may be missing when the run begins, or forever."""
+    cluster: ClusterSpec | None = None  # the cluster, if a specification describes it
+    later: int = 0  # how many of the last ranks may be missing when the run begins, or forever
     leaves: bool = False
     """Whether it only finishes the pending work of its slot and takes no further part in the run."""
     launched: Launched | None = None
@@ -131,16 +123,16 @@ def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
             f"RANK and WORLD_SIZE are set, but not {', '.join(missing)}: start the script with torchrun, which sets "
             f"{', '.join(_TORCHRUN)}, or unset them to run it alone"
         )
-    rank, world = _number(environment["RANK"]), _number(environment["WORLD_SIZE"])
-    if rank is None or world is None or not 0 <= rank < world:
+    texts = [environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    rank, world, port = (int(text) if text.isascii() and text.isdecimal() else -1 for text in texts)
+    if not 0 <= rank < world:
         raise UserError(
             f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set: RANK must be a number "
             "from 0 to WORLD_SIZE - 1"
         )
-    host, text = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-    port = _number(text)
-    if port is None or not 0 < port < 1 << 16:
-        raise UserError(f"MASTER_PORT={text}: must be a number from 1 to 65535")
+    if not 0 < port < 1 << 16:
+        raise UserError(f"MASTER_PORT={texts[2]}: must be a number from 1 to 65535")
+    host = environment["MASTER_ADDR"]
     hosted = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return ProcessPlace(
         rank=rank,
@@ -149,13 +141,6 @@ def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
         open_store=lambda timeout_s: _open_tcp_store(host, port, timeout_s, hosted=hosted),
         master=host,
     )
-
-
-def _number(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 _stores: dict[tuple[str, int], Store] = {}
@@ -168,10 +153,10 @@ def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> 
         return _stores[host, port]
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = _stores[host, port] = TCPStore(
+        _stores[host, port] = TCPStore(
             host, port, is_master=hosted, timeout=timeout, wait_for_workers=False, multi_tenant=hosted
         )
-        return store
+        return _stores[host, port]
     except (RuntimeError, ValueError) as error:
         what = "cannot be opened" if hosted else "cannot be reached"
         raise ManyhandsError(
@@ -184,15 +169,7 @@ class ExternalPlace(Place):
     """This process is one of several, and joins a run instead of starting workers."""
 
     def __init__(self, process: ProcessPlace) -> None:
-        self.process = process
-
-    @property
-    def world(self) -> int:
-        return self.process.world
-
-    @property
-    def leads(self) -> bool:
-        return self.process.leads
+        self.process, self.world, self.leads = process, process.world, process.leads
 
     def fitted(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
         """What the strategy is on the processes that there are; UserError where another number was asked for."""
@@ -226,7 +203,6 @@ class SpecificationPlace(ExternalPlace):
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> Self | None:
-        """The place that TF_CONFIG describes; None if it describes no cluster."""
         text = environment[TF_CONFIG].strip()
         return cls.of(*ClusterSpec.from_tf_config(text)) if text and text != "{}" else None
 

@@ -38,10 +38,7 @@ class KeyValueStore:
         self._lock = threading.Lock()
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if it is absent and `expected` is empty; the result.
-
-        Same as torch: if the key is absent and `expected` is not empty, `expected` is returned.
-        """
+        """Set `key` if its value is `expected`, or absent and `expected` empty; the result, as torch's store has it."""
         with self._lock:
             there = self._values.get(key)
             if there == expected or (there is None and not expected):
@@ -170,16 +167,12 @@ def _encoded(value: str | bytes) -> str:
 
 
 def _decoded(value: bytes) -> bytes:
-    """A stored value: base64 bytes, or the digits of a counter."""
     text = value.decode()
     return base64.b64decode(text.removeprefix(_BYTES)) if text.startswith(_BYTES) else value
 
 
 def comes_true(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until `is_done` holds (True) or the timeout is over (False).
-
-    A blocking wait in the store would lock out all other threads of this process meanwhile.
-    """
+    """Poll until `is_done` holds, or not in time; a wait in the store would lock out all threads of this process."""
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not is_done():
         left_s = deadline - time.monotonic()

@@ -2,9 +2,8 @@
 
     {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]}
 
-It comes from Python, from a TOML or JSON file, or from the variable TF_CONFIG in TensorFlow's format, which also
-says which of these roles this process is. Nothing is opened or resolved here: every mistake visible in the text is
-reported before anything starts.
+It comes from Python, from a TOML or JSON file, or from the variable TF_CONFIG in TensorFlow's format, which also says
+which of these roles this process is. Every mistake visible in the text is reported before anything starts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ EVALUATOR: Final = (
     "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
     "leader at the end"
 )
-"""The error for an evaluator, which takes no part in the run."""
 
 ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
 _MOST_PORT: Final = 65535
@@ -52,8 +50,7 @@ class ClusterSpec:
     names the entry that makes no sense.
     """
 
-    addresses: Mapping[str, Sequence[str]]
-    """By type, in the order of the index."""
+    addresses: Mapping[str, Sequence[str]]  # by type, in the order of the index
 
     def __post_init__(self) -> None:
         if not isinstance(self.addresses, Mapping):
@@ -65,10 +62,8 @@ class ClusterSpec:
         taken: dict[str, str] = {}
         for kind, listed in self.addresses.items():
             if kind not in ROLE_TYPES:
-                named = str(kind)
-                raise UserError(
-                    f"cluster.{printable(named, 40)} is no type of role; {nearest(named, ROLE_TYPES)}"
-                )
+                known = nearest(str(kind), ROLE_TYPES)
+                raise UserError(f"cluster.{printable(str(kind), 40)} is not a type of role; {known}")
             if isinstance(listed, str) or not isinstance(listed, Sequence):
                 raise UserError(f"cluster.{kind}={_shown(listed)} must be a list of host:port")
             fields = [f"cluster.{kind}[{index}]" for index in range(len(listed))]
@@ -93,7 +88,21 @@ class ClusterSpec:
     def from_file(cls, path: str | Path) -> Self:
         """What a TOML or JSON file says, by its ending: the types at its top, or in a table named `cluster`."""
         path = Path(path)
-        table = _read_table(path)
+        load: Callable[[str], Any] | None = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix)
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--spec {path} cannot be read: {error}") from None
+        if load is None:
+            raise UserError(f"--spec {path}: its name must end in .toml or .json, which says its format")
+        try:
+            table = load(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"--spec {path} is not {path.suffix[1:].upper()}: {error}") from None
+        if not isinstance(table, dict):
+            raise UserError(
+                f"--spec {path} must be a table from types ({', '.join(ROLE_TYPES)}) to lists of host:port"
+            )
         try:
             return cls(table.get("cluster", table))
         except UserError as error:
@@ -130,12 +139,11 @@ class ClusterSpec:
             raise UserError(f"{TF_CONFIG}: {error}") from None
 
     def role(self, kind: str, index: int) -> ClusterRole:
-        """The role of that type and index; UserError where there is none.
-
-        An evaluator need not be listed: nobody connects to it.
-        """
+        """The role of that type and index, UserError where there is none; an evaluator need not be listed."""
         if kind not in ROLE_TYPES:
-            raise UserError(f"task.type={_shown(kind)} is no type of role; {nearest(str(kind), ROLE_TYPES)}")
+            raise UserError(
+                f"task.type={_shown(kind)} is not a type of role; {nearest(str(kind), ROLE_TYPES)}"
+            )
         if type(index) is not int or index < 0:
             raise UserError(f"task.index={_shown(index)} must be an integer from 0 on")
         listed = self.addresses.get(kind, ())
@@ -167,14 +175,10 @@ class ClusterSpec:
 
     @property
     def ranked(self) -> tuple[ClusterRole, ...]:
-        """Those who take part, by rank: the chief where there is one, then the workers, then the servers.
-
-        So the leader is rank 0, and under strategies without servers the chief counts as the first worker.
-        """
+        """Those who take part, by rank: the chief, who leads, or works where there are no servers; workers; servers."""
         return self.roles("chief", "worker", "ps")
 
     def rank(self, role: ClusterRole) -> int:
-        """The rank of a role; UserError for an evaluator, which takes no part."""
         if role.type == "evaluator":
             raise UserError(EVALUATOR)
         return self.ranked.index(role)
@@ -188,31 +192,6 @@ class ClusterSpec:
         return ", ".join(f"{len(listed)} {kind}" for kind, listed in self.addresses.items())
 
 
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--spec {path} cannot be read: {error}") from None
-    match path.suffix:
-        case ".toml":
-            load = tomllib.loads
-        case ".json":
-            load = json.loads
-        case _:
-            raise UserError(
-                f"--spec {path}: its name must end in .toml or .json, which says how it is written"
-            )
-    try:
-        table = load(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--spec {path} is no {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(table, dict):
-        raise UserError(
-            f"--spec {path} must be a table from types ({', '.join(ROLE_TYPES)}) to lists of host:port"
-        )
-    return table
-
-
 def _checked_address(field: str, address: Any) -> str:
     if not isinstance(address, str) or not address:
         raise UserError(f"{field}={_shown(address)} must be an address like host:2222")
@@ -220,12 +199,10 @@ def _checked_address(field: str, address: Any) -> str:
     if not colon:
         raise UserError(f"{field}={_shown(address)} has no port; write {printable(address, 60)}:2222")
     if not host:
-        raise UserError(
-            f"{field}={_shown(address)} has no host before the port; write the host that others reach it by"
-        )
+        raise UserError(f"{field}={_shown(address)} has no host; write the one that others reach it by")
     if "://" in host or any(one in host for one in "/ \t@[]") or not host.isascii() or ":" in host:
         raise UserError(
-            f"{field}={_shown(address)}: {_shown(host)} is no host name or IPv4 address; write host:port"
+            f"{field}={_shown(address)}: {_shown(host)} is not a host name or IPv4 address; write host:port"
         )
     if not port.isdecimal() or not port.isascii():
         raise UserError(f"{field}={_shown(address)}: the port {_shown(port)} is not a number")
@@ -241,13 +218,13 @@ def _shown(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-_Resolve = Callable[[str], str]
-"""Resolves a host name to its IPv4 address; OSError if the name is unknown."""
+_Resolve = Callable[[str], str]  # resolves a host name to its IPv4 address; OSError if the name is unknown
 
 
 def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: _Resolve = socket.gethostbyname) -> None:
     """UserError if this role's host name resolves to loopback here while other roles are on other hosts."""
-    host = spec.address(role).rpartition(":")[0]
+    address = spec.address(role)
+    host, field = address.rpartition(":")[0], f"cluster.{role.type}[{role.index}]={address!r}"
     others = [spec.address(other).rpartition(":")[0] for other in spec.roles()]
     if is_loopback(host) or all(other == host for other in others):
         return
@@ -255,22 +232,17 @@ def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: _Resolve = socket
         found = resolve(host)
     except OSError as error:
         raise UserError(
-            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: this host does not know the name {host!r} "
-            f"({error}); write the address that others reach it by"
+            f"{field}: this host does not know the name {host!r} ({error}); write the address that others reach it by"
         ) from None
     if is_loopback(found):
         raise UserError(
-            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: {host!r} means {found} on this host, where "
-            f"others cannot reach it; write its address in the network, or correct {host!r} in /etc/hosts"
+            f"{field}: {host!r} means {found} on this host, where others cannot reach it; write its address in the "
+            f"network, or correct {host!r} in /etc/hosts"
         )
 
 
 def listening_at(address: str, resolve: _Resolve = socket.gethostbyname) -> str:
-    """The address to bind for a process that others reach at `host:port`, in the hub's format.
-
-    It is that address, or every address of this host if no interface has it: in a container, a service has an
-    address that no interface has.
-    """
+    """What to bind, as a hub writes it, to be reached at `host:port`; all addresses if no interface has that one."""
     host, _, port = address.rpartition(":")
     if is_loopback(host):
         return f"tcp:{address}"

@@ -1,8 +1,7 @@
 """The child processes of this process, and the one place where all of them are waited for.
 
-One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. The
-reaction is decided elsewhere (`roster`, `supervisor`). All of them are forks of one template process, which has already
-imported the slow modules (`template`).
+One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. All
+children are forks of one template process, which has already imported the slow modules (`template`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any, Literal, Self
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.control import Channel, Message, RoleContext
+from manyhands.places.local.forking import RoleSpec
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.roster import Exited, Garbled, Heard
 from manyhands.places.local.stacks import STACK_SIGNAL
@@ -158,8 +157,7 @@ class Role:
     """Called in the child; what it returns (plain numbers and text) is the payload of its `Finished`."""
     descriptors: Mapping[str, int] = field(default_factory=dict)
     """Open descriptors of this process that the child inherits, by the name it asks for."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the launcher's environment."""
+    env: Mapping[str, str] = field(default_factory=dict)  # variables on top of the launcher's environment
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -221,9 +219,7 @@ class Children:
         threads = {"OMP_NUM_THREADS": str(threads_per_role(self._world))}
         environment = {**threads, **inherited, **role.env, "PYTHONPATH": inherited["PYTHONPATH"]}
         if not self._free_rows:
-            raise ManyhandsError(
-                f"{self._capacity} processes are there already, and no more are allowed at once"
-            )
+            raise ManyhandsError(f"{self._capacity} processes are there already; no more are allowed at once")
         row = self._free_rows[0]
         self._status_table.wipe(row)
         self._rows = {rank: of for rank, of in self._rows.items() if of != row}
@@ -296,14 +292,12 @@ class Children:
             self._children[rank].kill()
 
     def _end(self) -> None:
-        """Kill everyone and wait until they are gone."""
         for child in self._processes:
             child.kill()  # all of them first: closing waits for the end
         for child in list(self._processes):
             self._release(child)
 
     def _attend(self, child: Child) -> list[Heard | Garbled | Exited]:
-        """Pass on its output and hear what it says, as far as that has arrived."""
         for output in (child.stdout, child.stderr):
             if not output.pump():
                 self._ignore(output)
@@ -319,9 +313,8 @@ class Children:
         return [Heard(child.rank, message) for message in messages]
 
     def _await_room(self, child: Child) -> None:
-        """Wait for space in its channel if something is queued for it."""
         if child.channel in self._selector.get_map():
-            waits = selectors.EVENT_WRITE if child.channel.has_more else 0
+            waits = selectors.EVENT_WRITE if child.channel.queue else 0
             self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
 
     def _release(self, child: Child) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
-from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.status import NOBODY, State, StatusTable
+from manyhands.places.local.forking import RoleSpec
+from manyhands.places.local.status import NOBODY, StagePlace, State, StatusTable
 from manyhands.transport.frames import FrameDecoder, Limits, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
@@ -105,10 +105,7 @@ def decoder() -> FrameDecoder[Message]:
 
 
 class Channel:
-    """One end of the socket pair; messages go out and come in whole and in order.
-
-    `send` and `post` may be called from any thread, `receive` from one.
-    """
+    """One end of the socket pair; whole messages, in order. Any thread may `send` and `post`, one may `receive`."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         """Own `connection`; `peer` names the other end in errors."""
@@ -118,7 +115,7 @@ class Channel:
         self._decoder = decoder()
         self._room = self._decoder.room()  # kept: a role looks at every step, mostly for nothing
         self._sending = threading.Lock()
-        self._queue = bytearray()  # what did not fit into the socket
+        self.queue = bytearray()  # what did not fit into the socket
         self.peer = peer
         self.ended = False
 
@@ -129,7 +126,7 @@ class Channel:
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
         with self._sending:
-            self._queue += frame
+            self.queue += frame
             try:
                 while not self._push():
                     left_s = deadline - time.monotonic()
@@ -139,15 +136,12 @@ class Channel:
                 raise Aborted(f"{self.peer} is gone: {type(message).__name__} was not delivered") from error
 
     def post(self, message: Message) -> None:
-        """Send without waiting; if `has_more` then, `flush` when the socket is writable.
-
-        A message for a process that is gone is dropped. Unread if more than a frame's bound is queued already.
-        """
+        """Send without waiting, the rest of the `queue` by `flush`; dropped if it is gone, Unread if too much."""
         frame = encode(message)
         with self._sending:
-            if len(self._queue) > MAX_FRAME_BYTES:
-                raise Unread(f"{self.peer} has left {len(self._queue)} bytes unread: it is stuck")
-            self._queue += frame
+            if len(self.queue) > MAX_FRAME_BYTES:
+                raise Unread(f"{self.peer} has left {len(self.queue)} bytes unread: it is stuck")
+            self.queue += frame
         self.flush()
 
     def flush(self) -> None:
@@ -155,11 +149,7 @@ class Channel:
             try:
                 self._push()
             except OSError:  # the peer is gone, which the monitor of its process reports
-                self._queue.clear()
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self._queue)
+                self.queue.clear()
 
     def receive(self) -> list[Message]:
         """All messages that have arrived, without waiting; `ended` is set once the other end has closed."""
@@ -180,9 +170,9 @@ class Channel:
 
     def _push(self) -> bool:
         """Send as much of the queue as the socket takes; called with the lock held."""
-        while self._queue:
+        while self.queue:
             try:
-                del self._queue[: self._connection.send(self._queue)]
+                del self.queue[: self._connection.send(self.queue)]
             except BlockingIOError:
                 return False
         return True
@@ -203,7 +193,6 @@ class TypedNotes:
         return {"kind": type(message).__name__, "body": body.hex()}
 
     def read(self, payload: Mapping[str, Any]) -> Any:
-        """The message that `write` made this of; ProtocolError names what it is not."""
         number = self._numbers.get(str(payload.get("kind")))
         if number is None:
             raise ProtocolError("kind", f"{payload.get('kind')!r} is none of {', '.join(self._numbers)}")
@@ -223,7 +212,7 @@ class Context(Protocol):
 
     def send(self, payload: Mapping[str, Any]) -> None: ...
     def mark(
-        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
+        self, step: int, state: State, waiting_for: int = NOBODY, *, place: StagePlace = None
     ) -> None: ...
     def stop_requested(self) -> bool: ...
     @property
@@ -253,22 +242,15 @@ class RoleContext:
 
     def descriptor(self, name: str) -> int:
         if name not in self._descriptors:
-            raise UserError(
-                f"{self.name} inherited no descriptor {name!r}; {nearest(name, self._descriptors)}"
-            )
+            raise UserError(f"{self.name} has no descriptor {name!r}; {nearest(name, self._descriptors)}")
         return self._descriptors[name]
 
     def send(self, payload: Mapping[str, Any]) -> None:
         """Send the launcher JSON; in order, and all of it before the result. PeerTimeout if it reads nothing."""
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
-    def mark(
-        self, step: int, state: State, waiting_for: int = NOBODY, *, place: tuple[int, int] | None = None
-    ) -> None:
-        """Show in the status table what this role is doing; costs a few microseconds, so call it often.
-
-        In a pipeline `place` is the stage and the micro-batch.
-        """
+    def mark(self, step: int, state: State, waiting_for: int = NOBODY, *, place: StagePlace = None) -> None:
+        """Show in the status table what this role is doing; `place` is a pipeline's stage and micro-batch."""
         self.step = step
         self._status_table.mark(self._row, step, state, waiting_for, place)
 

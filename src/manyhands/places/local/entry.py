@@ -12,8 +12,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from manyhands.places.local.child_descriptors import die_with_parent
-from manyhands.places.local.forking import run_template, spare_finalizers
+from manyhands.places.local.forking import die_with_parent, run_template, spare_finalizers
 
 TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
 
@@ -40,10 +39,8 @@ def main() -> int:
 
 
 def _leave(left_with: list[int], launcher_pid: int) -> None:
-    """In a fork, end here, with all that was written: to take the modules apart would copy what all forks share.
-
-    Whatever a role has started ends with it. The launcher sees to that; where it has just died, nobody else does.
-    """
+    # In a fork, end here, with all that was written: to take the modules apart would copy what all forks share.
+    # Whatever a role has started ends with it. The launcher sees to that; where it has just died, nobody else does.
     if left_with:
         stream = io.IOBase.__base__  # a plain class: to ask an abstract one of every type takes 5 ms
         assert stream is not None

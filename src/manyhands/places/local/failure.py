@@ -1,8 +1,7 @@
 """How a role's failure is reported: an exception becomes text, and the text an exception again.
 
-Only errors of `KINDS` keep their type on the way (so that a mistake of the user stays a `UserError`); every other
-one becomes a `WorkerFailed` that describes it. Nothing is unpickled: a kind is a word, the rest is text and plain
-numbers.
+Only errors of `KINDS` keep their type on the way (so that a mistake of the user stays a `UserError`); every other one
+becomes a `WorkerFailed`. Nothing is unpickled: a kind is a word, the rest is text and plain numbers.
 """
 
 from __future__ import annotations

@@ -7,11 +7,8 @@
     launcher  ◄── done                                 ◄──  template, when it has
 
 When the process in between ends, the launcher becomes the parent of its workers, which wait for that: it is a *child
-subreaper* during a batch, which makes the kernel give it the orphans. From then on a worker is a child of the launcher
-like any other.
-
-A fork of a process that has computed is not safe: threads of OpenMP and of CUDA do not come along. So nothing here, and
-nothing that is imported here, may compute.
+subreaper* during a batch, which makes the kernel give it the orphans. A fork of a process that has computed is not
+safe: threads of OpenMP and of CUDA do not come along. So nothing that is imported here may compute.
 """
 
 from __future__ import annotations
@@ -32,27 +29,26 @@ import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec, die_with_parent
 
 __all__ = [
     "LOADERS_VARIABLE",
     "MOST_PASSED",
     "ForkRequest",
+    "RoleSpec",
     "TemplateSpec",
     "born_loaders",
+    "die_with_parent",
     "run_template",
     "spare_finalizers",
 ]
 
 FRAME_BYTES = 1 << 20
-MOST_PASSED = 250
-"""Descriptors that fit into one message, short of the kernel's 253."""
+MOST_PASSED = 250  # descriptors that fit into one message, short of the kernel's 253
 
-TEMPLATE_NAME = b"mh template"
-"""What a list of processes shows."""
+TEMPLATE_NAME = b"mh template"  # what a list of processes shows
 
 LOADERS_VARIABLE = "MANYHANDS_LOADERS"
 """In the environment of a role: with how many processes it is born that may become its loaders."""
@@ -63,14 +59,59 @@ born_loaders: list[tuple[int, socket.socket]] = []
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
 
-_MANY_FORKS = 8
-"""After so many, and without a request in `_QUIET_MS`, it pays to make the next ones cheaper."""
+_MANY_FORKS = 8  # after so many, and without a request in `_QUIET_MS`, it pays to make the next ones cheaper
 _QUIET_MS = 100
 _RUNNING_MS = 1000
 """If nothing was requested for so long after a fork, a run is in progress: modules for later forks are imported."""
 
 _ADOPTED_S = 30.0
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
+_PASSED = ("control", "lifeline", "status_table", "stacks", "job")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One child's place in the run, its inherited descriptors, and the launcher's search path for modules."""
+
+    name: str
+    rank: int
+    world: int
+    parent_pid: int
+    lifeline: int
+    status_table: int
+    row: int  # of the status table
+    descriptors: Mapping[str, int]
+    path: tuple[str, ...]
+    python_path: str | None
+    """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
+    job: int = -1  # the file of its job
+    stacks: int = -1  # where it writes its stacks on request
+    control: int = -1  # the child's end of its control channel; known when the child is started
+
+    def inherited(self) -> tuple[int, ...]:
+        return (*(getattr(self, name) for name in _PASSED), *self.descriptors.values())
+
+    def received(self, passed: Sequence[int]) -> RoleSpec:
+        """This, with the numbers that `inherited` got on their way to another process."""
+        own: dict[str, Any] = dict(zip(_PASSED, passed, strict=False))
+        others = zip(self.descriptors, passed[len(_PASSED) :], strict=True)
+        return replace(self, **own, descriptors=dict(others))
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RoleSpec:
+        fields = json.loads(text)
+        return cls(**{**fields, "path": tuple(fields["path"])})
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send `number` when the thread that started this process ends; if it has, leave now."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if os.getppid() != parent_pid:
+        os.kill(0, signal.SIGKILL)
 
 
 class TemplateSpec(NamedTuple):
@@ -85,13 +126,9 @@ class TemplateSpec(NamedTuple):
 
 
 class ForkRequest(NamedTuple):
-    """One fork: the role, and what a process that the launcher started itself would inherit.
+    """One fork: the role, and what a process that is started would inherit; descriptors come along, outputs first."""
 
-    Its output's two pipes and then the role's descriptors, in the order of `RoleSpec.inherited`, come along.
-    """
-
-    role: str
-    """The text of a `RoleSpec`, or of a `LoaderSpec`."""
+    role: str  # the text of a `RoleSpec`, or the name and parent of a loader, which has no place in the run
     environment: Mapping[str, str]
     folder: str
     umask: int
@@ -108,8 +145,7 @@ _Request = tuple[ForkRequest | dict[str, Any], list[int]]
 {"end": true}           that is all: what was forked gets the launcher as its parent
 """
 
-_Born = tuple[ForkRequest, list[int]]
-"""What a fork is to be."""
+_Born = tuple[ForkRequest, list[int]]  # what a fork is to be
 
 
 def run_template(text: str) -> int:
@@ -119,10 +155,7 @@ def run_template(text: str) -> int:
 
 
 def await_birth(text: str) -> _Born | None:
-    """Import, then fork; it returns in every fork, with what was asked and its descriptors, and at the end with None.
-
-    `text` is that of a `TemplateSpec`.
-    """
+    """Import, then fork; it returns in every fork, with its request and descriptors, and at the end with None."""
     spec = TemplateSpec(**json.loads(text))
     sys.path[:] = spec.path
     _show_name(TEMPLATE_NAME)
@@ -138,9 +171,7 @@ def _import_all(names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            if isinstance(
-                error, OSError
-            ):  # such as a limit of this shell, which the launcher meets too and names
+            if isinstance(error, OSError):  # such as a limit of this shell, which the launcher names
                 print(f"manyhands: {name} is not imported ahead: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
@@ -150,11 +181,7 @@ def _import_all(names: Sequence[str]) -> None:
 
 
 def spare_finalizers() -> None:
-    """Have forks end without taking torch's and numba's tables apart, which takes as long as a short run.
-
-    Thousands of operators are registered while importing, and are to be removed one by one when a process ends; what
-    others ask for at the end is done.
-    """
+    """Have forks end without removing the thousands of operators that torch and numba registered, one by one."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         peeked = finalizer.peek()
         if peeked is not None and str(getattr(peeked[1], "__module__", "")).partition(".")[0] in _TAKEN_APART:
@@ -220,10 +247,8 @@ def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | st
 
 
 def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
-    """Fork whoever is asked for, and end with the batch; it returns in these forks, when the launcher is their parent.
-
-    Its exit status is how many there were, as far as a status can say.
-    """
+    # Fork whoever is asked for, and end with the batch; it returns in these forks, when the launcher is their parent.
+    # Its exit status is how many there were, as far as a status can say.
     count = 0
     try:
         poll, own = _poll_for(control, spec), os.pidfd_open(os.getpid())
@@ -301,10 +326,8 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def _await_adoption(spec: TemplateSpec, between: int) -> None:
-    """Wait until the process in between has ended, of which `between` tells, and the launcher is this worker's parent.
-
-    Leave if it never is.
-    """
+    # Wait until the process in between has ended, of which `between` tells, and the launcher is this worker's parent.
+    # Leave if it never is.
     select.select([between, spec.launcher], [], [])
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() != spec.launcher_pid:
@@ -317,33 +340,32 @@ def _await_adoption(spec: TemplateSpec, between: int) -> None:
 def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     """Run the role, with its output, environment and random seed, as a newly started process would."""
     stdout, stderr, *inherited = passed
-    spec = LoaderSpec.from_text(request.role) or RoleSpec.from_text(request.role).received(inherited)
+    role = json.loads(request.role)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    die_with_parent(spec.parent_pid, signal.SIGKILL)
+    die_with_parent(role["parent_pid"], signal.SIGKILL)
     take_environment(request)
-    _show_name(spec.name.encode())
-    sys.orig_argv[-1] = spec.name
-    if isinstance(spec, LoaderSpec):
+    _show_name(role["name"].encode())
+    sys.orig_argv[-1] = role["name"]
+    if "rank" not in role:
         return _load(socket.socket(fileno=inherited[0]))
     end = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
     if end is not None:
         _show_name(b"mh loader")
         return _load(end)
+    spec = RoleSpec.from_text(request.role).received(inherited)
     return int(importlib.import_module("manyhands.places.local.role_process").run_role(spec))
 
 
 def _load(end: socket.socket) -> int:
     _take_threads("1")
-    return int(importlib.import_module("manyhands.places.local.loader").run_loader(end))
+    return int(importlib.import_module("manyhands.places.local.loaders").run_loader(end))
 
 
 def _bear_loaders(count: int) -> socket.socket | None:
-    """Fork so many processes while this one has a single thread and has computed nothing; in each of them, its socket.
-
-    They hold nothing of the role's: a socket that they kept would hide its death.
-    """
+    # Fork so many processes while this one has a single thread and has computed nothing; in each of them, its socket.
+    # They hold nothing of the role's: a socket that they kept would hide its death.
     role = os.getpid()
     for _ in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -397,11 +419,7 @@ _MADV_COLLAPSE = 25
 
 
 def use_large_pages() -> int:
-    """Put the memory of this process that belongs to no file into large pages; how many there are.
-
-    0 where the kernel has no such order (before Linux 6.1). It copies all of that memory, a quarter of a second for
-    200 MB.
-    """
+    """Put the memory that belongs to no file into large pages, 0.25 s for 200 MB; how many, 0 before Linux 6.1."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     found: list[

@@ -65,8 +65,7 @@ class MemoryCost:
 
     once: Amount = Amount()
     per_worker: Amount = Amount()
-    per_pair: Amount = Amount()
-    """Of workers: where each has a link to each other."""
+    per_pair: Amount = Amount()  # of workers: where each has a link to each other
 
     def of(self, workers: int) -> Amount:
         """All of it, for so many workers."""
@@ -106,7 +105,6 @@ def of_processes(
 
 
 def most_workers(cost: MemoryCost, room: Room) -> int:
-    """The largest number of workers that fits; 0 if not even one does."""
     low, high = 0, _SEARCHED
     while low < high:
         middle = (low + high + 1) // 2
@@ -198,9 +196,7 @@ def group_folders(own: str, mounts: str) -> dict[str, list[PurePosixPath]]:
             mount = PurePosixPath(place[4])
             try:
                 folder = mount / PurePosixPath(path).relative_to(place[3])
-            except (
-                ValueError
-            ):  # the path is that of another namespace: only the top of the tree is ours to see
+            except ValueError:  # the path is that of another namespace: only the top is ours to see
                 folder = mount
             # The folder of the group and those above it, as far as they are mounted here.
             above = (one for one in folder.parents if one == mount or mount in one.parents)
@@ -265,9 +261,7 @@ def _least(limits: Iterable[int | None]) -> int | None:
 def check_watchdog_s(watchdog_s: float) -> float:
     """The deadline of the watchdog, or UserError: checked long before anything is watched."""
     if watchdog_s != 0 and not watchdog_s >= _LEAST_WATCHDOG_S:
-        raise UserError(
-            f"watchdog_s={watchdog_s:g} must be at least {_LEAST_WATCHDOG_S:g} seconds, or 0 for none"
-        )
+        raise UserError(f"watchdog_s={watchdog_s:g} must be at least {_LEAST_WATCHDOG_S:g}, or 0 for none")
     return watchdog_s
 
 

@@ -1,8 +1,13 @@
-"""A worker's loader processes, which read its next items while it computes.
+"""A worker's loader processes, which read its next items while it computes, and return each in shared memory.
 
-They are forks of a process that has computed nothing: of the worker itself, made before it began, if the launcher
-knew that it would need them, else of a template. Either way they are the worker's children, and end with it. Items
-arrive in files without a name, so nothing is left behind.
+    worker ──►  {path} and descriptors of the reader to unpack and of where stacks go
+    worker ──►  {ticket, key, kept_from}  or  {forget: tickets}     over a socket that the loader inherits
+    worker ◄──  {ticket} and the descriptor of a file in memory     that holds what was read, or the error
+
+They are forks of a process that has computed nothing: of the worker itself, made before it began, if the launcher knew
+that it would need them, else of a template. Either way they are the worker's children, and end with it. The file is
+packed as a worker's job is (see `packed_job`); here the child writes it and its parent loads it: both run the same
+user's code, and no other process can reach the socket.
 """
 
 from __future__ import annotations
@@ -14,22 +19,23 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from manyhands.data.reading import Loading
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.closeable import Closeable
-from manyhands.places.local.child_descriptors import LoaderSpec
 from manyhands.places.local.failure import describe_exit
 from manyhands.places.local.forking import born_loaders
-from manyhands.places.local.loader import KeyReader, LoadFailed
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.stacks import (
     LOADER_CALL,
     STACK_SIGNAL,
+    answer_with_stacks,
     answered_by,
     answers_to,
     call_of,
@@ -37,21 +43,32 @@ from manyhands.places.local.stacks import (
 )
 from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
 
-__all__ = ["Loaders"]
+__all__ = ["Loaders", "run_loader"]
 
+_MESSAGE_BYTES = 1 << 20
 _LOOK_S = 0.2
 _ANSWER_S = 0.3
-_LEAVE_S = 1.0
-"""How long a loader process may finish what it is reading when it is needed no more."""
+_LEAVE_S = 1.0  # how long a loader process may finish what it is reading when it is needed no more
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class Loaders(Closeable, Generic[_Key]):
-    """Up to `count` loader processes with a reader each, of `owner`; started when something is first requested.
+class KeyReader(Protocol):
+    """Reads in a loader process."""
 
-    `prepare` is applied to everything that was read, by a thread. For one thread; `close` is idempotent.
-    """
+    def read(self, key: Any, kept_from: int) -> Any:
+        """What `key` stands for; nothing before `kept_from` is asked for any more."""
+
+
+class LoadFailed(NamedTuple):
+    """Reading raised an error."""
+
+    error: Exception
+    trace: str  # of the loader process
+
+
+class Loaders(Closeable, Generic[_Key]):
+    """Up to `count` loader processes, started at the first request; a thread applies `prepare` to what they read."""
 
     def __init__(
         self,
@@ -149,9 +166,8 @@ class Loaders(Closeable, Generic[_Key]):
                     for name in names:
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         with theirs:
-                            spec = LoaderSpec(name=name, parent_pid=os.getpid())
-                            passed = [1, 2, theirs.fileno()]
-                            process = template.ask(name, spec.to_text(), passed, environment)
+                            role = json.dumps({"name": name, "parent_pid": os.getpid()})
+                            process = template.ask(name, role, [1, 2, theirs.fileno()], environment)
                         self._loaders.append(_Loader[_Key](name, process, ours))
             for loader in self._loaders:
                 socket.send_fds(loader.end, [json.dumps({"path": sys.path}).encode()], [job, stacks])
@@ -262,3 +278,92 @@ class _File:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
+
+
+def run_loader(end: socket.socket) -> int:
+    """Be a loader until its worker, at the other end of the socket, is done; leaves the process by itself."""
+    status = 1
+    try:
+        with end:
+            status = _live(end)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def _live(end: socket.socket) -> int:
+    data, descriptors, _, _ = socket.recv_fds(end, _MESSAGE_BYTES, 2)
+    if not data:
+        return 0
+    job, stacks = descriptors
+    sys.path[:] = json.loads(data)["path"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    answer_with_stacks(stacks)
+    try:
+        reader: KeyReader = load(job)()
+    except Exception as error:
+        _hand_over(end, -1, _failure(error))
+        return 1
+    os.close(job)
+    requests: deque[dict[str, Any]] = deque()
+    while _take_requests(end, requests):
+        if requests:
+            wanted = requests.popleft()
+            try:
+                found = reader.read(tuple(wanted["key"]), wanted["kept_from"])
+            except Exception as error:
+                found = _failure(error)
+            _hand_over(end, wanted["ticket"], found)
+    return 0
+
+
+def _take_requests(end: socket.socket, requests: deque[dict[str, Any]]) -> bool:
+    """Take all requests up to now, and wait only where there is nothing to do; False once the worker is gone."""
+    while True:
+        try:
+            data = end.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT if requests else 0)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        request = json.loads(data)
+        if "forget" in request:
+            kept = [one for one in requests if one["ticket"] not in request["forget"]]
+            requests.clear()
+            requests.extend(kept)
+        else:
+            requests.append(request)
+
+
+def _hand_over(end: socket.socket, ticket: int, found: Any) -> None:
+    try:
+        descriptor = pack(found)
+    except UserError as error:
+        why = f"a loader process cannot hand over what it read ({error.__cause__ or error}); let collate give tensors"
+        descriptor = pack(_failure(UserError(f"{why}, arrays and plain objects, or set loading's workers=0")))
+    try:
+        socket.send_fds(end, [json.dumps({"ticket": ticket}).encode()], [descriptor])
+    except (BrokenPipeError, ConnectionResetError):  # the worker is gone, which the next `recv` says
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _failure(error: Exception) -> LoadFailed:
+    # As it can be sent: an error that cannot be made again there is described in words.
+    trace = "".join(traceback.format_exception(error))
+    bare = error.with_traceback(None)
+    bare.__cause__ = bare.__context__ = None
+    try:
+        descriptor = pack(bare)
+        try:
+            load(descriptor)
+        finally:
+            os.close(descriptor)
+    except Exception:
+        bare = RuntimeError(f"{type(error).__name__}: {error}")
+    return LoadFailed(bare, trace)

@@ -1,17 +1,13 @@
 """What the children run, as one sealed file in memory: packed once, mapped by all, copied by none.
 
-    | magic, number of parts | offset and length of each part | part 0: the pickle | part 1.. : large buffers
-    |
+    | magic, number of parts | offset and length of each part | part 0: the pickle | part 1.. : large buffers |
 
-The launcher writes the file and its children inherit it; it never comes over a network or from a disk, which
-is what makes pickle acceptable here. Functions go by value where a child could not import them (closures,
-lambdas, a script's `__main__`, a notebook): that is cloudpickle's work.
+The launcher writes the file and its children inherit it; it never comes over a network or from a disk, which is what
+makes pickle acceptable here. Functions that a child could not import go by value: that is cloudpickle's work.
 
-Large buffers (numpy arrays and CPU tensors from `LARGE_BYTES` up) do not pass through the pickle. They lie
-beside it, each on pages of its own (pickle protocol 5, PEP 574), and a child maps the file privately: reading
-shares one copy in memory with everyone, writing copies the touched pages for that child alone.
-
-Tensors that share a storage still share it after loading, as do several references to one array.
+Large buffers (numpy arrays and CPU tensors from `LARGE_BYTES` up) lie beside the pickle, each on pages of its own (PEP
+574), and a child maps the file privately: reading shares one copy in memory, writing copies the touched pages for that
+child alone. Tensors that share a storage still share it after loading, as do several references to one array.
 """
 
 from __future__ import annotations
@@ -45,10 +41,7 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 
 
 def pack(job: object) -> int:
-    """The descriptor of a new sealed file that holds `job`; the caller closes it.
-
-    UserError if something in the job cannot be pickled, OutOfSharedMemory if the file does not fit.
-    """
+    """A new sealed file that holds `job`, for the caller to close; UserError if something in it cannot be pickled."""
     from manyhands.native.segment import PAGE, reserve, round_up  # imports torch: the launcher's side only
 
     large: list[pickle.PickleBuffer] = []

@@ -33,7 +33,7 @@ from manyhands.native.closeable import Closeable
 from manyhands.native.version import __version__
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.local.host import host_identity
-from manyhands.transport.hub.addresses import same_user
+from manyhands.transport.hub.admission import same_user
 from manyhands.transport.hub.handshake import Credentials, HandshakeRefused, authenticate
 from manyhands.transport.liveness import RendezvousStore, forget_in_children
 from manyhands.transport.messages import ProtocolError
@@ -239,7 +239,16 @@ def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s:
     table.enter()
     sockets: dict[int, socket.socket] = {}
     try:
-        hosts = hosts_of([entry.host for entry in table.read_entries()])
+        keys = [f"rank/{other}" for other in range(world)]
+        table.wait(keys, range(world), "come to the rendezvous")
+        entries = [RankEntry.from_text(store.get(key).decode().partition(" ")[2]) for key in keys]
+        for other, entry in enumerate(entries):
+            if (entry.world, entry.version) != (world, __version__):
+                raise UserError(
+                    f"group {name!r}: rank {other} is manyhands {entry.version} in a group of {entry.world}, rank "
+                    f"{rank} is manyhands {__version__} in a group of {world}"
+                )
+        hosts = hosts_of([entry.host for entry in entries])
         here = next(ranks for ranks in hosts if rank in ranks)
         if rank == here[0]:
             _accept(table, here[1:], sockets)
@@ -285,19 +294,6 @@ class _Table:
                 "a name, or each job a store, of its own"
             )
 
-    def read_entries(self) -> list[RankEntry]:
-        """Wait for everyone, and see that all expect the same."""
-        keys = [f"rank/{rank}" for rank in range(self.world)]
-        self.wait(keys, range(self.world), "come to the rendezvous")
-        entries = [RankEntry.from_text(self.store.get(key).decode().partition(" ")[2]) for key in keys]
-        for rank, entry in enumerate(entries):
-            if (entry.world, entry.version) != (self.world, __version__):
-                raise UserError(
-                    f"group {self.name!r}: rank {rank} is manyhands {entry.version} in a group of {entry.world}, rank "
-                    f"{self.rank} is manyhands {__version__} in a group of {self.world}"
-                )
-        return entries
-
     def clear(self, leaders: Iterable[int]) -> None:
         """The last to have read everything deletes it; entries last, so that who enters anew finds no address."""
         if self.store.add("read", 1) == self.world:
@@ -307,10 +303,7 @@ class _Table:
                 self.store.delete_key(key)
 
     def wait(self, keys: Sequence[str], ranks: Sequence[int], deed: str) -> None:
-        """Wait for keys, which the `ranks` write when they `deed`.
-
-        Asks again and again: a store's own wait keeps all other threads of this process from the store meanwhile.
-        """
+        """Poll for keys that the `ranks` write when they `deed`: a wait in the store would lock out other threads."""
         pause_s = _FIRST_PAUSE_S
         with LongWait() as wait:
             while not self.store.check(list(keys)):
@@ -404,8 +397,6 @@ def _authenticated(
 
 def _send(end: socket.socket, frame: bytes, descriptors: Sequence[int], deadline: float) -> None:
     end.settimeout(max(deadline - time.monotonic(), 0.001))
-    with suppress(
-        OSError
-    ):  # it is gone, which the lifeline shows, or does not read, which its own deadline shows
+    with suppress(OSError):  # it is gone, or does not read, which its own deadline shows
         socket.send_fds(end, [frame], list(descriptors))
     end.settimeout(None)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 
 from manyhands.native import wait_sign
-from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.control import Channel, Finished, RoleContext, RoleStarted
 from manyhands.places.local.failure import report
+from manyhands.places.local.forking import RoleSpec
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.stacks import answer_with_stacks
 from manyhands.places.local.status import SIGN_OFFSET, StatusTable, start_sentinel

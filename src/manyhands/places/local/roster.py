@@ -105,12 +105,9 @@ class Ended(NamedTuple):
     name: str
     status: int | None
     """As in `subprocess`: negative for a signal; None if the kernel keeps the process though it was killed."""
-    last_words: str
-    """The end of what it wrote to stderr."""
-    payload: Mapping[str, Any] | None
-    """What the job returned; None if it failed."""
-    failure: Failure | None
-    """What went wrong, in a sentence, with what the job reported; None if it returned."""
+    last_words: str  # the end of what it wrote to stderr
+    payload: Mapping[str, Any] | None  # what the job returned; None if it failed
+    failure: Failure | None  # what went wrong, in a sentence, with what the job reported; None if it returned
 
 
 class Interrupted(NamedTuple):
@@ -161,9 +158,7 @@ class Member:
     row: StatusRow = field(default_factory=StatusRow)
     finished: Finished | None = None
     failure: Failure | None = None
-    kill_at_ns: int | None = (
-        None  # when it is killed unless it has left; None while it was not asked to leave
-    )
+    kill_at_ns: int | None = None  # when it is killed unless it has left; None: not asked to leave
     killed_ns: int = 0
     silent_s: float = 0.0  # how long the launcher has watched without a heartbeat from it
     reported_silent: bool = False
@@ -185,8 +180,7 @@ class Roster:
 
     def __init__(self, patience: Patience, now_ns: int) -> None:
         self._patience = patience
-        self.known: dict[int, Member] = {}
-        """The members that are there, by number."""
+        self.known: dict[int, Member] = {}  # the members that are there, by number
         self.failures: list[Failure] = []
         """Of members, in order, each as soon as it is known; without what the launcher's own kills do."""
         self._looked_ns = now_ns

@@ -49,10 +49,7 @@ class SignalEnding:
 
 @contextmanager
 def ending() -> Iterator[SignalEnding]:
-    """While this lasts, SIGTERM and SIGHUP are raised as Ctrl-C is, in the main thread and where nobody handles them.
-
-    SIGTERM and SIGHUP become SystemExit, with the status that a shell shows.
-    """
+    """While this lasts, SIGTERM and SIGHUP raise SystemExit in the main thread, unless someone handles them."""
     handler = SignalEnding()
     with _replaced(lambda _number, _before: handler):
         yield handler

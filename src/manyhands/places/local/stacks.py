@@ -30,23 +30,21 @@ __all__ = [
     "split_threads",
 ]
 
-STACK_SIGNAL = signal.SIGRTMIN + 13
-"""Among the signals that nobody uses by habit."""
+STACK_SIGNAL = signal.SIGRTMIN + 13  # among the signals that nobody uses by habit
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _OURS = str(Path(__file__).resolve().parents[2])
 _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}  # wherever they are: an environment may use another's
+_SITE_FOLDERS = {"site-packages", "dist-packages"}  # wherever they are: an environment may use another's
 _BEGINNING = str(Path(_OURS, "places", "local", "entry.py"))
 """The file that begins a role: whatever called it has started the process, and is nobody's training."""
-_LOADER = str(Path(_OURS, "places", "local", "loader.py"))
-"""The file in which a loader process calls the user's data."""
+_LOADER = (str(Path(_OURS, "places", "local", "loaders.py")), "run_loader")
+"""The file and function from which a loader process calls the user's data."""
 LOADER_CALL = "waiting for its loader process, which is "
 """How `call_of` begins where the stack is that of a loader process."""
 _STRATEGIES = frozenset(strategy.package for strategy in STRATEGIES.values())
-_EVERY_ROLE = frozenset({"places", "engine"})
-"""Packages of ours that run a role, whatever it does."""
+_EVERY_ROLE = frozenset({"places", "engine"})  # packages of ours that run a role, whatever it does
 
 
 class Frame(NamedTuple):
@@ -55,8 +53,7 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
-    text: str = ""
-    """The line's source, where it can be read."""
+    text: str = ""  # the line's source, where it can be read
 
     @property
     def package(self) -> str:
@@ -69,9 +66,7 @@ class Frame(NamedTuple):
         """Whether it is of an installed package other than ours."""
         if self.package:
             return False
-        return self.file.startswith(_INSTALLED) or not _INSTALLED_FOLDERS.isdisjoint(
-            PurePath(self.file).parts
-        )
+        return self.file.startswith(_INSTALLED) or not _SITE_FOLDERS.isdisjoint(PurePath(self.file).parts)
 
     @property
     def is_users(self) -> bool:
@@ -84,10 +79,7 @@ class Frame(NamedTuple):
 
 
 def answer_with_stacks(descriptor: int) -> None:
-    """From now on `STACK_SIGNAL` makes this process write its stacks to `descriptor`, whatever it is doing.
-
-    Called in the main thread.
-    """
+    """From now on `STACK_SIGNAL` has this process write its stacks to `descriptor`; called in the main thread."""
     global _descriptor
     _descriptor = descriptor
     signal.signal(STACK_SIGNAL, _pass_on)  # after the stacks are written, when the interpreter runs again
@@ -101,11 +93,7 @@ def answers_to() -> int | None:
 
 @contextmanager
 def answered_by(pid: int) -> Iterator[None]:
-    """While this process waits for its child `pid`, who asks for its stacks gets those of the child after them.
-
-    The child writes to the same file: see `answers_to`. What counts as the stack of this process is the last, so the
-    child's.
-    """
+    """While open, this process waits for its child `pid`, whose stacks, in the same file, follow its own and count."""
     global _waited_for
     _waited_for = pid
     try:
@@ -155,7 +143,7 @@ def call_of(stack: Sequence[Frame]) -> str:
     called it. A role without a strategy is in the outermost call that not every role has.
     """
     begun = next((at for at, frame in enumerate(stack) if frame.file == _BEGINNING), len(stack))
-    in_loader = LOADER_CALL if any(frame.file == _LOADER for frame in stack) else ""
+    in_loader = LOADER_CALL if any((frame.file, frame.function) == _LOADER for frame in stack) else ""
     for frame in stack[:begun]:
         if frame.is_users:
             return f"{in_loader}in {frame.text or frame.function} ({frame.place})"

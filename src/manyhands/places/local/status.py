@@ -31,13 +31,14 @@ from numba import types
 from manyhands.native.atomics import clock_ns, load_i64, load_u32, store_i64
 from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
-from manyhands.places.local.child_descriptors import die_with_parent
+from manyhands.places.local.forking import die_with_parent
 
 __all__ = [
     "HEARTBEAT_OFFSET",
     "HEARTBEAT_S",
     "NOBODY",
     "SIGN_OFFSET",
+    "StagePlace",
     "State",
     "StatusRow",
     "StatusTable",
@@ -47,6 +48,9 @@ __all__ = [
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32
+
+StagePlace = tuple[int, int] | None
+"""The stage and the micro-batch of a pipeline, from 0, where a role is at one."""
 
 _ROW_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 _PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET, _PLACE_OFFSET = 0, 16, 24, 48
@@ -64,8 +68,7 @@ class State(IntEnum):
     EVALUATING = 4
     SAVING = 5
     FINISHED = 6
-    SERVING = 7
-    """At the service of others: it may have nothing to do for as long as they like."""
+    SERVING = 7  # at the service of others: it may have nothing to do for as long as they like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +81,8 @@ class StatusRow:
     step: int = 0
     state: State = State.STARTING
     waiting_for: int = NOBODY
-    waiting_since_ns: int = 0
-    """When a long wait began; 0 where only the mark speaks of a wait."""
-    place: tuple[int, int] | None = None
-    """Stage and micro-batch of a pipeline, from 0, where it is at one."""
+    waiting_since_ns: int = 0  # when a long wait began; 0 where only the mark speaks of a wait
+    place: StagePlace = None
 
     @property
     def seen_ns(self) -> int:
@@ -137,12 +138,7 @@ class StatusTable(Closeable):
         self.mark(row, 0, State.STARTING)
 
     def mark(
-        self,
-        row: int,
-        step: int,
-        state: State,
-        waiting_for: int = NOBODY,
-        place: tuple[int, int] | None = None,
+        self, row: int, step: int, state: State, waiting_for: int = NOBODY, place: StagePlace = None
     ) -> None:
         """Write what the owner of the row is doing; takes a few microseconds."""
         at = 0 if place is None else place[0] << 32 | place[1] + 1

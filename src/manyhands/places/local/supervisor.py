@@ -1,16 +1,5 @@
 """The processes of this host that a run consists of, monitored one by one; none is left behind.
 
-    with Supervisor(num_members=4) as supervisor:
-        number = supervisor.start(Role(name="worker 0", target=job))
-        while supervisor.members:
-            for event in supervisor.poll(1.0):
-                match event:
-                    case Ended(member=number, failure=failure) if failure is not None:
-                        supervisor.start(...)
-
-    with LocalCluster([Role(name=f"worker {rank}", target=job) for rank in range(4)]) as cluster:
-        results = cluster.run()
-
 Under a `Supervisor` every end is an event, and the caller decides what it means; a `LocalCluster` ends all roles at the
 first failure. `roster` decides what to report, and the processes are those of `children`.
 """
@@ -27,10 +16,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.places.local.children import Children, Role
 from manyhands.places.local.control import Finished, Note, Stop, Unread
 from manyhands.places.local.failure import Failure
-from manyhands.places.local.hang import Found
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.roster import (
     TICK_S,
@@ -48,8 +37,7 @@ from manyhands.places.local.roster import (
     Started,
 )
 from manyhands.places.local.signals import as_exception, counted_signals
-from manyhands.places.local.status import StatusRow
-from manyhands.places.local.watchdog import Watchdog, Watched
+from manyhands.places.local.watchdog import Found, Watchdog, Watched
 from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = [
@@ -72,17 +60,17 @@ class Hung(NamedTuple):
     found: Found
 
 
-class Supervisor:
+class Supervisor(Closeable):
     """Starts members at any time and reports what becomes of them; a context manager.
 
-    `num_members` is how many are at work at a time: the cores are shared out among so many, and their contexts say
-    so as `world`. At most `capacity` processes, spares included, are there at once; there is no limit on how many
-    come one after another. Unless the caller `replaces` those that leave, waiting for one of them is a hang.
+    `num_members` is how many are at work at a time: the cores are divided among so many, and their contexts say so as
+    `world`. At most `capacity` processes, spares included, are there at once. Unless the caller `replaces` those that
+    leave, waiting for one of them is a hang.
 
-    All calls come from one thread, which must `poll` several times a second for anything to be noticed. Leaving asks
-    everyone to stop, kills who has not left after `grace_s`, and returns when all are gone. Ctrl-C, SIGTERM and SIGHUP
-    (in the main thread, where they have their default meaning) are events; one that `poll` has not told is raised on
-    leaving. A signal while leaving kills at once. Members show each other's numbers where they wait for one another.
+    All calls come from one thread, which must `poll` several times a second. Leaving asks all to stop, kills those that
+    have not left after `grace_s`, and returns when all are gone. Ctrl-C, SIGTERM and SIGHUP (in the main thread, where
+    they have their default meaning) are events; one that `poll` has not reported is raised on leaving. A signal while
+    leaving kills at once.
     """
 
     def __init__(
@@ -102,6 +90,7 @@ class Supervisor:
         self._capacity = capacity
         patience = Patience(silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s)
         self._roster = Roster(patience, time.monotonic_ns())
+        self.failures = self._roster.failures
         self._watched_members = self._roster.known if replaces else {}
         self._watchdog = Watchdog(watched or Watched(deadline_s=0.0), time.monotonic_ns())
         self._numbers: set[int] = set()
@@ -120,9 +109,6 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         try:
             self._stack.close()
@@ -136,16 +122,6 @@ class Supervisor:
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(self._roster.known)
-
-    @property
-    def failures(self) -> Sequence[Failure]:
-        """Of members so far, each as soon as it is known: its process may still be there."""
-        return self._roster.failures
-
-    @property
-    def stop_signal(self) -> signal.Signals | None:
-        """The first signal that came to end it, if any; `signals.as_exception` is what Python makes of it."""
-        return signal.Signals(self._signals[0]) if self._signals else None
 
     def batch(self) -> AbstractContextManager[None]:
         """Members that are started inside come right one after the other; all of them begin when this is left."""
@@ -184,10 +160,7 @@ class Supervisor:
                 return events
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON, which the member's `context.received` returns; in order, without waiting: `poll` sends the rest.
-
-        A no-op if the member has ended. Unread if it has left more than 16 MiB unread.
-        """
+        """Send JSON, in order, without waiting; a no-op if the member has ended, Unread if it leaves 16 MiB unread."""
         self._check_known(member)
         self._open_children().post(member, Note(payload=payload))
 
@@ -206,12 +179,6 @@ class Supervisor:
         self._check_known(member)
         if member in self._roster.known:
             self._do(self._roster.kill(member, time.monotonic_ns()))
-
-    def status(self, member: int) -> StatusRow:
-        """The status of a member that has not ended: what it is doing, and when it was last seen."""
-        if member not in self._roster.known:
-            raise UserError(f"{member=} is not among those who are there: {self.members}")
-        return self._open_children().status(member)
 
     def _poll(self, timeout_s: float) -> list[Event | Hung]:
         """Everything on the way is kept here: an exception of a user's signal handler must not lose an event."""
@@ -250,22 +217,18 @@ class Supervisor:
 
     def _open_children(self) -> Children:
         if self._children is None:
-            raise RuntimeError(
-                "a supervisor is used as a context manager: with Supervisor(...) as supervisor"
-            )
+            raise RuntimeError("a supervisor is a context manager: with Supervisor(...) as supervisor")
         return self._children
 
 
 class LocalCluster:
     """Runs `roles` side by side, rank by position, which succeed or fail together; a context manager, for one `run`.
 
-    `on_note(rank, payload)` gets what the roles send, `on_failure(rank)` is called at the first failure,
-    before anyone else is told (to end waits in shared memory). Both are called in the thread of `run`.
-
-    A role whose process gives no sign of life is noticed within `silent_after_s`, and killed. After a failure or an
-    interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
-    run fails with a `Hang` that names who is to blame. Once `stop_wanted()`, which is asked after all that came, the
-    roles are asked to stop and come to their end by themselves, with results. `settings` are the `Supervisor`'s.
+    `on_note(rank, payload)` gets what the roles send; `on_failure(rank)` is called at the first failure, before the
+    others learn of it (to end waits in shared memory). Both are called in the thread of `run`. A silent role is killed
+    after `silent_after_s`. After a failure or an interruption, the others have `grace_s` to leave. Where no role makes
+    progress for as long as `watched` says, the run fails with a `Hang` that names the culprit. Once `stop_wanted()`,
+    the roles are asked to stop and end by themselves, with results. `settings` are the `Supervisor`'s.
     """
 
     def __init__(
@@ -333,11 +296,8 @@ class LocalCluster:
         return replace(failure, name=self._roles[failure.rank].name).error() if failure is not None else None
 
     def look(self, events: Sequence[Event | Hung]) -> None:
-        """React to what the supervisor reports.
-
-        A role that failed only because of another (`Aborted`, `PeerTimeout`) is reported only if no other failure
-        shows while the rest is taken down. A failure after an interruption is part of the shutdown and not reported.
-        """
+        # A role that failed only because of another (`Aborted`, `PeerTimeout`) is reported only if no other shows while
+        # the rest is taken down. A failure after an interruption is part of the shutdown and not reported.
         for event in sorted(events, key=lambda one: not isinstance(one, Interrupted)):
             match event:
                 case Interrupted(number):
@@ -356,9 +316,7 @@ class LocalCluster:
                     self._fail(replace(failure, page=found.page, details=found.details))
                 case Ended(member=rank, payload=payload) if payload is not None:
                     self._results[rank] = Finished(payload=payload)
-                case Ended(
-                    status=None, failure=failure
-                ):  # stuck in the kernel: reported whatever came before
+                case Ended(status=None, failure=failure):  # stuck in the kernel, whatever came before
                     self._failure = self._failure or failure
         failures = self._supervisor.failures[self._num_failures :]
         self._num_failures += len(failures)

@@ -28,8 +28,7 @@ from manyhands.strategies.registry import STRATEGIES
 
 __all__ = ["AdoptedProcess", "StillRunning", "Template", "expect", "inherited_environment", "obtain", "warm"]
 
-PRELOADED: Final = ("torch", "manyhands.engine.preload")
-"""What workers of every strategy need."""
+PRELOADED: Final = ("torch", "manyhands.engine.preload")  # what workers of every strategy need
 
 _LATER: Final = tuple(module for strategy in STRATEGIES.values() for module in strategy.modules)
 """What those of one strategy need: the one that is asked for, and all when nothing is."""
@@ -47,8 +46,8 @@ _NOT_READ_ONCE: Final = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"
 
 _LIMITS: Final = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 _START_S: Final = 120.0
-_PR_SET_CHILD_SUBREAPER: Final = 36
-_PR_GET_CHILD_SUBREAPER: Final = 37
+_PR_SET_SUBREAPER: Final = 36
+_PR_GET_SUBREAPER: Final = 37
 
 
 class Template:
@@ -253,14 +252,12 @@ def _adopting_orphans() -> Iterator[None]:
     """Have the kernel give this process the orphans among its descendants, for a moment."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()
-    if prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) or prctl(
-        _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    ):
+    if prctl(_PR_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0) or prctl(_PR_SET_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) was refused")
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+        prctl(_PR_SET_SUBREAPER, before.value, 0, 0, 0)
 
 
 def _key(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[object, ...]:
@@ -298,8 +295,7 @@ class AdoptedProcess:
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.pidfd = pidfd
-        self.returncode: int | None = None
-        """As in `subprocess`; None until it is waited for."""
+        self.returncode: int | None = None  # as in `subprocess`; None until it is waited for
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Its return code, once it has ended; StillRunning after `timeout_s`."""

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
+from manyhands.places.place import AddWorker, Command, RemoveWorker
 
 __all__ = [
     "Autoscaler",
     "Bounds",
     "Bundles",
     "GivenUp",
-    "Less",
-    "More",
     "Restart",
     "RestartPolicy",
+    "SlotChange",
     "bundles",
     "room_for",
 ]
@@ -34,11 +33,9 @@ class Bundles:
 
     role: str
     count: int
-    strategy: str
-    """Ray's word: PACK or SPREAD."""
+    strategy: str  # Ray's word: PACK or SPREAD
     bundle: Mapping[str, float]
-    first: int = 0
-    """The index of the role that has the first bundle."""
+    first: int = 0  # the index of the role that has the first bundle
     single: bool = False
     """Whether each bundle is a group of its own: Ray finds places for the bundles of one group for all or none."""
 
@@ -91,10 +88,7 @@ class Bounds(NamedTuple):
         return cls(least, most)
 
     def change(self, now: int, room: int) -> int:
-        """How many workers to add (or, below 0, to remove), of which there are `now`, with room for `room` more.
-
-        Room below 0 says how many have lost theirs.
-        """
+        """How many to add to `now` workers, or below 0 to remove, with room for `room` more (below 0: too few)."""
         return min(self.most, max(self.least, now + room)) - now
 
 
@@ -143,16 +137,11 @@ _EVERY_S = 2.0
 _UNPLACED_S = 20.0
 
 
-class More(NamedTuple):
-    """Start a worker for this slot, which the run has been asked to make."""
+class SlotChange(NamedTuple):
+    """A slot to start a worker for (`added`), or without which the run continues once its pending work is finished."""
 
     slot: int
-
-
-class Less(NamedTuple):
-    """The run continues without this slot: a successor there only finishes its pending work."""
-
-    slot: int
+    added: bool
 
 
 class Space(Protocol):
@@ -163,10 +152,7 @@ class Space(Protocol):
 
 
 class Autoscaler:
-    """Decides from the free capacity, and asks the run through its `commands`; one change at a time.
-
-    Slots are never reused, so the number of workers that can be added in all is fixed.
-    """
+    """Decides from the free capacity, and asks the run by its `commands`, one at a time; slots are never reused."""
 
     def __init__(
         self, bounds: Bounds | None, workers: int, commands: queue.SimpleQueue[Command] | None
@@ -176,7 +162,7 @@ class Autoscaler:
         self._pending: Command | None = None
         self._next_s = 0.0
 
-    def look(self, space: Space, now_s: float) -> list[More | Less]:
+    def look(self, space: Space, now_s: float) -> list[SlotChange]:
         """What to do now; asks the cluster every few seconds, and nothing while the run has not answered."""
         if self._bounds is None or self._commands is None:
             return []
@@ -198,7 +184,7 @@ class Autoscaler:
             self._commands.put(self._pending)
         return []
 
-    def _answered(self, command: Command) -> list[More | Less]:
+    def _answered(self, command: Command) -> list[SlotChange]:
         if not command.done.done():
             return []
         self._pending = None
@@ -208,4 +194,4 @@ class Autoscaler:
             return []
         slot = command.done.result()
         self._slots = self._slots | {slot} if adds else self._slots - {slot}
-        return [More(slot) if adds else Less(slot)]
+        return [SlotChange(slot, adds)]

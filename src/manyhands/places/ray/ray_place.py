@@ -32,19 +32,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
 from manyhands.places.external.run_store import KeyValueStore
-from manyhands.places.place import Place, PlacedRun
+from manyhands.places.place import MORE_WORKERS, Place, PlacedRun
 from manyhands.places.ray.actor_placement import (
     Autoscaler,
     Bounds,
     GivenUp,
-    Less,
-    More,
     Restart,
     RestartPolicy,
+    SlotChange,
     bundles,
 )
-from manyhands.places.ray.role_actors import RUN, ActorPlace, RayRoles, take_part
-from manyhands.places.run_commands import MORE_WORKERS
+from manyhands.places.ray.role_actors import RUN, RayRoles, process_place, take_part
 from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
 __all__ = ["RayCluster"]
@@ -100,7 +98,6 @@ class RayCluster(Place):
         return self.address.startswith("ray://")
 
     def run(self, run: PlacedRun) -> Any:
-        """Train on the cluster, led from here if that is one of its nodes."""
         return _lead_remotely(run, self) if self.is_remote else _lead(run, self)
 
 
@@ -108,12 +105,9 @@ class RayCluster(Place):
 class RankAssignment:
     """Who takes which part: ranks by role, the leader's own first."""
 
-    leader: tuple[str, int]
-    """The role of this process, and its index."""
-    actors: Mapping[str, range]
-    """The indices of each role that actors carry, from the beginning."""
-    later: int = 0
-    """How many more workers may come."""
+    leader: tuple[str, int]  # the role of this process, and its index
+    actors: Mapping[str, range]  # the indices of each role that actors carry, from the beginning
+    later: int = 0  # how many more workers may come
 
     @classmethod
     def of(cls, strategy: Strategy, workers: int, later: int = 0) -> RankAssignment:
@@ -131,22 +125,15 @@ class RankAssignment:
     def world(self) -> int:
         return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
-    def seat(self, role: str, index: int, master: str, *, leaves: bool = False) -> ActorPlace:
-        """The leader's, of rank 0, or an actor's: their ranks follow the roles, in their order."""
+    def seat(self, role: str, index: int, master: str, *, leaves: bool = False) -> dict[str, Any]:
+        """What the `ProcessPlace` of the leader, rank 0, or of an actor is made of: ranks follow the roles' order."""
         rank = 0
         if (role, index) != self.leader:
             kinds = list(self.actors)
             before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
             rank = 1 + before + index - self.actors[role].start
-        return ActorPlace(
-            rank=rank,
-            world=self.world,
-            role=role,
-            index=index,
-            master=master,
-            later=self.later,
-            leaves=leaves,
-        )
+        own = {"rank": rank, "world": self.world, "role": role, "index": index}
+        return {**own, "master": master, "later": self.later, "leaves": leaves}
 
 
 def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
@@ -170,7 +157,8 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
             policy = RestartPolicy(survives=run.strategy.facts.can_change_workers)
             following = Autoscaler(bounds, run.workers, run.commands)
             with ActorKeeper(roles, assignment, given, policy, following) as keeper:
-                place = assignment.seat(*assignment.leader, given.master).place(store, keeper.trouble)
+                seat = assignment.seat(*assignment.leader, given.master)
+                place = process_place(seat, store, keeper.trouble)
                 try:
                     return run.take_part(place, RUN)
                 except PeerTimeout as error:
@@ -181,10 +169,8 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
 
 
 def _lead_remotely(run: PlacedRun, cluster: RayCluster) -> Any:
-    """Run on a cluster elsewhere, through Ray's client: a task on one of its nodes leads, and its result comes back.
-
-    The output of that process is shown here, as Ray does with all its tasks.
-    """
+    # Run on a cluster elsewhere, through Ray's client: a task on one of its nodes leads, and its result comes back. The
+    # output of that process is shown here, as Ray does with all its tasks.
     if run.calls_back:
         raise UserError(
             f"cluster={cluster.address}: the run is led on the cluster, where callbacks of this process cannot be "
@@ -301,7 +287,7 @@ class ActorKeeper:
                 for again in [one for one in self._due if one.at_s <= now_s]:
                     self._due.remove(again)
                     # Before the actor can ask: its predecessor's entry would make it a second process of one rank.
-                    rank = self._assignment.seat(again.role, again.index, self._given.master).rank
+                    rank = self._assignment.seat(again.role, again.index, self._given.master)["rank"]
                     self._given.store.delete_key.remote(f"/manyhands/{RUN}/here/{rank}")
                     self._start(again.role, again.index)
                 for change in self._following.look(self._roles, now_s):
@@ -310,9 +296,9 @@ class ActorKeeper:
         except Exception as error:
             self._give_up(f"what starts the roles on Ray again has failed: {error!r}", logged=True)
 
-    def _follow(self, change: More | Less) -> None:
+    def _follow(self, change: SlotChange) -> None:
         slot = change.slot
-        if isinstance(change, More):
+        if change.added:
             _log.warning("Ray has room for one more: worker %d is started", slot)
             self._start("worker", slot)
             return
@@ -334,9 +320,7 @@ def ray_module() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError(
-            f"cluster: Ray is not installed here ({error}); pip install 'manyhands[ray]'"
-        ) from error
+        raise UserError(f"cluster: Ray is not installed ({error}); pip install 'manyhands[ray]'") from error
     return ray
 
 
@@ -344,8 +328,7 @@ def ray_module() -> Any:
 def connected(cluster: str, cpus: int) -> Iterator[Any]:
     """Ray's module, connected to the cluster; one of this process's own has `cpus` CPUs, and ends with this.
 
-    A connection that is there already, as inside a Ray job's task or after the user's own `ray.init`, is used and left
-    as it is.
+    A connection that is there already, as inside a Ray job's task or after the user's `ray.init`, is left as it is.
     """
     ray = ray_module()
     if ray.is_initialized():

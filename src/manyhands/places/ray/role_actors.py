@@ -22,55 +22,32 @@ if TYPE_CHECKING:
     from manyhands.places.external.run_store import RunStore
     from manyhands.places.place import PlacedRun
 
-__all__ = ["RUN", "ActorPlace", "RayRoles", "RoleEnded", "open_actor_store", "take_part"]
+__all__ = ["RUN", "RayRoles", "RoleEnded", "open_actor_store", "process_place", "take_part"]
 
-RUN = "run"
-"""The name of every run on Ray: each run has a store of its own."""
+RUN = "run"  # the name of every run on Ray: each run has a store of its own
 
 _PLACING_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorPlace:
-    """The place of an actor in the run, as it travels: see `ProcessPlace`."""
+def process_place(
+    seat: Mapping[str, Any], store: Any, trouble: Callable[[], str | None] = lambda: None
+) -> ProcessPlace:
+    """The place of a process in the run, made where the process is; `seat` is what a plan says of it."""
+    import ray
 
-    rank: int
-    world: int
-    role: str
-    index: int
-    master: str
-    """The address of the leader's node."""
-    later: int
-    leaves: bool = False
+    from manyhands.places.external.process_place import ProcessPlace
 
-    def place(self, store: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
-        """The place itself, made where its process is."""
-        import ray
+    kept: list[RunStore] = []  # torch's own reference does not keep what is written in Python
 
-        from manyhands.places.external.process_place import ProcessPlace
+    def open_store(timeout_s: float) -> Store:
+        def ask(call: str, *arguments: Any) -> Any:
+            return ray.get(getattr(store, call).remote(*arguments), timeout=timeout_s)
 
-        kept: list[RunStore] = []  # torch's own reference does not keep what is written in Python
+        kept.append(open_actor_store(ask, timeout_s, trouble))
+        return kept[-1]
 
-        def open_store(timeout_s: float) -> Store:
-            def ask(call: str, *arguments: Any) -> Any:
-                return ray.get(getattr(store, call).remote(*arguments), timeout=timeout_s)
-
-            kept.append(open_actor_store(ask, timeout_s, trouble))
-            return kept[-1]
-
-        node = ray.get_runtime_context().get_node_id()[:8]
-        return ProcessPlace(
-            rank=self.rank,
-            world=self.world,
-            kind="ray",
-            role=self.role,
-            index=self.index,
-            host=f"{socket.gethostname()} (Ray node {node})",
-            later=self.later,
-            leaves=self.leaves,
-            open_store=open_store,
-            master=self.master,
-        )
+    host = f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:8]})"
+    return ProcessPlace(**seat, kind="ray", host=host, open_store=open_store)
 
 
 class _ActorCalls:
@@ -103,7 +80,7 @@ def open_actor_store(
     return RunStore(calls, "", timeout_s)
 
 
-def take_part(run: Sequence[Any], seat: ActorPlace, store: Any) -> None:
+def take_part(run: Sequence[Any], seat: Mapping[str, Any], store: Any) -> None:
     """Take one part of a run, to its end; `run` holds Ray's reference to it, and nothing else."""
     from manyhands.native.warming import prepare
 
@@ -116,7 +93,7 @@ def take_part(run: Sequence[Any], seat: ActorPlace, store: Any) -> None:
         if isinstance(error.client_exc, ModuleNotFoundError):  # this node lacks what the task needs
             raise error.client_exc from None
         raise
-    placed.take_part(seat.place(store), RUN)
+    placed.take_part(process_place(seat, store), RUN)
 
 
 class RoleActor:
@@ -143,10 +120,8 @@ class RoleEnded:
 
     role: str
     index: int
-    died: bool = False
-    """Whether its process or its node is gone, instead of having returned or raised."""
-    sentence: str = ""
-    """What went wrong; empty where nothing did."""
+    died: bool = False  # whether its process or its node is gone, instead of having returned or raised
+    sentence: str = ""  # what went wrong; empty where nothing did
 
 
 @dataclass(slots=True)

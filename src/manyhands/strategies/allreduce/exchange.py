@@ -14,11 +14,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.exchange import Exchange, ExchangeState, LocalStep, Meter, SharedStep, WorkerPart
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import (
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    Resources,
+    SharedStep,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.collective import (
     Collective,
@@ -28,8 +36,6 @@ from manyhands.strategies.common.collectives.collective import (
     remember_kept,
 )
 from manyhands.strategies.common.collectives.schedule import Algorithm
-from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective as Scheduled
-from manyhands.strategies.common.collectives.schedule_collective import barrier_in, over_links
 from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
@@ -100,8 +106,10 @@ def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
     if strategy.helpers:
         return helped_collective(resources, strategy.codec)
     algorithm = algorithm_of(strategy, resources.world)
-    arrive = barrier_in(resources.group())
-    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback, arrive=arrive)
+    arrive = scheduled.barrier_in(resources.group())
+    return scheduled.over_links(
+        algorithm, resources, strategy.codec, feedback=strategy.feedback, arrive=arrive
+    )
 
 
 def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
@@ -110,10 +118,12 @@ def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
     return ALGORITHMS[strategy.algorithm]
 
 
-def collective_across_hosts(strategy: AllReduce, resources: Resources) -> tuple[Scheduled, Scheduled]:
+def collective_across_hosts(
+    strategy: AllReduce, resources: Resources
+) -> tuple[scheduled.ScheduleCollective, scheduled.ScheduleCollective]:
     if strategy.helpers:
         both = helped_collective(resources, strategy.codec)
         return both, both
     algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-    gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+    gradients = scheduled.over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
     return gradients, gradients.of_words()

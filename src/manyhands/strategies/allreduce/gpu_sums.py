@@ -16,8 +16,7 @@ from typing import Any, Final, Self, TypeVar
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.external.run_store import comes_true
@@ -46,10 +45,7 @@ __all__ = [
 
 
 def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
-    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and no setting asks for it.
-
-    PeerTimeout names a worker that did not announce its GPU.
-    """
+    """Collective: decide whether NCCL sums, None on CPUs; PeerTimeout names a worker that announced no GPU."""
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
@@ -109,7 +105,7 @@ SUMS: Final = "sums"
 # NCCL takes one rank per GPU, sums whole buckets without encoding, and does not encrypt. It is chosen only if every
 # worker has its own GPU, the strategy asks for nothing else, and no data leaves a host that must not be readable on the
 # network. All workers decide from the same facts, so all decide alike. Pure, except `seat_of`, which inspects the host.
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GpuSeat:
     """Where one worker computes, as it announces this to the others."""
 
@@ -132,8 +128,7 @@ class GpuSeat:
             raise ManyhandsError(
                 f"the run's store holds {text[:80]!r} where a worker says which GPU it computes on"
             )
-        host, gpu, nccl, nccl_host = found
-        return cls(host=host, gpu=gpu, nccl=nccl, nccl_host=nccl_host)
+        return cls(*found)
 
 
 def seat_of(device: torch.device) -> GpuSeat:
@@ -150,6 +145,9 @@ class SumsChoice:
 
     nccl: bool
     why: str
+
+    def summary(self) -> dict[str, Any]:
+        return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
 
 
 def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool) -> SumsChoice:
@@ -168,9 +166,8 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
 
 
 def sums_sentence(choice: dict[str, Any]) -> str:
-    if choice["by"] == "nccl":
-        return f"gradients are summed on the GPUs by NCCL: {choice['why']}"
-    return f"gradients are summed in the host's memory or over links, not by NCCL: {choice['why']}"
+    by_nccl, not_by = "on the GPUs by NCCL", "in the host's memory or over links, not by NCCL"
+    return f"gradients are summed {by_nccl if choice['by'] == 'nccl' else not_by}: {choice['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
@@ -204,7 +201,6 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
 # (losses, flags, totals: float64, in host memory) goes through another collective, which also tells which worker is
 # late: once its sum is there, all workers have launched everything. From then on the host runs ahead of the GPU;
 # whether the sums succeeded is checked before any of them is kept, or the next step is agreed on.
-
 
 _T = TypeVar("_T")
 _CAUSE_S: Final = 2.0

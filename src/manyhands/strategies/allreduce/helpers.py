@@ -10,10 +10,6 @@ helpers and n w + k h = 1, both are the same, and the busiest link has the least
 With n helpers or more, these sum everything, and each link of a worker carries the vector once in each direction,
 against 2 (n - 1) / n times without helpers. That needs links that are busy in both directions at once: so the vector is
 cut into segments, and the sums of one come back while the next one leaves.
-
-    round      1          2            3
-    worker     push 1     push 2       push 3
-                          pull 1       pull 2
 """
 
 from __future__ import annotations
@@ -30,22 +26,17 @@ from typing import Final, NamedTuple
 
 import torch
 
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import Resources, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError, WorkerFailed
 from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
 from manyhands.places.local.status import State
+from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
-from manyhands.strategies.common.collectives.schedule_collective import (
-    ScheduleCollective,
-    barrier_in,
-    carrier,
-)
 from manyhands.transport.link.interface import Closed, Link, PeerDied, Received
 from manyhands.transport.link.wire import wire_of
 from manyhands.transport.liveness import Alarm
@@ -129,9 +120,9 @@ def _round(split: HelperSplit, segments: int, rank: int, number: int) -> Step:
         return range(first + pieces.start, first + pieces.stop)
 
     sends, receives = [], []
-    for one in _of_rank(split, rank):
+    for one in _order(split):
         segment = number - 1 if one.is_sum else number
-        if not 0 <= segment < segments:
+        if rank not in (one.source, one.to) or not 0 <= segment < segments:
             continue
         chunks = span(one.summer, segment)
         if rank == one.source:
@@ -193,11 +184,6 @@ def _order(split: HelperSplit) -> tuple[_Message, ...]:
     return tuple(one for *_, one in sorted(begun))
 
 
-@cache
-def _of_rank(split: HelperSplit, rank: int) -> tuple[_Message, ...]:
-    return tuple(one for one in _order(split) if rank in (one.source, one.to))
-
-
 _ORDERS: Final = 6  # the kind of these messages; those of an executor's are below it
 _NUMBER_BYTES: Final = 8
 _MOST_NUMBERS: Final = 1 << 17
@@ -211,7 +197,7 @@ _CAUSE_S: Final = 0.75
 #     first           the number of buckets; for each, its number of items and its type
 #     in every step   the step, and the buckets to sum, in order: all at once, or one after the other
 #     at the end      worker 0 closes its link
-class HelpedCollective(ScheduleCollective):
+class HelpedCollective(scheduled.ScheduleCollective):
     """Sums inexact buckets with the helpers, and all others among the workers alone.
 
     `words` is over the workers, `sums` over workers and helpers; both use the same links.
@@ -270,7 +256,7 @@ def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
 
 def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
     rank, world = resources.rank, resources.world + resources.helpers
-    carries = carrier(codec, feedback=False, seed=resources.seed, rank=rank, world=world)
+    carries = scheduled.carrier(codec, feedback=False, seed=resources.seed, rank=rank, world=world)
     way, links = helped(resources.world, resources.helpers), resources.links()
     return ScheduleExecutor(way, rank, world, links, resources.timeout_s, resources.alarm, carries)
 
@@ -278,7 +264,7 @@ def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
 def helped_collective(resources: Resources, codec: str) -> HelpedCollective:
     """Return a worker's end; if memory is shared, a barrier in it tells which worker was late."""
     rank, world, links = resources.rank, resources.world, resources.links()
-    arrive = barrier_in(resources.group()) if resources.shares_memory else None
+    arrive = scheduled.barrier_in(resources.group()) if resources.shares_memory else None
     words = ScheduleExecutor(ALGORITHMS["direct"], rank, world, links, resources.timeout_s, resources.alarm)
     orders = Mailbox(rank, links, resources.timeout_s, resources.alarm)
     return HelpedCollective(words, _summing(resources, codec), links, orders, arrive, codec)
@@ -295,8 +281,7 @@ def help_workers(resources: Resources, codec: str, worker_context: WorkerContext
         helper = _Helper(_summing(resources, codec), links[0], resources.alarm, worker_context, codec)
         return helper.run()
     finally:
-        for link in links.values():
-            link.close()
+        scheduled.close_links(links)
 
 
 class _Helper:

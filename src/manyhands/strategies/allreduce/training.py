@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.engine.exchange import Exchange, SentFor, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SentFor, SingleExchange
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Training
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.allreduce.exchange import (
     AllReduceExchange,
     algorithm_of,
@@ -38,7 +37,7 @@ class AllReduceTraining(ExchangeTraining):
         else:
             exchange = super().end(strategy, resources)
         if choice is not None and isinstance(exchange, AllReduceExchange):
-            exchange.besides = {SUMS: {"by": "nccl" if choice.nccl else "links", "why": choice.why}}
+            exchange.besides = choice.summary()
         return exchange
 
     @classmethod

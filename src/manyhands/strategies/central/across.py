@@ -11,25 +11,24 @@ A bucket, on a host of P workers:
     between    the leaders sum it over hosts, by `direct` over links, with the same bits on each
     hand out   each worker copies its range of the leader's part into its part, and steps by it
 
-Over a network a thread of the leader does the middle two while backward continues, bucket after bucket in launch
-order. A host sends 2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; hosts may have
-different numbers of workers.
+Over a network a thread of the leader does the middle two while backward continues, in launch order. A host sends
+2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; their numbers may differ.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from manyhands.engine.exchange import Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import Collective, SharedCollective
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.schedule_collective import Background, ScheduleCollective
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
@@ -52,7 +51,7 @@ class BetweenHosts:
         self.leaders = tuple(min(host) for host in self.hosts)
         self.leads = self.rank in self.leaders
         self._links, self._resources = resources.links(), resources
-        self.background = Background("manyhands sums between hosts")
+        self.background = scheduled.Background("manyhands sums between hosts")
         self.executor: ScheduleExecutor | None = None  # among the leaders, by number of the host
         self.wire: int = Wire.MEMORY
         self.overlaps = False  # whether a thread sums meanwhile; data on a network needs no core of this host
@@ -65,20 +64,16 @@ class BetweenHosts:
                 direct, self.number, len(self.hosts), far, wait_s, alarm, roles=self.leaders
             )
 
-    def words(self) -> ScheduleCollective:
+    def words(self) -> scheduled.ScheduleCollective:
         """Return a collective for small exact values among all workers, ordered with the sums on the same links."""
         resources = self._resources
         executor = ScheduleExecutor(
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
         )
-        return ScheduleCollective(executor, self._links, background=self.background)
+        return scheduled.ScheduleCollective(executor, self._links, background=self.background)
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
-
-        self.background.close(close_links)
+        self.background.close(partial(scheduled.close_links, self._links))
 
 
 class HostsCollective(Collective):
@@ -121,7 +116,13 @@ class HostsCollective(Collective):
             while self._given < len(self._launched):
                 self._give()
             self._between.background.wait(self._last_given)
-        self._hand_out()
+        if self._group.world > 1:  # each worker copies its items from the leader's part
+            self._group.barrier()
+            for index in self._launched if not self._between.leads else ():
+                parts, items = self.inside.parts(index), self._of(index, self._group.rank) or slice(None)
+                parts[self._group.rank][items].copy_(parts[0][items])
+            self._group.barrier()  # from here on the leader may write its part
+            self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
         self._launched, self._given = [], 0
 
     def broadcast(self, index: int, root: int = 0) -> None:
@@ -172,18 +173,6 @@ class HostsCollective(Collective):
             self._last_given = self._between.background.give(sum_between)
         else:
             sum_between()
-
-    def _hand_out(self) -> None:
-        """Collective on this host: each worker copies its items from the leader's part."""
-        if self._group.world == 1:
-            return
-        self._group.barrier()
-        for index in self._launched if not self._between.leads else ():
-            parts, items = self.inside.parts(index), self._of(index, self._group.rank)
-            mine, whole = parts[self._group.rank], parts[0]
-            mine[items or slice(None)].copy_(whole[items or slice(None)])
-        self._group.barrier()  # from here on the leader may write its part
-        self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
 
     def _of(self, index: int, place: int) -> slice | None:
         """The items of a bucket that a worker of this host owns; None: it gets all of them."""

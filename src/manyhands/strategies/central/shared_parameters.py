@@ -1,10 +1,8 @@
 """The one copy of a model's parameters on this host: memory that every worker's model reads in place.
 
 Trainable parameters have the layout of their gradient buckets, so that a worker's range of a bucket is also a range
-of the parameters, and only that worker writes it. Frozen ones follow, and are not written again.
-
-The shared copy is authoritative; `values` are views of it. A model on the CPU has no other parameters: each
-`parameter.data` is such a view. A model on a GPU has a copy there, refreshed after every step.
+of the parameters, and only that worker writes it. Frozen ones follow, and are not written again. A model on the CPU
+has no other parameters: each `parameter.data` is a view. A model on a GPU has a copy, refreshed after every step.
 """
 
 from __future__ import annotations
@@ -105,19 +103,17 @@ class Ownership:
     """A partition of all parameters; every item belongs to exactly one worker."""
 
     layouts: tuple[BucketLayout, ...]  # the buckets, with slots possibly reordered
-    ranges: tuple[tuple[range, ...], ...]
-    """By bucket and worker: the items of the bucket that the worker owns."""
-    pieces: tuple[tuple[Piece, ...], ...]
-    """By worker: what it owns, in the order of the parameters; at most one piece of each."""
+    ranges: tuple[tuple[range, ...], ...]  # by bucket and worker: the items that it owns
+    pieces: tuple[tuple[Piece, ...], ...]  # by worker: in the order of the parameters, at most one of each
 
 
 def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:
     """Divide every bucket evenly, to the cache line, wherever the cut falls."""
-    ranges = tuple(
+    ranges = (
         tuple(slice_of(layout.count, layout.dtype.itemsize, rank, world) for rank in range(world))
         for layout in layouts
     )
-    return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=_pieces(layouts, ranges, world))
+    return _owned(layouts, tuple(ranges), world)
 
 
 def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = None) -> Ownership:
@@ -141,15 +137,10 @@ def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = N
         borders = [0, *accumulate(ends, max)]
         sorted_layouts.append(layout)
         all_ranges.append(tuple(range(begin, end) for begin, end in pairwise(borders)))
-    ranges = tuple(all_ranges)
-    return Ownership(
-        layouts=tuple(sorted_layouts), ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world)
-    )
+    return _owned(sorted_layouts, tuple(all_ranges), world)
 
 
-def _pieces(
-    layouts: Sequence[BucketLayout], ranges: Sequence[Sequence[range]], world: int
-) -> tuple[tuple[Piece, ...], ...]:
+def _owned(layouts: Sequence[BucketLayout], ranges: tuple[tuple[range, ...], ...], world: int) -> Ownership:
     owned: list[list[Piece]] = [[] for _ in range(world)]
     for layout, by_rank in zip(layouts, ranges, strict=True):
         for slot in layout.slots:
@@ -158,7 +149,8 @@ def _pieces(
                 end = min(max(mine.stop - slot.offset, 0), slot.count)
                 if begin < end or (slot.count == 0 and rank == 0):
                     owned[rank].append(Piece(slot.parameter, begin, end))
-    return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
+    pieces = tuple(tuple(sorted(one, key=lambda piece: piece.parameter)) for one in owned)
+    return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=pieces)
 
 
 OwnedStates = Mapping[int, tuple[OwnedPiece, dict[str, Any]]]

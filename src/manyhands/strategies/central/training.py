@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.central.across import BetweenHosts
 from manyhands.strategies.central.exchange import CentralExchange
 from manyhands.strategies.central.strategy import Central

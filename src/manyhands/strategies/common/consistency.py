@@ -5,8 +5,7 @@ have arrived make the next optimizer step (`next_group`), which batch is an upda
 stale update may take (`rate`). Everything else (order, safety, membership) is the same under every policy.
 
 As text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`; before each of them may stand how
-rates follow staleness: `aware:async`, `damped:softsync:4`. `strong`, `weak:3` and `eventual` are other words for
-`sync`, `bounded:3` and `async`.
+rates follow staleness: `aware:async`, `damped:softsync:4`.
 """
 
 from __future__ import annotations

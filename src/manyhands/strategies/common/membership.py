@@ -16,6 +16,7 @@ docs/internals/membership.md has the states of all three memberships on one page
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -126,8 +127,13 @@ class Fail:
     sentence: str
 
 
-class Membership:
+class Membership(ABC):
     """The members and slots of a run; a strategy's membership decides on them what its events lead to."""
+
+    @abstractmethod
+    def begin(self) -> list[Any]: ...  # the first actions
+    @abstractmethod
+    def handle(self, event: Any) -> list[Any]: ...  # the actions that an event leads to
 
     def __init__(self, first_member: int) -> None:
         self._members: dict[int, RunMember] = {}

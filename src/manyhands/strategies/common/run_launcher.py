@@ -17,31 +17,15 @@ from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from manyhands.errors import Hang, PeerTimeout, UserError, printable
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
-from manyhands.places.external.control_server import (
-    ControlEvent,
-    ControlServer,
-    Delivered,
-    ProcessRejected,
-    Warned,
-)
+from manyhands.places.external import control_server as control
+from manyhands.places.local import supervisor
 from manyhands.places.local.control import TypedNotes, Unread
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception
-from manyhands.places.local.supervisor import (
-    Ended,
-    Event,
-    Hung,
-    Interrupted,
-    Role,
-    Said,
-    Silent,
-    Started,
-    Supervisor,
-)
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import AddWorker, Command
-from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
+from manyhands.places.place import AddWorker, Command
+from manyhands.strategies.common import membership as core
 
 __all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]
 
@@ -60,7 +44,7 @@ class MemberProcesses(Protocol):
     def start_worker(self, member: int, slot: int) -> str:
         """Request a worker for this slot; returns its name without waiting: `poll` reports when it has started."""
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
+    def poll(self, timeout_s: float) -> Sequence[supervisor.Event | supervisor.Hung]:
         """The events so far, waiting up to `timeout_s` for the first."""
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
@@ -71,7 +55,7 @@ class MemberProcesses(Protocol):
     def ask_to_stop(self, member: int) -> None: ...
 
 
-class ChildMembers(Supervisor):
+class ChildMembers(supervisor.Supervisor):
     """Members that are children of this process. The job, with all its data, is packed once for all of them."""
 
     def __init__(self, job: Any, num_members: int, watched: Watched) -> None:
@@ -102,7 +86,7 @@ class ChildMembers(Supervisor):
         files: Mapping[str, int],
         env: Mapping[str, str],
     ) -> str:
-        role = Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=env)
+        role = supervisor.Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=env)
         self.start(role, member)
         return name
 
@@ -123,7 +107,7 @@ class ExternalMembers(ABC):
 
     def __init__(
         self,
-        control_server: ControlServer,
+        control_server: control.ControlServer,
         child: ChildMembers | None,
         say: Callable[[str], None],
         come_within_s: float | None = None,
@@ -133,7 +117,7 @@ class ExternalMembers(ABC):
         self._wanted: dict[int, tuple[int, float]] = {}  # by rank: the member requested, and since when
         self._at: dict[int, int] = {}  # by member: its rank
         self._member_of: dict[int, int] = {}  # by rank
-        self._unreported: list[Event | Hung] = []
+        self._unreported: list[supervisor.Event | supervisor.Hung] = []
 
     def __enter__(self) -> Self:
         if self._child is not None:
@@ -152,7 +136,7 @@ class ExternalMembers(ABC):
     def batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
+    def poll(self, timeout_s: float) -> Sequence[supervisor.Event | supervisor.Hung]:
         """The events so far; PeerTimeout that names a process which was not started in time."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -206,17 +190,17 @@ class ExternalMembers(ABC):
         member, _ = self._wanted.pop(rank)
         self._at[member], self._member_of[rank] = rank, member
         self._give_part(rank, member)
-        self._unreported.append(Started(member, self._control_server.known[rank].hello.pid))
+        self._unreported.append(supervisor.Started(member, self._control_server.known[rank].hello.pid))
 
-    def _hear(self, event: ControlEvent) -> list[Event | Hung]:
+    def _hear(self, event: control.ControlEvent) -> list[supervisor.Event | supervisor.Hung]:
         match event:
-            case Started(member=rank):
+            case supervisor.Started(member=rank):
                 self._take_in(rank)
-            case Said(member=rank, payload=payload) if rank in self._member_of:
+            case supervisor.Said(member=rank, payload=payload) if rank in self._member_of:
                 return self._said(rank, payload)
-            case Delivered(member=rank, name=name, data=data):
+            case control.Delivered(member=rank, name=name, data=data):
                 self._receive(rank, name, data)
-            case Ended(member=rank):
+            case supervisor.Ended(member=rank):
                 ended = self._ended(rank, event)
                 member = self._member_of.pop(rank, None)
                 if member is None:
@@ -224,7 +208,7 @@ class ExternalMembers(ABC):
                 del self._at[member]
                 failure = replace(ended.failure, rank=member) if ended.failure is not None else None
                 return [ended._replace(member=member, failure=failure)]
-            case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
+            case control.ProcessRejected(sentence=sentence) | control.Warned(sentence=sentence):
                 self._say(sentence)
         return []
 
@@ -242,10 +226,10 @@ class ExternalMembers(ABC):
     @abstractmethod
     def _receive(self, rank: int, name: str, data: bytearray) -> None: ...  # store what it sent, or refuse it
 
-    def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
-        return [Said(self._member_of[rank], payload)]
+    def _said(self, rank: int, payload: Mapping[str, Any]) -> list[supervisor.Event | supervisor.Hung]:
+        return [supervisor.Said(self._member_of[rank], payload)]
 
-    def _ended(self, rank: int, ended: Ended) -> Ended:
+    def _ended(self, rank: int, ended: supervisor.Ended) -> supervisor.Ended:
         del rank
         return ended
 
@@ -289,15 +273,6 @@ class MemberLog:
         self.tell("recovered", member, **recovery, sentence=sentence.format(seconds=f"{seconds:.2f}"))
 
 
-class _Core(Protocol):
-    """A membership as its launcher drives it."""
-
-    next_slot: int
-
-    def begin(self) -> list[Any]: ...
-    def handle(self, event: Any) -> list[Any]: ...
-
-
 class RunLauncher(ABC, Generic[_M]):
     """Runs one job to its end; `_run` is called once.
 
@@ -305,7 +280,7 @@ class RunLauncher(ABC, Generic[_M]):
     those of the workers under the number of their slot. Commands, from any thread, change the slots during the run.
     """
 
-    _membership: _Core
+    _membership: core.Membership
     _members: _M
     _log: MemberLog
 
@@ -349,25 +324,25 @@ class RunLauncher(ABC, Generic[_M]):
     def _poll(self) -> None:
         for event in self._members.poll(_LOOK_S):
             match event:
-                case Said(member=process, payload=payload):
+                case supervisor.Said(member=process, payload=payload):
                     self._hear(self._numbers.get(process, process), self._reports.read(payload))
-                case Ended():
+                case supervisor.Ended():
                     self._bury(event)
-                case Started(member=process, pid=pid):
+                case supervisor.Started(member=process, pid=pid):
                     self._log.tell("started", process, pid=pid)
-                case Silent(member=process) if self._closing:
+                case supervisor.Silent(member=process) if self._closing:
                     self._members.kill(process)
-                case Silent(member=process, seen=seen):
+                case supervisor.Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._lost("silent", member, seen)
-                    self._do(self._membership.handle(MemberSilent(member=member)))
-                case Hung(found=found) if not self._closing:
+                    self._do(self._membership.handle(core.MemberSilent(member=member)))
+                case supervisor.Hung(found=found) if not self._closing:
                     hang = Hang(
                         f"{found.sentence}\n\n{found.page}", self._slots.get(found.role, -1), found.details
                     )
                     hang.blamed = self._log.names.get(found.role, "")
                     raise hang
-                case Interrupted(signal=number):
+                case supervisor.Interrupted(signal=number):
                     raise as_exception(number)
         while not self._closing and not self._commands.empty():
             self._obey(self._commands.get())
@@ -389,7 +364,7 @@ class RunLauncher(ABC, Generic[_M]):
         command.done.set_result(slot)
         self._do(actions)
 
-    def _bury(self, ended: Ended) -> None:
+    def _bury(self, ended: supervisor.Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)
         if ended.payload is not None:
             self._ended_well(member, ended.payload)
@@ -406,9 +381,9 @@ class RunLauncher(ABC, Generic[_M]):
             raise failure.error()  # a task that fails in one worker would fail in its replacement
         self._lost("died", member, failure.sentence)
         error = failure.reported.error if failure.reported is not None else ""
-        actions = self._membership.handle(Died(member=member, error=error, sentence=failure.sentence))
+        actions = self._membership.handle(core.Died(member=member, error=error, sentence=failure.sentence))
         for action in actions:
-            if error and isinstance(action, Fail):
+            if error and isinstance(action, core.Fail):
                 repeated = failure.error()
                 repeated.add_note(action.sentence)
                 raise repeated
@@ -417,12 +392,12 @@ class RunLauncher(ABC, Generic[_M]):
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
             match action:
-                case StartWorker(member=member, slot=slot):
+                case core.StartWorker(member=member, slot=slot):
                     self._slots[member] = slot
                     self._log.names[member] = self._members.start_worker(member, slot)
-                case KillMember(member=member):
+                case core.KillMember(member=member):
                     self._members.kill(self._process_of(member))
-                case Fail(sentence=sentence):
+                case core.Fail(sentence=sentence):
                     raise self._failed(sentence)
                 case _:
                     self._act(action)

@@ -96,9 +96,23 @@ class Partition:
             found = list(np.array_split(random.permutation(samples), clients))
         elif self.word == "quantity":
             found = _cut(random.permutation(samples), random.dirichlet([self.number] * clients))
-        else:
-            split = _shards if self.word == "shards" else _dirichlet
-            found = split(labels_of(data, samples), clients, self.number, random)
+        elif self.word == "shards":
+            each = int(self.number)
+            if (count := clients * each) > samples:
+                raise UserError(
+                    f"partition=shards:{each}: {clients} clients make {count} shards of {samples} samples; use fewer "
+                    "clients, or fewer shards each"
+                )
+            shards = np.array_split(np.argsort(labels_of(data, samples), kind="stable"), count)
+            dealt = random.permutation(count).reshape(clients, each)
+            found = [np.concatenate([shards[number] for number in mine]) for mine in dealt]
+        else:  # of each label, cut at random
+            labels, alphas = labels_of(data, samples), [self.number] * clients
+            cuts = []
+            for label in np.unique(labels):
+                mine = random.permutation(np.flatnonzero(labels == label))
+                cuts.append(_cut(mine, random.dirichlet(alphas)))
+            found = [np.concatenate(pieces) for pieces in zip(*cuts, strict=True)]
         for number, part in enumerate(found):
             if len(part) < _FEWEST:  # it gets one of the client that has most, to take part
                 richest = max(range(len(found)), key=lambda one: len(found[one]))
@@ -107,10 +121,9 @@ class Partition:
 
 
 def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[Indices], list[Indices]]:
-    """What each client trains on, and what it is measured by: so large a part of its samples, drawn at random.
+    """What each client trains on, and what it is measured by: this share of its samples, drawn at random.
 
-    With two samples or more it is at least one, and never all; with a single one there is nothing to measure by. Where
-    `share` is 0 nothing is held back, and clients are measured by what they train on.
+    It is at least one of two or more samples, and never all; with a share of 0, what clients train on.
     """
     if not share:
         return list(parts), list(parts)
@@ -146,27 +159,6 @@ def labels_of(data: Any, samples: int) -> Indices:
         "partition: the data has no labels to split by (a last column of integers, or `targets`); use iid, "
         "quantity or natural"
     )
-
-
-def _shards(labels: Indices, clients: int, each: float, random: np.random.Generator) -> list[Indices]:
-    count = clients * int(each)
-    if count > len(labels):
-        raise UserError(
-            f"partition=shards:{each:g}: {clients} clients make {count} shards of {len(labels)} samples; use "
-            "fewer clients, or fewer shards each"
-        )
-    shards = np.array_split(np.argsort(labels, kind="stable"), count)
-    dealt = random.permutation(count).reshape(clients, int(each))
-    return [np.concatenate([shards[number] for number in mine]) for mine in dealt]
-
-
-def _dirichlet(labels: Indices, clients: int, alpha: float, random: np.random.Generator) -> list[Indices]:
-    parts: list[list[Indices]] = [[] for _ in range(clients)]
-    for label in np.unique(labels):
-        mine = random.permutation(np.flatnonzero(labels == label))
-        for part, piece in zip(parts, _cut(mine, random.dirichlet([alpha] * clients)), strict=True):
-            part.append(piece)
-    return [np.concatenate(part) for part in parts]
 
 
 def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
@@ -239,10 +231,7 @@ class Samples:
         return batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def each(self, wanted: Batches, then: Batches | None = None) -> Iterator[Any]:
-        """The batches of these samples, one after another; the first of `then` come next, and may be read meanwhile.
-
-        What is drawn by chance in making one follows from its key alone.
-        """
+        """The batches of these samples, each drawn from its key alone; the first of `then` may be read meanwhile."""
         if self._columns is not None or self._source.gathers:
             yield from map(self.fetch, wanted.indices)
             return

@@ -20,22 +20,16 @@ from torch import Tensor, nn
 from manyhands.data.own import Parties
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_data import Samples, columns_of, labels_of
+from manyhands.strategies.federated.client_updates import Tensors
 from manyhands.strategies.federated.clients import held
 from manyhands.task import Metric, Task
 
-__all__ = [
-    "ClientEvaluation",
-    "measured",
-    "shown_clients",
-    "skew_of",
-    "spread_of",
-    "spread_over",
-]
+__all__ = ["ClientEvaluation", "measured", "shown_clients", "skew_of", "spread_of", "spread_over"]
 
 Indices = NDArray[np.int64]
-Models = Iterable[tuple[int, Sequence[Tensor]]]  # clients, and the tensors of their models
+Models = Iterable[tuple[int, Tensors]]  # clients, and the tensors of their models
+# the mean of each measure by client, and why others could not be taken
 Measured = tuple[Mapping[int, Mapping[str, float]], Mapping[str, str]]
-"""The mean of each measure by client, and why others could not be taken."""
 _MOST_CLIENTS: Final = 300  # the most clients that are reported, and by how many samples of all of them
 _SAMPLES: Final = 6000
 _MOST_LABELS: Final = 60
@@ -156,10 +150,7 @@ class ClientEvaluation:
 def spread_over(
     found: Measured, clients: Sequence[int], names: Sequence[str], total: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, float]]:
-    """Collective: the spread of these measures over these clients, of whom each worker has measured its own.
-
-    Left out are measures that some worker could not take.
-    """
+    """Collective: the spread over these clients, each measured by one worker, of measures that all could take."""
     measured_here, failed_here = found
     rows = [[measured_here.get(client, {}).get(name, 0.0) for name in names] for client in clients]
     there = [float(client in measured_here) for client in clients]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import RAW, has_feedback
 from manyhands.wire.parcels import Parcel
@@ -31,12 +31,13 @@ __all__ = [
     "restored",
 ]
 
-ClientStates = dict[int, list[Tensor]]
-"""Tensors by client number; clients that have not taken part yet are absent."""
+ClientStates = dict[
+    int, list[Tensor]
+]  # tensors by client number; clients that have not taken part yet are absent
 
 
 def gathered(
-    states: ClientStates, clients: int, like: Sequence[Tensor], total: Callable[[Tensor], Tensor]
+    states: ClientStates, clients: int, like: Tensors, total: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Collective: the states of all of so many clients, each of which at most one worker has, for a checkpoint."""
     there = torch.zeros(clients, dtype=torch.float64)
@@ -46,10 +47,9 @@ def gathered(
     for client in torch.nonzero(there).flatten().tolist():
         mine = states.get(client, [torch.zeros_like(one) for one in like])
         flat = total(torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in mine]))
-        pieces = torch.split(flat, [one.numel() for one in like])
+        pieces = zip(torch.split(flat, [one.numel() for one in like]), like, strict=True)
         found["clients"].append(client)
-        shapes = zip(pieces, like, strict=True)
-        found["states"].append([piece.view(one.shape).to(one.dtype) for piece, one in shapes])
+        found["states"].append([piece.view(one.shape).to(one.dtype) for piece, one in pieces])
     return found if found["clients"] else {}
 
 
@@ -64,10 +64,7 @@ EVERYTHING_SHARED = "none"  # the setting with which nothing stays
 
 
 def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
-    """Which of the tensors the patterns reach (separated by commas), by name or by that of a module they are in.
-
-    UserError where one reaches nothing, or where nothing would be shared.
-    """
+    """Tensors that the patterns reach by their name or a module's; UserError where one reaches none, or all are."""
     found: set[int] = set()
     for pattern in patterns.split(",") if patterns != EVERYTHING_SHARED else ():
         reached = {
@@ -92,31 +89,31 @@ class LocalLayers:
         self._local = local_names(names, patterns)
         self.states: ClientStates = {}
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return [weights[at] for at in sorted(self._local)]
 
-    def put(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def put(self, client: int, weights: Tensors) -> Tensors:
         if client not in self.states:
             return weights
         own = dict(zip(sorted(self._local), self.states[client], strict=True))
         return [own.get(at, one) for at, one in enumerate(weights)]
 
-    def keep(self, client: int, trained: Sequence[Tensor]) -> None:
+    def keep(self, client: int, trained: Tensors) -> None:
         """Its own from what it has trained; what it had before where a number is not finite."""
         own = self.kept(trained)
         if own and all(bool(one.isfinite().all()) for one in own):
             self.states[client] = [one.detach().clone() for one in own]
 
-    def shared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def shared(self, tensors: Tensors) -> Tensors:
         return [one for at, one in enumerate(tensors) if at not in self._local] if self._local else tensors
 
-    def whole(self, found: TallySum, like: Sequence[Tensor]) -> TallySum:
+    def whole(self, found: TallySum, like: Tensors) -> TallySum:
         if not self._local:
             return found
         updates = [self._filled(change, like) for change in found.updates]
         return replace(found, sums=self._filled(found.sums, like), updates=updates)
 
-    def _filled(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    def _filled(self, tensors: Tensors, like: Tensors) -> list[Tensor]:
         rest = iter(tensors)
         return [
             torch.zeros_like(one, dtype=torch.float64) if at in self._local else next(rest)
@@ -133,22 +130,15 @@ class UpdateCoding:
     """How updates are encoded on their way to the server; `raw` leaves them as they are."""
 
     def __init__(self, text: str = RAW, *, feedback: bool = True, seed: int = 0) -> None:
-        self._text = text
+        self._text, self._seed = text, seed
         self._feedback = feedback and text != RAW and has_feedback(text)
-        self._seed = seed
-        self.states: ClientStates = {}
-        """What was left out of each client's updates so far, a row for each parcel."""
-        # of the clients whose updates were coded in this round
-        self._before: dict[int, list[Tensor] | None] = {}
+        self.states: ClientStates = {}  # what was left out of each client's updates so far, a row for each parcel
+        self._before: dict[int, list[Tensor] | None] = {}  # of clients whose updates were coded in this round
 
-    def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
+    def kept(self, like: Tensors, weights: int) -> Tensors:
         """What is like that, for updates of tensors like these, of which the first so many are the model's."""
-        if not self._feedback:
-            return ()
-        return [
-            torch.zeros(sum(like[at].numel() for at in group), dtype=_dtype(like, group))
-            for group in _groups(like, weights)
-        ]
+        parcels = _parcels(like, weights) if self._feedback else ()
+        return [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel, _ in parcels]
 
     def encoded(self, update: ClientUpdate, number: int, weights: int) -> ClientUpdate:
         """The update as the server decodes it in round `number`, and how many bytes it took."""
@@ -157,17 +147,12 @@ class UpdateCoding:
         codec = codec_named(self._text, feedback=self._feedback, seed=self._seed, worker=update.client)
         assert codec is not None, "raw has none"
         codec.at(number)
-        groups = _groups(update.change, weights)
-        parcels = [
-            Parcel.whole(at, sum(update.change[one].numel() for one in group), _dtype(update.change, group))
-            for at, group in enumerate(groups)
-        ]
-        names = [f"left/{parcel.key}" for parcel in parcels]
+        parcels = _parcels(update.change, weights)
+        names = [f"left/{parcel.key}" for parcel, _ in parcels]
         if self._feedback and update.client in self.states:
             codec.remember(dict(zip(names, self.states[update.client], strict=True)))
-        change = list(update.change)
-        num_bytes = update.num_bytes
-        for parcel, group in zip(parcels, groups, strict=True):
+        change, num_bytes = list(update.change), update.num_bytes
+        for parcel, group in parcels:
             if not encodes(codec, parcel):
                 continue
             num_bytes -= sum(change[at].numel() * change[at].element_size() for at in group)
@@ -182,7 +167,7 @@ class UpdateCoding:
             self._before[update.client] = self.states.get(update.client)
             self.states[update.client] = [
                 memory[name].clone() if name in memory else torch.zeros(parcel.count, dtype=parcel.dtype)
-                for name, parcel in zip(names, parcels, strict=True)
+                for name, (parcel, _) in zip(names, parcels, strict=True)
             ]
         return replace(update, change=change, encoded_bytes=num_bytes)
 
@@ -193,18 +178,16 @@ class UpdateCoding:
         """The last encoded update of this client was not counted: restore the residual it had before."""
         if not self._feedback:
             return
-        before = self._before.pop(client, None)
-        if before is None:
-            self.states.pop(client, None)
-        else:
+        self.states.pop(client, None)
+        if (before := self._before.pop(client, None)) is not None:
             self.states[client] = before
 
 
-def _groups(like: Sequence[Tensor], weights: int) -> list[list[int]]:
-    added = [at for at in range(weights, len(like)) if like[at].numel() > 1]
-    return [list(range(weights)), *([added] if added else [])]
-
-
-def _dtype(like: Sequence[Tensor], group: Sequence[int]) -> torch.dtype:
-    wide = any(like[at].dtype == torch.float64 for at in group)
-    return torch.float64 if wide else torch.float32
+def _parcels(like: Tensors, weights: int) -> list[tuple[Parcel, list[int]]]:
+    """A parcel of the first so many tensors, which are the model's, and one of the others; and of which tensors."""
+    found, added = [], [at for at in range(weights, len(like)) if like[at].numel() > 1]
+    for key, group in enumerate([list(range(weights)), added] if added else [list(range(weights))]):
+        wide = any(like[at].dtype == torch.float64 for at in group)
+        count = sum(like[at].numel() for at in group)
+        found.append((Parcel.whole(key, count, torch.float64 if wide else torch.float32), group))
+    return found

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "RoundPlace",
     "RoundTally",
     "TallySum",
+    "Tensors",
     "check_norm_ratio",
     "described_clients",
     "described_norms",
@@ -38,12 +39,15 @@ __all__ = [
 ]
 
 
+Tensors: TypeAlias = Sequence[Tensor]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:
     """The work assigned to a client in a round."""
 
     client: int
-    weights: Sequence[Tensor]  # the model that it begins with
+    weights: Tensors  # the model that it begins with
     number: int  # the round in which the client was given the work, from 0; its random numbers follow from it
     staleness: int = 0  # how many rounds ago that was, when its update is counted
     samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -65,7 +69,7 @@ class ClientUpdate:
     """What a client sends: how far each tensor has come, what it weighs, and how many steps it took."""
 
     client: int
-    change: Sequence[Tensor]
+    change: Tensors
     """In the order of the model's parameters, then its floating-point buffers, then what the algorithm adds."""
     samples: int
     steps: int
@@ -96,12 +100,12 @@ class ClientUpdate:
 class TallySum:
     """What a round's updates come to; the result of a tally is the same on every worker, but for what was sent."""
 
-    sums: Sequence[Tensor]  # of weight times update, a tensor for each of an update's, in double precision
+    sums: Tensors  # of weight times update, a tensor for each of an update's, in double precision
     weight: float = 0.0  # sum of the weights; 0: no client's update was counted
     loss: float = 0.0  # the sum of weight times mean loss
     messages_sent: int = 0  # by the clients that this worker simulated
     bytes_sent: int = 0
-    updates: Sequence[Sequence[Tensor]] = ()
+    updates: Sequence[Tensors] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
     missing: int = 0  # of the clients that `updates` would list, how many sent none that counts
 
@@ -112,13 +116,10 @@ class RoundTally(Protocol):
     def add(self, update: ClientUpdate, weight: float) -> None: ...
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
-
-        Without those whose norm is of a larger class (`norm_class`) than `largest`, where that is given.
-        """
+        """Collective, once: of updates up to this `norm_class`, if given; NonFinite where the round is abandoned."""
 
 
-def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def shaped(flat: Tensor, like: Tensors) -> list[Tensor]:
     pieces = torch.split(flat, [one.numel() for one in like])
     return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
 
@@ -129,7 +130,6 @@ def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 FEWEST_NORMS: Final = 3  # fewest norms for a check: with two clients it is not clear which one is wrong
 _ZERO_CLASS: Final = -2000  # below that of every number
-_ONE: Final = 0  # the class of all, where no norm matters
 _SHOWN: Final = 5
 
 
@@ -154,9 +154,10 @@ def largest_class(norms: Collection[float], ratio: float) -> int | None:
 
 def rejected_by_norm(norms: Mapping[int, float], ratio: float) -> tuple[int, ...]:
     largest = largest_class(norms.values(), ratio)
-    if largest is None:
-        return ()
-    return tuple(sorted(client for client, norm in norms.items() if norm_class(norm) > largest))
+    rejected = (
+        client for client, norm in norms.items() if largest is not None and norm_class(norm) > largest
+    )
+    return tuple(sorted(rejected))
 
 
 def described_norms(norms: Mapping[int, float]) -> str:
@@ -174,10 +175,7 @@ def described_clients(clients: Sequence[int]) -> str:
 
 
 def require_finite(measured: Mapping[str, float], number: int, came: str, *, weights: bool = True) -> None:
-    """NonFinite where round `number`, from 1, has spoiled the model; `came` names what it was made of.
-
-    It is judged by the evaluation loss, and by whether all `weights` are finite: a metric may be undefined in peace.
-    """
+    """NonFinite where round `number` has spoiled the model, by its loss or its `weights`; `came`: whose updates."""
     loss = measured.get("evaluation_loss", 0.0)
     if weights and math.isfinite(loss):
         return
@@ -191,19 +189,13 @@ def require_finite(measured: Mapping[str, float], number: int, came: str, *, wei
 class ClassSums:
     """The partial sums of a round's updates so far, by norm class."""
 
-    def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
+    def __init__(self, like: Tensors, *, by_norm: bool) -> None:
         """Of tensors like these; not `by_norm`: all in one sum."""
         self._like, self._by_norm = like, by_norm
         self._classes: dict[int, TallySum] = {}
 
-    @classmethod
-    def whole(cls, sums: Sequence[Tensor], weight: float, loss: float) -> ClassSums:
-        made = cls(sums, by_norm=False)
-        made._classes[_ONE] = TallySum(sums=sums, weight=weight, loss=loss)
-        return made
-
     def add(self, update: ClientUpdate, weight: float) -> None:
-        which = norm_class(update.norm) if self._by_norm else _ONE
+        which = norm_class(update.norm) if self._by_norm else 0
         if which not in self._classes:
             self._classes[which] = self._empty()
         part = self._classes[which]
@@ -247,10 +239,7 @@ class RoundNorms:
             self._mine[update.client] = update.norm
 
     def judge(self, clients: Sequence[int], total: Callable[[Tensor], Tensor]) -> int | None:
-        """Collective: which updates are rejected; returns the largest class of norms that counts, if there is one.
-
-        `clients` are those of the round, in the same order on every worker.
-        """
+        """Collective: which updates of these clients are rejected; returns the largest class that counts, if any."""
         if not self._ratio:
             return None
         place = {client: at for at, client in enumerate(clients)}

@@ -24,7 +24,7 @@ from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.client_data import Batches, Samples
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, Tensors
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
@@ -164,7 +164,7 @@ class ClientTrainer:
         return Batches(list(chosen), mix(self._seed, one.number, one.client))
 
     @torch.no_grad()
-    def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
+    def _begin(self, weights: Tensors, like: Optimizer) -> None:
         for mine, begun in zip(self._tensors, weights, strict=True):
             mine.copy_(begun)
         for count, begun in self._counts:
@@ -177,11 +177,10 @@ class ClientTrainer:
 
 @contextmanager
 def plain_products(model: nn.Module) -> Iterator[None]:
-    """While this is open, a client's steps of a model of linear layers are computed by BLAS, without oneDNN.
+    """A client's steps of a model of linear layers are computed by BLAS, without oneDNN.
 
     Clients have small batches. On ARM oneDNN takes half a millisecond to set up each product, many times what BLAS
-    takes to compute it; elsewhere the two are alike. A model with convolutions or recurrent layers, which are oneDNN's,
-    keeps it.
+    takes to compute it; elsewhere the two are alike. Convolutions and recurrent layers are oneDNN's.
     """
     of_onednn = (nn.modules.conv._ConvNd, nn.RNNBase)
     backend: Any = torch.backends.mkldnn

@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import (
-    NO_GRADIENT,
-    Exchange,
-    ExchangeState,
-    LocalStep,
-    Meter,
-    SharedStep,
-    Times,
-    Traffic,
-    WorkerPart,
-)
+from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Traffic
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated import client_states
@@ -43,16 +34,19 @@ from manyhands.strategies.federated.client_updates import (
     RoundPlace,
     RoundTally,
     TallySum,
+    Tensors,
     require_finite,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.strategies.federated.private_rounds import PrivateRounds
-from manyhands.strategies.federated.simulated_rounds import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
     ClientSimulation,
+    SimulatedCourse,
+    SimulatedRounds,
     Tuned,
     client_runner_for,
+    simulated_rounds,
     tuned,
 )
 from manyhands.strategies.federated.strategy import Federated, tuning_epochs
@@ -97,23 +91,25 @@ class FederatedExchange(Exchange):
     """Simulates clients and acts as the server; workers that share the clients communicate by collectives."""
 
     steps_itself = True
-    parts = NO_GRADIENT  # clients clip their own
+    parts = base.NO_GRADIENT  # clients clip their own
     when_broken = (
         "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
     )
+    _optimizer: Optimizer  # from `attach` on
+    _tally: RoundTally  # from `compute` to `agree`
+    _found: TallySum  # from `agree` to `apply`
 
     def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
         self.rank = collective.rank if collective is not None else 0
         self.world = collective.world if collective is not None else 1
-        self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
-        times = collective.take_times if collective is not None else Times
-        self.meter = Meter(take_times=times, traffic=lambda: self._sent)
+        self.part = base.WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
+        times = collective.take_times if collective is not None else base.Times
+        self.meter = base.Meter(take_times=times, traffic=lambda: self._sent)
         self.rounds = self
         self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
         self._work = work_of(strategy)
         self._tuning_epochs = tuning_epochs(strategy.personal)
-        self._optimizer: Optimizer | None = None
         self._trainer: ClientRunner | None = None
         self._simulation: ClientSimulation | None = None
         self._evaluation: ClientEvaluation | None = None
@@ -127,8 +123,6 @@ class FederatedExchange(Exchange):
         self._rounds: SimulatedRounds | None = None
         self._course: SimulatedCourse | None = None
         self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
-        self._tally: RoundTally | None = None
-        self._found: TallySum | None = None
         self._counted = 0
         self._sent = Traffic()  # of this worker's clients: an update each, or all that a secure sum takes
         self._refused = 0
@@ -143,7 +137,7 @@ class FederatedExchange(Exchange):
             self._loaded_state = memory
             self._algorithm.load_state(memory.get("algorithm", {}))
 
-        self.kept = ExchangeState(gather=self._memory, load=load)
+        self.kept = base.ExchangeState(gather=self._memory, load=load)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -153,13 +147,12 @@ class FederatedExchange(Exchange):
         keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        assert self._optimizer is not None, "attach comes before compute"
         trainer = self._client_runner(computer, model)
         begin = time.monotonic()
         if self._private is not None and self._private.draws_itself:
             chosen, self._course = self._private.drawn(step, self.total, self.rank), None
         else:
-            assert self._rounds is not None, "clients are met before they are asked"
+            assert self._rounds is not None, "clients are partitioned before they are asked"
             self._course = self._rounds.begin(step)
             chosen = list(self._course.counted)
         assigned = [  # the same on every worker
@@ -195,7 +188,7 @@ class FederatedExchange(Exchange):
         """The runner that trains this worker's clients; the first call partitions the samples and restores states."""
         if self._trainer is not None:
             return self._trainer
-        self._meet_clients(computer.task)
+        self._partition(computer.task)
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
         measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
         self._evaluation = ClientEvaluation(
@@ -228,7 +221,7 @@ class FederatedExchange(Exchange):
         self._loaders = self._trainer.samples.loaders = reading_ahead(task, f"worker {self.rank}")
         return self._trainer
 
-    def _meet_clients(self, task: Task) -> None:
+    def _partition(self, task: Task) -> None:
         if self._samples_of:
             return
         parts = split_over(self._strategy, task, self._seed)
@@ -239,10 +232,10 @@ class FederatedExchange(Exchange):
         if self._private is not None and self._loaded_state is not None:
             self._private.restore(self._loaded_state.get("privacy"))
 
-    def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+    def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Tensors]]:
         algorithm, layers = self._algorithm, self._algorithm.layers
         shared, sent = len(layers.shared(self._weights)), layers.shared(algorithm.sent(self._weights))
-        found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
+        found: dict[str, tuple[ClientStates, Tensors]] = {
             "algorithm": (algorithm.states, algorithm.kept(self._weights)),
             "layers": (layers.states, layers.kept(self._weights)),
             "codec": (self._coding.states, self._coding.kept(sent, shared)),
@@ -251,7 +244,6 @@ class FederatedExchange(Exchange):
 
     def _add(self, update: ClientUpdate, step: int) -> None:
         """Add one report; a non-finite update is not counted, or counts as zero where its sender must stay hidden."""
-        assert self._tally is not None, "a round has begun"
         finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
             shared = len(self._algorithm.layers.shared(self._weights))
@@ -272,13 +264,12 @@ class FederatedExchange(Exchange):
         self._counted += update.samples
 
     def agree(self, local: LocalStep) -> SharedStep:
-        assert self._tally is not None, "compute comes before agree"
         largest = self._norms.judge(self._clients, self.total)
         for client in self._norms.rejected_here:  # they keep what they had before the round
             self._algorithm.refused(client)
             self._coding.refused(client)
-        found, self._tally = self._tally.total(largest), None
-        self._found = found
+        found = self._found = self._tally.total(largest)
+        del self._tally  # and all that it has kept
         self._sent += Traffic(messages_sent=found.messages_sent, bytes_sent=found.bytes_sent)
         refused = float(len(self._refused_now))
         words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
@@ -300,17 +291,19 @@ class FederatedExchange(Exchange):
 
     @torch.no_grad()
     def apply(self) -> None:
-        assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
-        found, self._found = self._algorithm.layers.whole(self._found, like), None
+        found = self._algorithm.layers.whole(self._found, like)
+        del self._found
         mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
 
-    def personal(self, client: int) -> Sequence[Tensor]:
+    def personal(self, client: int) -> Tensors:
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
+    def _personal_models(self, mine: list[int]) -> Tuned:
+        return ((client, self.personal(client)) for client in mine)
+
     def optimizer_state(self) -> dict[str, Any] | None:
-        assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def _memory(self) -> Mapping[str, Any]:
@@ -329,7 +322,7 @@ class FederatedExchange(Exchange):
     def cannot_continue(self, computer: Computer, step: int) -> str:
         if not self._strategy.epsilon:
             return ""
-        self._meet_clients(computer.task)
+        self._partition(computer.task)
         assert self._private is not None, "a budget is one of noise, and noise needs a clip"
         spending = self._private.spending
         assert spending is not None, "a budget is one of noise"
@@ -368,10 +361,9 @@ class FederatedExchange(Exchange):
             evaluated, epochs = self._evaluation, self._tuning_epochs
 
             def own_models(mine: list[int]) -> Tuned:
-                models = ((client, self.personal(client)) for client in mine)
+                models = self._personal_models(mine)
                 if not epochs:
                     return models
-                assert self._optimizer is not None, "attach comes before the first round"
                 settings = replace(self._work, epochs=epochs), self._optimizer, self._seed
                 tuned_on = evaluated.task, evaluated.model, models, self._samples_of
                 return tuned(*tuned_on, *settings, together=self._strategy.together)
@@ -395,9 +387,7 @@ class FederatedExchange(Exchange):
             require_finite(found[0], self._round, self._norms.describe(who))
         self._spread = {}
         if found is not None and self._evaluation is not None and not self._strategy.noise:
-            self._spread = self._evaluation.spread(
-                lambda mine: ((client, self.personal(client)) for client in mine), self.total
-            )
+            self._spread = self._evaluation.spread(self._personal_models, self.total)
         return found
 
     def evaluation_facts(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_updates import Tensors
 
 __all__ = [
     "LEAST_STEPS",
@@ -135,11 +136,8 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def clipped(change: Sequence[Tensor], bound: float) -> tuple[Tensor, bool]:
-    """An update in one row and double precision, no longer than `bound`, and whether it was within.
-
-    One with a number that is not finite is zero, and was not within.
-    """
+def clipped(change: Tensors, bound: float) -> tuple[Tensor, bool]:
+    """An update in one row, no longer than `bound`, and whether it was within; zero where it is not finite."""
     flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in change])
     norm = float(torch.linalg.vector_norm(flat))
     if not math.isfinite(norm):
@@ -205,10 +203,7 @@ class RoundNoise:
     def in_steps(
         self, vector: Tensor, step: float, clients: int, draws: UniformDraws | None
     ) -> NDArray[np.int64]:
-        """A client's vector in whole steps, cut towards zero, with its share of the noise if it adds one.
-
-        `clients` is the fewest whose sum is shown.
-        """
+        """A client's vector in steps, cut towards zero, with its share of the noise; `clients`: the fewest of a sum."""
         whole = np.trunc(vector.numpy() / step).astype(np.int64)
         if draws is not None and self.deviation:
             whole += discrete_gaussian(len(whole), self.deviation / step / math.sqrt(clients), draws)

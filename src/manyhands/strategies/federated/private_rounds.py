@@ -4,16 +4,16 @@ A round is the Gaussian mechanism: noise of `noise` times the most that one clie
 round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
 divergences, by Google's `dp-accounting`; they add up over rounds, and epsilon follows from their sum.
 
-With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
-rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
-knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
-with most of them is the worst off.
+A trusted server alone knows which clients were in which round: all are counted alike, at the price of a round that one
+may have been in. With secure aggregation the server is not trusted, and knows which clients it asked: each is counted
+by its own rounds, at the full price, and the one with most of them is the worst off.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -99,27 +99,18 @@ def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
 def most_rounds(
     kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
 ) -> int:
-    def is_within(rounds: int) -> bool:
+    def exceeds(rounds: int) -> bool:
         played = dict(before or {})
         played[kind] = played.get(kind, 0) + rounds
-        return epsilon_of(played, delta) <= epsilon
+        return epsilon_of(played, delta) > epsilon
 
-    if not is_within(1):
-        return 0
-    low, high = 1, 2
-    while high < _ENDLESS and is_within(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_within(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _ENDLESS), True, key=exceeds)
 
 
 class Spending:
-    """Counts rounds of one kind, after those of others that a resumed run has behind it.
+    """Counts rounds of one kind, after those of others of a resumed run; each of `clients` by itself, with 0 all alike.
 
-    The budget is the largest `epsilon` (0: unlimited) at this `delta`. Each of so many `clients` is counted by itself;
-    with 0, all alike.
+    The budget is the largest `epsilon` (0: unlimited) at this `delta`.
     """
 
     def __init__(self, kind: RoundKind, *, epsilon: float, delta: float, clients: int = 0) -> None:
@@ -186,14 +177,10 @@ class Spending:
 # A private run: what its settings promise, who takes part, how updates are bounded and noised, and the cost so far. A
 # setting that promises less than a reader thinks is rejected.
 
-_LEAST_NOISE: Final = 1e-3
-_MOST_NOISE: Final = 1e6
-SERVER: Final = "server"
-CLIENTS: Final = "clients"
-FIXED: Final = "fixed"
-POISSON: Final = "poisson"
-SYSTEM: Final = "system"
-SEED: Final = "seed"
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
+SERVER, CLIENTS = "server", "clients"
+FIXED, POISSON = "fixed", "poisson"
+SYSTEM, SEED = "system", "seed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,13 +208,14 @@ class PrivacyTerms:
             )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
-            for name, default in (
-                ("epsilon", 0.0),
-                ("delta", 0.0),
-                ("noise_by", SERVER),
-                ("sampling", FIXED),
-                ("randomness", SYSTEM),
-            ):
+            usual = {
+                "epsilon": 0.0,
+                "delta": 0.0,
+                "noise_by": SERVER,
+                "sampling": FIXED,
+                "randomness": SYSTEM,
+            }
+            for name, default in usual.items():
                 if (value := getattr(self, name)) != default:
                     shown = f"{value:g}" if isinstance(value, float) else value
                     raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")

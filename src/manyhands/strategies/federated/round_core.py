@@ -136,9 +136,7 @@ class RefuseReport:
     client: int
     attempt: int
     why: str
-    repeated: bool = (
-        False  # whether it is in the sum already, as it came now: its sender did not get the answer
-    )
+    repeated: bool = False  # whether it is in the sum already: its sender did not get the answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +191,7 @@ class RoundTerms:
     minimum: int = 1  # reports without which it is abandoned at its deadline
     over: float = 1.3  # how many times as many clients are asked as are needed
     deadline_s: float = 600.0  # how long a round waits for reports
-    select_s: float = (
-        30.0  # how long for all the clients it would ask, before it begins with those there, if enough
-    )
+    select_s: float = 30.0  # how long for all it would ask, before it begins with those there, if enough
     present_s: float = 60.0  # how long a client counts as present after its last request
     patience_s: float = math.inf  # after how long without a round that counts the server gives up
     norm_ratio: float = 0.0  # how many times the median of a round's norms an update may have; 0: any
@@ -231,19 +227,13 @@ class RoundState:
     attempt: int = 0  # rounds that were begun; the number of the newest, from 1
     abandoned: int = 0  # how many of them were given up
     now_s: float = 0.0  # the latest time of any event since the server's last start
-    since_s: float = (
-        0.0  # when the phase began; while clients are selected, when enough for a round were there
-    )
+    since_s: float = 0.0  # when the phase began; in selection, when enough for a round were there
     counted_s: float = 0.0  # when the last round counted, or the server was started
     present: Mapping[int, float] = field(default_factory=dict)  # when each client was last seen
     asked: tuple[int, ...] = ()  # the clients asked in the current attempt, ascending
     gone: tuple[int, ...] = ()  # those of them who will not report
-    reported: Mapping[int, str] = field(
-        default_factory=dict
-    )  # those who have, and the digest of their report
-    norms: Mapping[int, float] = field(
-        default_factory=dict
-    )  # of reported updates, where single ones are seen
+    reported: Mapping[int, str] = field(default_factory=dict)  # those who have, and their digests
+    norms: Mapping[int, float] = field(default_factory=dict)  # of single updates, where they are seen
     rejected: int = 0  # updates of all rounds so far that did not count because of their norms
 
     @property

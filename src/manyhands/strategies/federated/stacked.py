@@ -25,7 +25,7 @@ from manyhands.data.randomness import mix
 from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_data import Batches, Samples, apart
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, Tensors
 from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
 from manyhands.task import Task
 
@@ -33,7 +33,7 @@ __all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
 
 Indices = NDArray[np.int64]
 Found = tuple[list[Tensor], Tensor]  # gradients, and losses
-Correct = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
+Correct = Callable[[int, Tensors, Tensors], None]
 ITEM_BY_ITEM: Final = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
 """Optimizers that do to an item of a parameter what depends on this item alone."""
 _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -45,9 +45,7 @@ _WARM_UP: Final = 3  # runs before a capture, in which libraries choose their ke
 class ReplayedGradients:
     """Gradients of the first rows of `stacks`, from samples on the GPU; a shape that comes often has a graph."""
 
-    def __init__(
-        self, gradients: Callable[[Sequence[Tensor], Any], Found], samples: Samples, stacks: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, gradients: Callable[[Tensors, Any], Found], samples: Samples, stacks: Tensors) -> None:
         self._gradients, self._samples, self._stacks = gradients, samples, stacks
         self._counts: dict[tuple[int, ...], int] = {}
         self._graphs: dict[tuple[int, ...], Callable[[Indices], Found]] = {}
@@ -128,10 +126,7 @@ class _LossOfBatch(nn.Module):
 
 
 class StackedGradients:
-    """Gradient and loss of each of several clients, on its own batch with its own parameters.
-
-    Tensors come in the order of `held`: the model's parameters, then its floating-point buffers.
-    """
+    """Gradient and loss of each of several clients, on its own batch with its own tensors, in the order of `held`."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         loss = _LossOfBatch(task, model)
@@ -146,7 +141,7 @@ class StackedGradients:
 
         self._gradients = vmap(grad_and_value(loss_of), randomness="error")
 
-    def __call__(self, stacked: Sequence[Tensor], batch: Any) -> Found:
+    def __call__(self, stacked: Tensors, batch: Any) -> Found:
         """For tensors (clients, …), a batch (clients, samples, …): gradients of what is trained, losses (clients,)."""
         trained = {self._names[one]: stacked[one] for one in self.trained}
         named = zip(self._names, stacked, strict=True)
@@ -231,7 +226,7 @@ class StackedTrainer:
         for one in assigned:
             yield updates[one.client]
 
-    def _row(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
+    def _row(self, position: int, start: Tensors) -> list[Tensor]:
         tensors = list(start)
         for one in self._trained:
             tensors[one] = self._stacks[one][position]
@@ -240,15 +235,12 @@ class StackedTrainer:
     def _run(
         self,
         works: Sequence[_Work],
-        starts: Sequence[Sequence[Tensor]],
+        starts: Sequence[Tensors],
         like: Optimizer,
         correct: Correct | None,
-        near: Sequence[Sequence[Tensor]] | None = None,
+        near: Sequence[Tensors] | None = None,
     ) -> list[float]:
-        """All steps of these clients, from these tensors; the sum of each one's losses.
-
-        Gradients are corrected by those in `near`, or by these.
-        """
+        """All steps of these clients; the sums of their losses. Gradients are corrected by `near`, or by `starts`."""
         self._begin(starts, like)
         steps = list(steps_of([own for _, own in works]))
         wanted = [indices for _, parts in steps for _, indices in parts]
@@ -276,7 +268,7 @@ class StackedTrainer:
         return self._losses.tolist()
 
     @torch.no_grad()
-    def _begin(self, starts: Sequence[Sequence[Tensor]], like: Optimizer) -> None:
+    def _begin(self, starts: Sequence[Tensors], like: Optimizer) -> None:
         count = len(starts)
         if not self._stacks:
             self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
@@ -333,7 +325,7 @@ class StackedTrainer:
         batch = self.samples.fetch(indices.reshape(-1)) if resident else next(self._coming)
         return apart(batch, indices.shape)
 
-    def _clip(self, gradients: Sequence[Tensor]) -> None:
+    def _clip(self, gradients: Tensors) -> None:
         task = self._task
         if task.clip_norm is not None:
             norms = [torch.linalg.vector_norm(one.flatten(1), dim=1) for one in gradients]

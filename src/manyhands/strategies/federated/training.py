@@ -8,10 +8,9 @@ from typing import Any, cast
 from torch import nn
 
 from manyhands.data.own import Parties
-from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.request import Request
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
@@ -22,7 +21,7 @@ from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.strategies.federated.private_rounds import need_accountant
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.strategies.federated.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.simulation import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 

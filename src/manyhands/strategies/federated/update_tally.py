@@ -20,6 +20,7 @@ from manyhands.strategies.federated.client_updates import (
     RoundPlace,
     RoundTally,
     TallySum,
+    Tensors,
     norm_class,
     shaped,
 )
@@ -41,13 +42,13 @@ def tally_for(
     strategy: Federated,
     algorithm: FederatedAlgorithm,
     place: RoundPlace,
-    weights: Sequence[Tensor],
-    like: Sequence[Tensor],
+    weights: Tensors,
+    like: Tensors,
     private: PrivateRounds | None = None,
 ) -> RoundTally:
     """What collects updates of tensors like these in a round, whose clients each worker asks in the same order."""
 
-    def summing(like: Sequence[Tensor]) -> RoundTally:
+    def summing(like: Tensors) -> RoundTally:
         if strategy.secure:
             return SecureTally(strategy.fixed_point, place.clients, weights, number=place.number, like=like)
         if algorithm.single_updates:
@@ -60,7 +61,7 @@ def tally_for(
 class PlainTally:
     """Sums updates in double precision, so that it hardly matters which worker simulated which client."""
 
-    def __init__(self, total: Total, like: Sequence[Tensor], *, by_norm: bool = True) -> None:
+    def __init__(self, total: Total, like: Tensors, *, by_norm: bool = True) -> None:
         self._total = total
         self._sums = ClassSums(like, by_norm=by_norm)
         self._messages, self._num_bytes = 0, 0
@@ -82,7 +83,7 @@ class PlainTally:
 class KeptTally:
     """Keeps every update: each worker gets all, in the order of the round's clients."""
 
-    def __init__(self, total: Total, clients: Sequence[int], like: Sequence[Tensor]) -> None:
+    def __init__(self, total: Total, clients: Sequence[int], like: Tensors) -> None:
         self._total, self._clients, self._like = total, clients, like
         self._mine: dict[int, tuple[ClientUpdate, float]] = {}
 
@@ -93,7 +94,7 @@ class KeptTally:
         found = TallySum(sums=[torch.zeros_like(one, dtype=torch.float64) for one in self._like])
         found.messages_sent = len(self._mine)
         found.bytes_sent = sum(update.num_bytes for update, _ in self._mine.values())
-        items, updates = sum(one.numel() for one in self._like), list[Sequence[Tensor]]()
+        items, updates = sum(one.numel() for one in self._like), list[Tensors]()
         for client in self._clients:
             flat = torch.zeros(items + 2, dtype=torch.float64)
             update, mine = self._mine.get(client, (None, 0.0))
@@ -116,11 +117,7 @@ class PrivateTally:
     """The tally of one round of a private run."""
 
     def __init__(
-        self,
-        inside: Callable[[Sequence[Tensor]], RoundTally],
-        rounds: PrivateRounds,
-        like: Sequence[Tensor],
-        place: RoundPlace,
+        self, inside: Callable[[Tensors], RoundTally], rounds: PrivateRounds, like: Tensors, place: RoundPlace
     ) -> None:
         self._rounds, self._like, self._place = rounds, like, place
         self._noise = rounds.noise
@@ -182,11 +179,7 @@ def play_round(
     leaves: Mapping[int, SecureStage] | None = None,
     draw: Draw = os.urandom,
 ) -> SecureSum:
-    """The sum of the inputs of all clients that stay; `identities` are their Ed25519 secrets.
-
-    A client leaves at the stage that `leaves` says, before it answers, or before it masks if it has no input.
-    protocol.RoundAbandoned where too few are left.
-    """
+    """The sum of the inputs of clients that stay; others leave at the stage in `leaves`, or before they mask."""
     roster = {client: public_identity(secret) for client, secret in identities.items()}
     own = identities.items()
     clients = {
@@ -211,7 +204,7 @@ def play_round(
     return SecureSum(words=words, survivors=stayed, messages=messages, sent=sent, received=received)
 
 
-def hash_of(weights: Sequence[Tensor]) -> bytes:
+def hash_of(weights: Tensors) -> bytes:
     found = hashlib.sha256()
     for one in weights:
         found.update(f"{one.dtype} {tuple(one.shape)};".encode())
@@ -226,12 +219,12 @@ class SecureTally:
         self,
         fixed: FixedPoint,
         clients: Sequence[int],
-        weights: Sequence[Tensor],
+        weights: Tensors,
         *,
         number: int = 0,
-        like: Sequence[Tensor] | None = None,
+        like: Tensors | None = None,
     ) -> None:
-        """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
+        """Of round `number`, from 0, in which clients begin with `weights` and send tensors like `like`."""
         self._fixed, self._number = fixed, number
         self._like = weights if like is None else like
         items = sum(one.numel() for one in self._like)

@@ -48,6 +48,6 @@ class _Processes(HogwildKernels, KernelProcesses):
         control_bytes = Control.num_bytes(group.world)
         segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
         control = Control(segment, group, strategy.facts.record_order or "free", task)
-        step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
+        step = task.step(task.shared_model(segment, control_bytes), control.order.compiled_gate)
         step.segment = segment
         return step, control

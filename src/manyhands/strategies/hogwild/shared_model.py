@@ -7,7 +7,7 @@ the state begins as the optimizer itself initializes it, and no worker waits aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from manyhands.native.group.gate import Gate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.sharding.layer_units import require_apart
-from manyhands.strategies.common.sharding.optimizers import KeptState, kept_by, stepping_for
+from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
 from manyhands.strategies.hogwild.strategy import Hogwild
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
@@ -85,7 +85,16 @@ class SharedModel:
         group.barrier()
         for copy, tensor in zip(copies, tensors, strict=True):
             tensor.data = copy
-        self.slots = self._lay_out(kept, flags, end)
+        self.slots: dict[nn.Parameter, SharedStateSlot] = {}
+        for number, (parameter, row) in enumerate(kept.items()):
+            views: dict[str, Tensor | None] = {}
+            for one in row:
+                views[one.name] = None
+                if one.dtype is not None:
+                    views[one.name] = self.segment.tensor(end, one.shape.numel(), one.dtype).view(one.shape)
+                    end += round_up(one.nbytes, CACHE_LINE)
+            ready = Counter.within(self.segment, flags + number * Counter.NUM_BYTES)
+            self.slots[parameter] = SharedStateSlot(parameter=parameter, views=views, ready=ready)
         if group.rank == 0:
             for slot in self.slots.values():
                 if optimizer.state.get(slot.parameter, {}).keys() >= slot.views.keys():
@@ -128,22 +137,6 @@ class SharedModel:
         for name, view in slot.views.items():
             if view is not None:
                 view.copy_(state[name].reshape(view.shape))
-
-    def _lay_out(
-        self, kept: Mapping[nn.Parameter, Sequence[KeptState]], flags: int, begin: int
-    ) -> dict[nn.Parameter, SharedStateSlot]:
-        slots = {}
-        for number, (parameter, row) in enumerate(kept.items()):
-            views: dict[str, Tensor | None] = {}
-            for one in row:
-                if one.dtype is None:
-                    views[one.name] = None
-                    continue
-                views[one.name] = self.segment.tensor(begin, one.shape.numel(), one.dtype).view(one.shape)
-                begin += round_up(one.nbytes, CACHE_LINE)
-            ready = Counter.within(self.segment, flags + number * Counter.NUM_BYTES)
-            slots[parameter] = SharedStateSlot(parameter=parameter, views=views, ready=ready)
-        return slots
 
 
 # The user's optimizer on shared parameters and state: steps in place, without locks.
@@ -195,8 +188,18 @@ class SharedStepper:
         slots += [self.shared.slots[self._rows[name].parameter] for name in rows]
         if all(self.shared.adopt(slot) for slot in slots):
             self._step(rows, slots)
-        else:
-            self._make_state(rows, slots)
+        else:  # it reaches new parameters: one worker at a time, which publishes the missing state
+            number = self._first.draw()
+            self._first.enter(number)
+            try:
+                missing = [slot for slot in slots if not self.shared.adopt(slot)]
+                self._step(rows, [slot for slot in slots if slot.adopted])
+                made = {table.parameter: table.rows.state for table in self._rows.values()}
+                for slot in missing:
+                    state = made.get(slot.parameter) or self._optimizer.state[slot.parameter]
+                    self.shared.publish(slot, state)
+            finally:
+                self._first.leave(number)
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -207,20 +210,6 @@ class SharedStepper:
     def close(self) -> None:
         self._rows = {}
         self.shared.close()
-
-    def _make_state(self, rows: Mapping[str, RowGradient], slots: list[SharedStateSlot]) -> None:
-        """Take a step that reaches new parameters; one worker at a time, which publishes the missing state."""
-        number = self._first.draw()
-        self._first.enter(number)
-        try:
-            missing = [slot for slot in slots if not self.shared.adopt(slot)]
-            self._step(rows, [slot for slot in slots if slot.adopted])
-            made = {table.parameter: table.rows.state for table in self._rows.values()}
-            for slot in missing:
-                state = made.get(slot.parameter) or self._optimizer.state[slot.parameter]
-                self.shared.publish(slot, state)
-        finally:
-            self._first.leave(number)
 
     def _step(self, rows: Mapping[str, RowGradient], shared: list[SharedStateSlot]) -> None:
         for name, gradient in rows.items():
@@ -239,9 +228,8 @@ class _Table:
         self.parameter = parameter
         values = parameter.detach().view(len(parameter), -1)
         self.rows = RowTable(table.name, values, type(optimizer), table.placed(1))
-        self.settings = next(
-            group for group in optimizer.param_groups if any(one is parameter for one in group["params"])
-        )
+        groups = optimizer.param_groups
+        self.settings = next(one for one in groups if any(it is parameter for it in one["params"]))
         self._is_shared = False
 
     def share(self, slot: SharedStateSlot) -> None:

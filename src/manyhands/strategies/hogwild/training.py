@@ -23,14 +23,13 @@ from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import Meter, SentFor
+from manyhands.engine.exchange import Meter, Resources, SentFor
 from manyhands.engine.options import MEAN
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
 from manyhands.engine.run import overlap_summary
 from manyhands.engine.worker import Course, Trained, diagnose
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import NonFinite
 from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup

@@ -35,9 +35,8 @@ class OuterStep(ABC):
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
         """Update parameter `number` in place, given the mean over all replicas."""
 
-    def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+    def plainly(self, _number: int, parameter: Tensor, mean: Tensor) -> None:
         """Set parameter `number` to the mean, in place: for steps that end with a plain average."""
-        del number
         parameter.copy_(mean)
 
     def memory(self) -> dict[str, Tensor]:
@@ -47,9 +46,8 @@ class OuterStep(ABC):
         """Restore what `memory` returned."""
 
     @contextmanager
-    def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+    def shown(self, _parameters: Sequence[Tensor]) -> Iterator[None]:
         """While the context is open, parameters hold the result of the run."""
-        del parameters
         yield
 
 

@@ -27,13 +27,13 @@ from manyhands.engine.exchange import (
     LocalStep,
     Meter,
     PeerTraffic,
+    Resources,
     SharedStep,
     SingleExchange,
     Times,
     WorkerPart,
 )
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
@@ -111,8 +111,7 @@ class LocalExchange(Exchange):
         self.hooks = Replica(self._collective, model, optimizer, self._outer)
         keep_freed_memory()  # every step frees what the next one takes
 
-    def backward(self, loss: Tensor, share: float) -> None:
-        del share
+    def backward(self, loss: Tensor, _share: float) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:

@@ -16,9 +16,16 @@ from torch.optim import Optimizer
 
 from manyhands.engine.chain import chain_of
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import GradientParts, LocalStep, Meter, SharedStep, Times, WorkerPart
+from manyhands.engine.exchange import (
+    GradientParts,
+    LocalStep,
+    Meter,
+    Resources,
+    SharedStep,
+    Times,
+    WorkerPart,
+)
 from manyhands.engine.footprint import sizes_of
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State

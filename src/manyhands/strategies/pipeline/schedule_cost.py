@@ -216,9 +216,8 @@ def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()
                 "one for each part, none below 0"
             )
     if message_bytes and len(message_bytes) != schedule.parts - 1:
-        raise UserError(
-            f"message_bytes={list(message_bytes)}: {schedule.parts} parts have {schedule.parts - 1} borders"
-        )
+        borders = f"{schedule.parts} parts have {schedule.parts - 1} borders"
+        raise UserError(f"message_bytes={list(message_bytes)}: {borders}")
     items = [schedule.of_stage(stage) for stage in range(schedule.stages)]
     orders = [[(item.work, item.microbatch, item.chunk) for item in own] for own in items]
     begins = play(schedule, orders, times)

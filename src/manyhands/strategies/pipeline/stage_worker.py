@@ -64,9 +64,8 @@ class PutOff:
             for fork in self._forks:  # continue backward from this operation to its parameters alone
                 edges = [GradientEdge(fork.node, number) for number in fork.arrived]
                 if edges:
-                    torch.autograd.backward(
-                        edges, list(fork.arrived.values()), inputs=fork.parameters, retain_graph=True
-                    )
+                    came = list(fork.arrived.values())
+                    torch.autograd.backward(edges, came, inputs=fork.parameters, retain_graph=True)
         self._forks = None
         del self._root, self._gradient
 

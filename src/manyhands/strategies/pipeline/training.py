@@ -12,11 +12,11 @@ from torch import nn
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.engine.chain import chain_of
 from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Resources
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.request import Request
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
-from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
 from manyhands.strategies.pipeline.cuts import check_cuts

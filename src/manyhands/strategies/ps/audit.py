@@ -34,24 +34,14 @@ from manyhands.strategies.ps.update_files import (
 )
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "Audit",
-    "AuditedRun",
-    "Evidence",
-    "ShardSummary",
-    "Verdict",
-    "Violation",
-    "audit",
-    "audit_run",
-]
+__all__ = ["Audit", "AuditedRun", "Evidence", "ShardSummary", "Verdict", "Violation", "audit", "audit_run"]
 
 
 class Verdict(Enum):
     """The overall result of an audit."""
 
     COMPLETE = "complete"  # every batch of the run is in every shard, once, and no rule was broken
-    RESTORED = "restored"
-    """A shard went back to a snapshot: no rule was broken, and the lost batches are counted."""
+    RESTORED = "restored"  # a shard went back to a snapshot; no rule was broken, lost batches are counted
 
     INCOMPLETE = "incomplete"
     """No rule was broken as far as the records go, but the run did not finish or the records lack something."""
@@ -139,7 +129,6 @@ class _RunAuditor:
     lost: int = 0
 
     def check(self) -> None:
-        """Run all checks; they append to `violations` and `missing`."""
         for name, written in sorted(self.evidence.recorded.items()):
             found = self.evidence.found.get(name, 0)
             if found < written:
@@ -330,16 +319,13 @@ def audit_run(run: Path) -> AuditedRun:
         begun=record.begun,
     )
     found = audit(logs.files, strategy.consistency, record.steps, evidence)
-    other_length: tuple[str, ...] = ()
+    missing = found.missing
     if (steps := directory.config.get("steps")) not in (None, record.steps):
         # The run was resumed for more steps and ended before it continued.
         says = f"{record.steps} steps, and config.json says steps={printable(str(steps))}"
-        other_length = (f"updates/run.json is of a run of {says}",)
-    found = replace(
-        found,
-        violations=(*_contradictions(record, strategy, directory.config), *found.violations),
-        missing=(*other_length, *found.missing),
-    )
+        missing = (f"updates/run.json is of a run of {says}", *missing)
+    violations = (*_contradictions(record, strategy, directory.config), *found.violations)
+    found = replace(found, violations=violations, missing=missing)
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
 
 
@@ -383,12 +369,7 @@ def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], fl
 def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
     """The final version by shard; None if the summary does not say."""
     servers = summary.get("servers")
-    if not isinstance(servers, list):
+    if not isinstance(servers, list) or not all(isinstance(one, dict) for one in servers):
         return None
-    versions = {}
-    for one in servers:
-        pair = (one.get("shard"), one.get("version")) if isinstance(one, dict) else (None, None)
-        if type(pair[0]) is not int or type(pair[1]) is not int:
-            return None
-        versions[pair[0]] = pair[1]
-    return versions
+    pairs = [(one.get("shard"), one.get("version")) for one in servers]
+    return dict(pairs) if all(type(one) is int for pair in pairs for one in pair) else None

@@ -205,8 +205,6 @@ class ShardAuditor:
         """The slots that are active at `clock`, for policies with a common clock."""
         return next((row for row in reversed(self._slots) if row.start <= clock), None)
 
-    # ── exactly once ──────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _step(self, row: StepRow, story: _Story) -> None:
         before = self.summary.versions
         if (before, row.version) in story.gaps:
@@ -305,8 +303,6 @@ class ShardAuditor:
                     f"version {self.summary.versions}, slot {slot}, {what} neither applied nor reported, although "
                     f"clock {top} was applied"
                 )
-
-    # ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_bound(self) -> None:
         """Check that every read at clock c includes every slot's updates below c - lag.
@@ -410,7 +406,6 @@ class _Stint:
 
 
 def _merged(files: Sequence[Iterable[Row]]) -> _Story:
-    """Merge these files, given in any order, into one history."""
     logs = [list(file) for file in files]
     ends = {row.term: row.sequence for log in logs for row in log if isinstance(row, RestoredRow)}
     terms = sorted(ends)

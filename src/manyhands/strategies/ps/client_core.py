@@ -130,13 +130,7 @@ class ClientCore:
     """
 
     def __init__(
-        self,
-        *,
-        slot: int,
-        member: int,
-        num_shards: int,
-        skip_nonfinite: bool = False,
-        confirms: bool = False,
+        self, *, slot: int, member: int, num_shards: int, skip_nonfinite: bool = False, confirms: bool = False
     ) -> None:
         self.slot = slot
         self.member = member
@@ -213,7 +207,7 @@ class ClientCore:
             case Welcome() | RowsUnknown() | Refused() | NotPrimary():
                 shard = self._shards[message.shard]
                 if source == shard.primary:
-                    self._hear_primary(shard, message)
+                    self._handle_primary(shard, message)
             case _:
                 raise ManyhandsError(
                     f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
@@ -250,24 +244,12 @@ class ClientCore:
         if work is None:
             raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
         slot, member, clock, pulls = self.slot, self.member, work.clock, not self._confirms
+        part = (work.batch, work.part, work.parts)
         self.clock = clock + 1
         self._out = pulls
         for shard in self._in_round:
-            shard.push = Push(
-                shard.index,
-                slot,
-                member,
-                clock,
-                shard.version,
-                work.batch,
-                work.part,
-                work.parts,
-                weight,
-                skip,
-                shard.term,
-                shard.rows_version,
-                pulls,
-            )
+            name = (shard.index, slot, member, clock, shard.version)
+            shard.push = Push(*name, *part, weight, skip, shard.term, shard.rows_version, pulls)
             shard.rows_version = -1
             shard.read = Read(shard.index, slot, member, clock + 1)
             shard.pushed = shard.welcome
@@ -316,27 +298,24 @@ class ClientCore:
 
     # ── what a primary says ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hear_primary(self, shard: _Shard, message: Welcome | RowsUnknown | Refused | NotPrimary) -> None:
+    def _handle_primary(self, shard: _Shard, message: Welcome | RowsUnknown | Refused | NotPrimary) -> None:
         push = shard.push
         match message:
             case Welcome():
                 self._welcomed(shard, message)
-            case RowsUnknown(
-                clock=clock
-            ):  # resend the message that named a row set which the shard does not know
+            case RowsUnknown(clock=clock):
+                # Resend the message that named a row set which the shard does not know.
                 if shard.rows is not None and shard.rows.clock == clock:
                     self._send(shard, shard.rows)
                 elif push is not None and push.clock == clock:
                     self._send(shard, push)
-            case NotPrimary():
-                if (
-                    shard.greeted
-                ):  # several messages to a former primary each get this answer; only the first counts
-                    shard.greeted, shard.welcome = False, False
-                    self._actions.append(Wait(shard=shard.index))
-            case Refused(clock=clock, reason=reason):
-                if push is None or push.clock != clock or push.skip:
-                    return
+            case NotPrimary() if shard.greeted:
+                # Several messages to a former primary each get this answer; only the first counts.
+                shard.greeted, shard.welcome = False, False
+                self._actions.append(Wait(shard=shard.index))
+            case Refused(clock=clock, reason=reason) if (
+                push is not None and push.clock == clock and not push.skip
+            ):
                 if self._skip_nonfinite:
                     shard.push = push._replace(skip=True)
                     self._send(shard, shard.push)

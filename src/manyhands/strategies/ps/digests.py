@@ -47,12 +47,10 @@ def layout_digest(layout: FlatLayout) -> str:
 
 def shard_digest(store: ShardStore, layout: FlatLayout, shard: int) -> str:
     """The SHA-256 of the values of a shard: its range, then its rows of each table."""
-    values = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
-    store.read_into(values)
-    digest = hashlib.sha256(_bytes(values))
+    digest = hashlib.sha256(_bytes(store.values.memory))
     for table in layout.tables:
         own = table.placed(layout.shards).rows(shard)
-        digest.update(_bytes(store.gather(table.name, own)))
+        digest.update(_bytes(store.tables[table.name].gather(own)))
     return digest.hexdigest()
 
 

@@ -44,8 +44,7 @@ class UpdateRow(NamedTuple):
     staleness: int
     weight: float
     factor: float  # the gradient's factor in the weighted sum
-    read_term: int = 0
-    """The shard's term at the read; of an older term, only what a snapshot kept is part of this history."""
+    read_term: int = 0  # the shard's at the read; of an older one, only what a snapshot kept counts
     rows_version: int = -1  # the version at which table rows were read; -1 if none were
 
     @property

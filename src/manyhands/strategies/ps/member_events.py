@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,
@@ -61,19 +61,8 @@ class Left(NamedTuple):
     shards: tuple[int, ...]
 
 
-PsEvent = (
-    MemberJoined
-    | Died
-    | MemberSilent
-    | Installed
-    | Concluded
-    | Progressed
-    | Rejoin
-    | SlotFinished
-    | Left
-    | AddWorker
-    | RemoveWorker
-)
+_OfMember = MemberJoined | Died | MemberSilent | Progressed | Rejoin | SlotFinished | Left
+PsEvent = _OfMember | Installed | Concluded | AddWorker | RemoveWorker
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -96,7 +96,6 @@ class Decisions:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Decisions:
-        """Restore from the value of `state`."""
         book = cls(())
         book.taken = state["taken"]
         book.kept = dict(state["kept"])
@@ -122,12 +121,10 @@ class ShardConfig:
     leads: bool = field(init=False, repr=False, compare=False)  # whether this shard decides for all
     confirms: bool = field(init=False, repr=False, compare=False)
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
-    chosen: bool = field(init=False, repr=False, compare=False)
-    """Whether the lead chooses the groups of all shards."""
+    chosen: bool = field(init=False, repr=False, compare=False)  # whether the lead chooses all groups
     chooses: bool = field(init=False, repr=False, compare=False)  # whether this shard is that lead
     follows: bool = field(init=False, repr=False, compare=False)  # whether another shard chooses its groups
-    by_arrival: bool = field(init=False, repr=False, compare=False)
-    """Whether the lead chooses them by the order of arrival alone."""
+    by_arrival: bool = field(init=False, repr=False, compare=False)  # and by arrival alone
     stepwise: bool = field(init=False, repr=False, compare=False)
     by_clock: bool = field(init=False, repr=False, compare=False)
     lag: int | None = field(init=False, repr=False, compare=False)
@@ -157,44 +154,27 @@ class ShardConfig:
 
 @dataclass(slots=True)
 class Change:
-    """The effects of entry `sequence` of a shard's log."""
+    """The effects of one entry of a shard's log."""
 
-    shard: int
-    term: int
-    sequence: int
+    entry: tuple[int, int, int]  # shard, term and sequence number, with which each of its rows begins
     actions: list[Action] = field(default_factory=list)
     outcome: Outcome = Outcome.ACCEPTED  # the outcome of a Push
     moved: list[int] = field(default_factory=list)  # slots whose reads may be answerable now
-    decisions: list[Decision] = field(default_factory=list)
-    """Decisions that the lead has to send to the other shards."""
+    decisions: list[Decision] = field(default_factory=list)  # what the lead has to send to the others
 
     def drop(self, push: Push) -> None:
-        """Release the gradient of `push`, if it has one."""
         if not push.skip:
-            self.actions.append(Drop(shard=self.shard, slot=push.slot, clock=push.clock))
+            self.actions.append(Drop(shard=push.shard, slot=push.slot, clock=push.clock))
 
     def log_lost(self, slot: int, first: int, until: int) -> None:
-        row = LostRow(
-            shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, first=first, until=until
-        )
-        self.actions.append(Log(row=row))
+        self.actions.append(Log(LostRow(*self.entry, slot, first, until)))
 
     def log_late(self, slot: int, clock: int) -> None:
         """Log that a step did not wait for this update."""
-        row = LateRow(shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, clock=clock)
-        self.actions.append(Log(row=row))
+        self.actions.append(Log(LateRow(*self.entry, slot, clock)))
 
     def log_skipped(self, push: Push) -> None:
-        row = SkippedRow(
-            shard=self.shard,
-            term=self.term,
-            sequence=self.sequence,
-            slot=push.slot,
-            clock=push.clock,
-            batch=push.batch,
-            member=push.member,
-        )
-        self.actions.append(Log(row=row))
+        self.actions.append(Log(SkippedRow(*self.entry, push.slot, push.clock, push.batch, push.member)))
 
 
 class Steps:
@@ -204,8 +184,7 @@ class Steps:
         self.version = 0
         self.step = 0
         self.drained = False  # set by the owner: every batch is done, and no update follows those that wait
-        self.resume = 0
-        """At a following shard: steps below this clock are decided, even if updates are missing here."""
+        self.resume = 0  # at a follower: steps below this clock are decided, even if updates are missing
         self.lives: list[tuple[int, int]] = []
         """Every return to a snapshot: the new term, and the version that was restored."""
         self._config = config
@@ -282,7 +261,6 @@ class Steps:
                 self._next_free += [(slot, c) for c in waiting if c <= clock]
 
     def _await_group(self) -> None:
-        """Compute what the first of the chosen groups still waits for."""
         self._missing = {
             (slot, clock)
             for slot, clock in (self._groups[0].updates if self._groups else ())
@@ -356,27 +334,11 @@ class Steps:
         self.version += 1
         if change.outcome is Outcome.ACCEPTED:
             change.outcome = Outcome.APPLIED
-        updates = tuple(
-            [
-                UpdateRow(
-                    push.slot,
-                    push.clock,
-                    push.batch,
-                    push.part,
-                    push.parts,
-                    push.member,
-                    push.read_version,
-                    stale,
-                    push.weight,
-                    factor,
-                    push.read_term,
-                    push.rows_version,
-                )
-                for push, stale, factor in zip(pushes, staleness, factors, strict=True)
-            ]
-        )
-        row = StepRow(change.shard, change.term, change.sequence, self.version, rate, updates)
-        change.actions.append(Apply(row))
+        updates = []
+        for push, stale, factor in zip(pushes, staleness, factors, strict=True):
+            name = (push.slot, push.clock, push.batch, push.part, push.parts, push.member, push.read_version)
+            updates.append(UpdateRow(*name, stale, push.weight, factor, push.read_term, push.rows_version))
+        change.actions.append(Apply(StepRow(*change.entry, self.version, rate, tuple(updates))))
 
     def _close(self, present: list[int], wanted: set[int], change: Change) -> None:
         """Close the step of the next clock, and settle the slots that are not in it as lost or late.
@@ -403,8 +365,6 @@ class Steps:
             if record.next_clock <= clock:
                 self._table.move(record, clock + 1)
 
-    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def state(self) -> dict[str, Any]:
         return {
             "version": self.version,
@@ -419,7 +379,6 @@ class Steps:
 
     @classmethod
     def from_state(cls, config: ShardConfig, table: SlotTable, state: dict[str, Any]) -> Steps:
-        """Restore from the value of `state`; `table` is of the same moment."""
         steps = cls(config, table)
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
         steps._free = dict(state["free"])

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
     Died,
@@ -99,10 +99,6 @@ class _Shards:
     def __init__(self, plan: MembershipPlan) -> None:
         self._replicas = plan.replicas
         self.all = [_Shard(number) for number in range(plan.num_shards)]
-
-    @property
-    def are_whole(self) -> bool:
-        return all(shard.whole and not shard.lost for shard in self.all)
 
     def place(self, servers: Sequence[int]) -> None:
         """At the beginning: shard i on server i, its backup on the next one."""
@@ -177,7 +173,6 @@ class PsMembership(Membership):
 
     @property
     def view(self) -> View:
-        """The current membership."""
 
         def slots(*phases: SlotPhase) -> tuple[SlotView, ...]:
             return tuple(SlotView(slot=slot.number, member=slot.member) for slot in self._in_phase(*phases))
@@ -185,8 +180,7 @@ class PsMembership(Membership):
         return View(
             epoch=self._epoch,
             shards=tuple(
-                ShardView(shard=shard.number, epoch=shard.epoch, primary=shard.primary, backup=shard.backup)
-                for shard in self._shards.all
+                ShardView(one.number, one.epoch, one.primary, one.backup) for one in self._shards.all
             ),
             slots=slots(SlotPhase.ACTIVE, SlotPhase.FINISHED),
             retiring=slots(SlotPhase.RETIRING),
@@ -194,7 +188,6 @@ class PsMembership(Membership):
         )
 
     def begin(self) -> list[PsAction]:
-        """Start all servers and workers of the plan."""
         servers = [StartServer(member=self._new_member(None).number) for _ in range(self._plan.num_servers)]
         slots = [self._new_slot() for _ in range(self._plan.num_workers)]
         return [*servers, *(self._start_worker(slot) for slot in slots)]
@@ -222,7 +215,12 @@ class PsMembership(Membership):
                 if member.slot is not None:
                     return self._join_worker(member)
                 member.state = MemberState.WORKING
-                return self._open() if self._epoch == 0 else self._fill_shards(member.number)
+                if self._epoch == 0:
+                    return self._open()
+                lost = self._shards.fill(member.number, self._serving())
+                self._restored = self._restored or bool(lost)
+                restoring = [ShardLost(shard=shard, member=member.number) for shard in lost]
+                return [*restoring, self._publish(), *self._whole_again(member.number)]
             case Died(error=error):
                 del self._members[member.number]
                 if member.slot is None:
@@ -233,7 +231,15 @@ class PsMembership(Membership):
                 awaited = member.state is MemberState.STARTING and slot.member == 0
                 return self._vacate(slot) if awaited or slot.member == member.number else []
             case MemberSilent():
-                return self._silent(member)
+                slot = self._slot_of(member)
+                if member.state is MemberState.WORKING and slot is not None:
+                    member.state = (
+                        MemberState.DEPOSED
+                    )  # not killed: shards fence it by its number when it wakes
+                    return self._vacate(slot)
+                # A server is killed first: two must never both believe that they serve a shard.
+                is_needed = member.state not in (MemberState.DEPOSED, MemberState.LEAVING)
+                return [KillMember(member=member.number)] if is_needed else []
             case Progressed(clock=clock):
                 self._progressed(member, clock)
             case Rejoin() if member.slot is not None:
@@ -252,14 +258,7 @@ class PsMembership(Membership):
     def _serving(self) -> list[int]:
         return sorted(one.number for one in self._in_state(MemberState.WORKING) if one.slot is None)
 
-    def _fill_shards(self, joined: int) -> list[PsAction]:
-        lost = self._shards.fill(joined, self._serving())
-        self._restored = self._restored or bool(lost)
-        restoring = [ShardLost(shard=shard, member=joined) for shard in lost]
-        return [*restoring, self._publish(), *self._whole_again(joined)]
-
     def _open(self) -> list[PsAction]:
-        """Publish the first view once all have joined."""
         servers = self._serving()
         if len(servers) < self._plan.num_servers or any(slot.member == 0 for slot in self._slots.values()):
             return []
@@ -268,7 +267,8 @@ class PsMembership(Membership):
 
     def _whole_again(self, member: int) -> list[PsAction]:
         starting = any(one.slot is None for one in self._in_state(MemberState.STARTING))
-        if not self._shards_missed or starting or not self._shards.are_whole:
+        whole = all(shard.whole and not shard.lost for shard in self._shards.all)
+        if not self._shards_missed or starting or not whole:
             return []
         self._shards_missed, self._server_deaths = False, 0
         self._server_errors.clear()
@@ -360,15 +360,6 @@ class PsMembership(Membership):
             )
         return [*([self._publish()] if self._epoch else []), *self._fill_slot(slot)]
 
-    def _silent(self, member: RunMember) -> list[PsAction]:
-        slot = self._slot_of(member)
-        if member.state is MemberState.WORKING and slot is not None:
-            member.state = MemberState.DEPOSED  # not killed: shards fence it by its number when it wakes
-            return self._vacate(slot)
-        # A server is killed first: two must never both believe that they serve a shard.
-        is_needed = member.state not in (MemberState.DEPOSED, MemberState.LEAVING)
-        return [KillMember(member=member.number)] if is_needed else []
-
     def _finished(self, member: RunMember, reason: Reason) -> list[PsAction]:
         slot = self._slot_of(member)
         member.state = MemberState.LEAVING
@@ -397,8 +388,6 @@ class PsMembership(Membership):
             raise UserError(f"slot={number}: the last active slot cannot be removed")
         slot.phase = SlotPhase.RETIRING  # its worker stays until the lead shard has retired it
         return [self._publish()]
-
-    # ── both ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end_if_done(self, concluded: Concluded | None = None) -> list[PsAction]:
         """The run is over when every slot has finished, which without a restore leaves nothing open at any shard.

@@ -121,8 +121,7 @@ class View(NamedTuple):
 
     epoch: int
     shards: tuple[ShardView, ...]
-    slots: tuple[SlotView, ...]
-    """The active slots, in order; a slot missing here was removed, and its number is never reused."""
+    slots: tuple[SlotView, ...]  # the active slots, in order; the number of a removed one is never reused
     retiring: tuple[SlotView, ...] = ()
     """Removed slots: their worker, or a successor, finishes their outstanding updates, until it is told RETIRED."""
     gone: tuple[Update, ...] = ()
@@ -156,8 +155,7 @@ class Welcome(NamedTuple):
     slot: int
     next_clock: int
     version: int
-    arrived: int = 0
-    """The lowest clock that has not arrived, if it is a later one: the updates between do not count yet."""
+    arrived: int = 0  # the lowest clock that has not arrived, if later: those between do not count yet
 
 
 class Read(NamedTuple):
@@ -177,10 +175,8 @@ class Parameters(NamedTuple):
     clock: int
     version: int
     work: Work
-    term: int = 0
-    """The term of the shard that the version belongs to; a new one begins with each return to a snapshot."""
-    waited_for: int = -1
-    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another reason."""
+    term: int = 0  # of the shard at this version; a new one begins with each return to a snapshot
+    waited_for: int = -1  # the slot whose update the Read waited for; -1 if for none
 
 
 class ReadRows(NamedTuple):
@@ -294,8 +290,7 @@ class Chosen(NamedTuple):
     generations: tuple[Generation, ...]
     """The complete slot table, so that a shard that missed one catches up; empty while the lead asks the others."""
     step: int  # the clock whose group this is, where groups go by clock; all before it are decided
-    updates: tuple[Update, ...] | None = None
-    """The group, in the order of its sum; None where there is no group in this decision."""
+    updates: tuple[Update, ...] | None = None  # the group, in the order of its sum; None: no group
     freely: bool = False
     """No group: these updates and all before them in their slots become single steps, as they arrive.
 
@@ -389,8 +384,7 @@ class Installed(NamedTuple):
 
 
 class Concluded(NamedTuple):
-    """Primary to the launcher: by the view of this epoch all workers have left, and nothing is open here any
-    more.
+    """Primary to the launcher: by the view of this epoch all workers have left, and nothing is open here any more.
 
     Every update of every slot is in a step or logged as lost or late, on the backup too, and all shards have
     stored the lead's decisions.
@@ -407,25 +401,7 @@ class Yield(NamedTuple):
     epoch: int
 
 
-Message = (
-    View
-    | Hello
-    | Welcome
-    | Read
-    | Parameters
-    | ReadRows
-    | RowValues
-    | RowsUnknown
-    | Push
-    | Refused
-    | Fenced
-    | NotPrimary
-    | Chosen
-    | ChosenKept
-    | Forward
-    | Forwarded
-    | Install
-    | Installed
-    | Concluded
-    | Yield
-)
+_FromWorker = Hello | Read | ReadRows | Push
+_ToWorker = Welcome | Parameters | RowValues | RowsUnknown | Refused | Fenced | NotPrimary
+_BetweenServers = Chosen | ChosenKept | Forward | Forwarded | Install | Yield
+Message = View | _FromWorker | _ToWorker | _BetweenServers | Installed | Concluded

@@ -101,6 +101,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
             difference = player.play()
             whole = until is None and difference is None
             summary = directory.read_summary() or {}
+            final = summary.get("final")
             # What the history has for the last step; nothing where it has no row of it, or one that no run writes.
             history = (row for row in directory.metrics.read() if row["step"] == player.last_batch + 1)
             return Replayed(
@@ -110,7 +111,11 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
                 loss=player.loss,
                 metrics=None if difference is not None else stage.evaluate(model),
                 run_loss=final_loss(row for row in history if number(row.get("loss")) is not None),
-                run_metrics=_run_metrics(summary) if whole else {},
+                run_metrics={
+                    name: float(value)
+                    for name, value in (final.items() if isinstance(final, dict) and whole else ())
+                    if name != "loss" and type(value) in (int, float)
+                },
                 first_difference=difference,
                 same_bytes=_is_same(summary, player.digests()) if whole else None,
                 extra_bytes=player.peak_bytes,
@@ -204,12 +209,6 @@ def _is_same(summary: Mapping[str, Any], digests: list[str]) -> bool | None:
         return None
     recorded = {one["shard"]: one.get("sha256") for one in servers if type(one.get("shard")) is int}
     return [recorded.get(shard) for shard in range(len(digests))] == digests if recorded else None
-
-
-def _run_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    final = summary.get("final")
-    numbers = final.items() if isinstance(final, dict) else ()
-    return {name: float(value) for name, value in numbers if name != "loss" and type(value) in (int, float)}
 
 
 def _environment(record: RunRecord) -> list[str]:

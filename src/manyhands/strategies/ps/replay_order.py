@@ -123,18 +123,18 @@ class ReplayOrder:
         self.steps = steps
         self.before: dict[Name, Name] = {}  # by update: the one that its process has to compute first
         self.undone: set[Name] = set()
-        self._computed: dict[Name, ComputedRow] = {}
+        self.computed: dict[Name, ComputedRow] = {}
         for row in (row for rows in computed.values() for row in rows):
             if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(steps)}:
                 raise ReplayImpossible(
                     f"process {row.process} recorded {len(row.versions)} shards for slot {row.slot}, clock "
                     f"{row.clock}; the run has {len(steps)}"
                 )
-            if row.name in self._computed:
+            if row.name in self.computed:
                 raise ReplayImpossible(
                     f"slot {row.slot}, clock {row.clock} was recorded twice by member {row.member}"
                 )
-            self._computed[row.name] = row
+            self.computed[row.name] = row
         self.applied_as = [self._checked(shard) for shard in range(len(steps))]
         """By shard: the version that each update became there."""
         taken = set().union(*self.applied_as)
@@ -157,9 +157,6 @@ class ReplayOrder:
                         self._need(update.name)
                     done[shard] = step.version
 
-    def process_of(self, update: UpdateRow) -> int:
-        return self._computed[update.name].process
-
     def __iter__(self) -> Iterator[ReplayAction]:
         return _Walk(self).actions()
 
@@ -168,7 +165,7 @@ class ReplayOrder:
         versions: dict[Name, int] = {}
         for row in self.steps[shard]:
             for update in row.updates:
-                computed = self._computed.get(update.name)
+                computed = self.computed.get(update.name)
                 if computed is None:
                     raise ReplayImpossible(f"{_where(row, update)}: no worker recorded that it computed this")
                 for what, logged, recorded in (
@@ -199,7 +196,7 @@ class ReplayOrder:
 
     def _need(self, name: Name | None) -> None:
         while name is not None and name not in self.needed:
-            row = self.needed[name] = self._computed[name]
+            row = self.needed[name] = self.computed[name]
             for shard, version in row.reads:
                 if version > len(self.steps[shard]):
                     raise ReplayImpossible(

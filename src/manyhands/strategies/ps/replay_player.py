@@ -7,7 +7,7 @@ like a worker's; the stores of all shards take the steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +41,7 @@ from manyhands.task import Task
 __all__ = ["Difference", "Player", "ProcessBuffers", "ReplayStage"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """Where a replay departs from the recorded run."""
 
     shard: int
@@ -136,7 +135,6 @@ class Player:
         self.peak_bytes = 0
 
     def play(self) -> Difference | None:
-        """Execute everything up to the end, or to the first difference."""
         for shard in range(self._layout.shards):
             self._end(shard)
         for action in self._order:
@@ -176,7 +174,6 @@ class Player:
         return [shard_digest(store, self._layout, shard) for shard, store in enumerate(self._stores)]
 
     def model(self) -> nn.Module:
-        """The model where the replay ended, on the CPU."""
         model, source = self._stage.computer.build().model, self._stage.replica.model
         theirs = dict(source.named_parameters())
         with torch.no_grad():
@@ -194,8 +191,6 @@ class Player:
             for own, other in zip(model.buffers(), source.buffers(), strict=True):
                 own.copy_(other)
         return model.cpu()
-
-    # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _compute(self, compute: ReplayCompute) -> Difference | None:
         row, stage = compute.row, self._stage
@@ -227,7 +222,13 @@ class Player:
                 coding.round(shard, part.gradient)
             found = gradient_hash(part.flags, part.gradient, stage.tables.gradients(shard))
             if found != row.gradients[shard]:
-                return self._difference(row, shard)
+                applied = self._order.applied_as[shard].get(row.name)
+                became = (
+                    f"version {applied}" if applied is not None else "an update that was not applied there"
+                )
+                where = f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch})"
+                sentence = f"{where}: its gradient is not the recorded one"
+                return Difference(shard, applied, row.slot, row.clock, row.batch, sentence)
         for shard in compute.shards:
             part = self._parts[shard]
             self._gradients[shard, row.name] = Contribution(
@@ -249,21 +250,8 @@ class Player:
                     local = table.placed(self._layout.shards).local(rows)
                     values.append(kept.tables[table.name][local])
                 else:
-                    values.append(self._stores[shard].gather(table.name, rows))
+                    values.append(self._stores[shard].tables[table.name].gather(rows))
             tables.take(shard, memoryview(b"".join(map(bytes, pack((), values)))))
-
-    def _difference(self, row: ComputedRow, shard: int) -> Difference:
-        version = self._order.applied_as[shard].get(row.name)
-        became = f"version {version}" if version is not None else "an update that was not applied there"
-        where = f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch})"
-        return Difference(
-            shard=shard,
-            version=version,
-            slot=row.slot,
-            clock=row.clock,
-            batch=row.batch,
-            sentence=f"{where}: its gradient is not the recorded one",
-        )
 
     def _apply(self, row: StepRow) -> None:
         shard = row.shard
@@ -274,30 +262,23 @@ class Player:
         self._versions[shard] = row.version
         if row.version <= self._order.limits[shard]:
             self.batches[shard] += num_batches(row)
-            if shard == LEAD:
-                self._note_lead(row)
+            for update in row.updates if shard == LEAD else ():
+                # The losses of the last batch, and the last update's process, whose buffers the final model has.
+                done = self._computed.pop(update.name)
+                if done.share and update.batch > self.last_batch:
+                    self.last_batch, self._last_parts = update.batch, {}
+                if done.share and update.batch == self.last_batch:
+                    self._last_parts[update.part] = done
+                self._process = self._order.computed[update.name].process
         self._end(shard)
 
-    def _note_lead(self, row: StepRow) -> None:
-        """Record the losses of the last batch, and the last update's process, whose buffers the final model has."""
-        for update in row.updates:
-            done = self._computed.pop(update.name)
-            if done.share and update.batch > self.last_batch:
-                self.last_batch, self._last_parts = update.batch, {}
-            if done.share and update.batch == self.last_batch:
-                self._last_parts[update.part] = done
-        self._process = self._order.process_of(row.updates[-1])
-
-    # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _values(self, shard: int) -> _Values:
-        dense = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)
-        self._stores[shard].read_into(dense)
-        tables = {}
-        for table in self._layout.tables:
-            own = table.placed(self._layout.shards).rows(shard)
-            tables[table.name] = self._stores[shard].gather(table.name, own)
-        return _Values(dense, tables)
+        store, shards = self._stores[shard], self._layout.shards
+        tables = {
+            table.name: store.tables[table.name].gather(table.placed(shards).rows(shard))
+            for table in self._layout.tables
+        }
+        return _Values(store.values.memory.clone(), tables)
 
     def _end(self, shard: int) -> None:
         """Save a shard's final values when it reaches its limit: it may have to advance for the sake of others."""
@@ -309,8 +290,7 @@ class ProcessBuffers:
     """The buffers of every worker process, for a single model that serves all of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._first = [buffer.clone() for buffer in model.buffers()]
+        self._model, self._first = model, [buffer.clone() for buffer in model.buffers()]
         self._kept: dict[int, list[Tensor]] = {}
         self._current: int | None = None
 

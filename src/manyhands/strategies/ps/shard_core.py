@@ -68,11 +68,8 @@ class ShardCore:
         self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
         self._heard_term = 0  # at another shard: the highest term in which it heard from the lead
 
-    # ── what a replica asks ───────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def version(self) -> int:
-        """The number of optimizer steps taken."""
         return self.steps.version
 
     def next_clock(self, slot: int) -> int | None:
@@ -95,19 +92,10 @@ class ShardCore:
     def messages_to(self, shard: int, decisions: Iterable[Decision], epoch: int) -> list[Chosen]:
         """The messages that tell another shard these decisions of the lead, whose epoch this is."""
         table = () if self.awaiting else tuple(self.table.generations)
+        kept = self.decisions.kept[shard]
         return [
-            Chosen(
-                shard=shard,
-                term=self.term,
-                number=decision.number,
-                kept=self.decisions.kept[shard],
-                generations=table,
-                step=decision.step,
-                updates=decision.updates,
-                freely=decision.freely,
-                epoch=epoch,
-            )
-            for decision in decisions
+            Chosen(shard, self.term, number, kept, table, step, updates, freely, epoch)
+            for number, step, updates, freely in decisions
         ]
 
     def greetings_to(self, shard: int, epoch: int) -> list[Chosen]:
@@ -133,16 +121,8 @@ class ShardCore:
     def kept_answer(self, epoch: int, *, asks: bool = False) -> ChosenKept:
         """The message that tells the lead which decisions are durable here, and requests the others."""
         term, number = self._decided
-        return ChosenKept(
-            shard=self.config.shard,
-            term=term,
-            number=number,
-            generations=tuple(self.table.generations),
-            top_clock=self.table.top,
-            top_batch=self.work.next_batch,
-            asks=asks,
-            epoch=epoch,
-        )
+        known = (tuple(self.table.generations), self.table.top, self.work.next_batch)
+        return ChosenKept(self.config.shard, term, number, *known, asks, epoch)
 
     def is_old(self, chosen: Chosen) -> bool:
         """Whether a message of the lead is committed here already."""
@@ -153,34 +133,22 @@ class ShardCore:
 
     def open_log(self, first: int = 0) -> list[Action]:
         """Rows of the log for the generations of slots from the `first` on."""
-        return [
-            Log(
-                row=SlotsRow(
-                    shard=self.config.shard,
-                    term=self.term,
-                    sequence=self.sequence,
-                    start=generation.start,
-                    base=generation.base,
-                    slots=generation.slots,
-                )
-            )
-            for generation in self.table.generations[first:]
-        ]
+        entry = (self.config.shard, self.term, self.sequence)
+        return [Log(SlotsRow(*entry, *generation)) for generation in self.table.generations[first:]]
 
     def restore(self, term: int) -> list[Action]:
         """Continue from a snapshot in a new term; other shards may know more, and must be heard first."""
         self.term = max(term, self.term + 1)
         self.awaiting = set(self.decisions.kept) if self.config.leads else {LEAD}
-        shard, sequence = self.config.shard, self.sequence
         self.steps.lives.append((self.term, self.version))
-        row = RestoredRow(shard=shard, term=self.term, sequence=sequence, version=self.version)
-        return [Log(row=row), *self.open_log()]
+        row = RestoredRow(self.config.shard, self.term, self.sequence, self.version)
+        return [Log(row), *self.open_log()]
 
     def commit(self, entry: Entry) -> Change:
         """Apply the next entry of the log; deterministic, so that primary and backup stay equal."""
         self.sequence += 1
         config, steps = self.config, self.steps
-        change = Change(config.shard, self.term, self.sequence)
+        change = Change((config.shard, self.term, self.sequence))
         match entry:
             case Push():
                 self._push(entry, change)
@@ -197,7 +165,8 @@ class ShardCore:
                 self._lose(entry, change)
             case Closing():
                 pass
-        steps.drained = self.work.is_drained or isinstance(entry, Closing)
+        is_drained = self.work.next_batch >= config.steps and not self.work.open
+        steps.drained = is_drained or isinstance(entry, Closing)
         follows_clock = config.follows and config.stepwise
         if follows_clock:
             steps.skip_lost_steps(change)
@@ -264,7 +233,6 @@ class ShardCore:
         change.decisions.append(self.decisions.take_table(self.steps.step, start))
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
-        """Adopt the generations that a longer slot table adds."""
         known, first = set(self.table.records), len(self.table.generations)
         for generation in generations[first:]:
             change.moved += self.table.active
@@ -322,8 +290,6 @@ class ShardCore:
             elif chosen.updates is not None:
                 self.steps.follow(Group(chosen.step, names))
 
-    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def state(self) -> dict[str, Any]:
         return {
             "sequence": self.sequence,
@@ -340,7 +306,6 @@ class ShardCore:
 
     @classmethod
     def from_state(cls, config: ShardConfig, state: dict[str, Any]) -> ShardCore:
-        """Restore from the value of `state`."""
         core = cls(config)
         core.sequence, core.term = state["sequence"], state["term"]
         core.table = SlotTable.from_state(state["table"])

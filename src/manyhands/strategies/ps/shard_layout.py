@@ -44,14 +44,11 @@ class Entry:
     """A dense parameter: from byte `offset` of the buffer on."""
 
     name: str
-    aliases: tuple[str, ...]
-    """All names of the parameter in the model's `state_dict()`: several where weights are tied."""
-
+    aliases: tuple[str, ...]  # all its names in the `state_dict()`: several where weights are tied
     shape: torch.Size
     dtype: torch.dtype
     offset: int
-    position: int | None
-    """Its number in the optimizer's `state_dict()`; None where the optimizer does not have it."""
+    position: int | None  # its number in the `state_dict()` of the optimizer, if that has it
 
     @property
     def end(self) -> int:
@@ -93,7 +90,6 @@ class FlatLayout:
     bounds: tuple[tuple[int, int], ...]  # by shard: its first byte, and the one after its last
     pieces: tuple[tuple[Piece, ...], ...]
     """By shard: what it has, in registration order; at most one piece of each parameter."""
-
     tables: tuple[Table, ...] = ()
 
     @classmethod
@@ -283,9 +279,7 @@ class ShardState:
     checkpoint is the same whatever strategy wrote it, and any number of shards can resume from it.
     """
 
-    model: dict[str, Tensor]
-    """By parameter or table: the shard's part of it, in its shape where that is all of it and flat otherwise."""
-
+    model: dict[str, Tensor]  # by parameter or table: the shard's part, flat unless it is all of it
     optimizer: dict[str, Any]  # a `state_dict()` whose state is that of these parts
     batches: int  # the number of batches by which the scheduler has advanced
 
@@ -339,11 +333,7 @@ def merge(
 
 
 def split(
-    layout: FlatLayout,
-    shard: int,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Any],
-    batches: int,
+    layout: FlatLayout, shard: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], batches: int
 ) -> ShardState:
     """A shard's part of the `state_dict()`s of model and optimizer, as copies; `batches` have been trained on."""
     parts = _parts(layout, shard)

@@ -92,7 +92,6 @@ class Unconfirmed:
         return None if replaced else before
 
     def resolve(self, slot: int) -> Push | None:
-        """Remove and return the held push of a slot."""
         return self._pushes.pop(slot, None)
 
     def arrived(self, slot: int) -> int:
@@ -123,7 +122,7 @@ class ShardPrimary:
     def __init__(self, core: ShardCore, known: KnownMembers, member: int, *, restored: bool) -> None:
         self._config = core.config
         self._core, self._known, self._member = core, known, member
-        self._owes_report = restored
+        self._reports_restore = restored
         self._listening = bool(core.awaiting)  # a restored lead: until every other shard has answered
         self._backup = 0
         self._in_flight: deque[Entry] = deque()  # entries after core.sequence that the backup may lack
@@ -140,7 +139,6 @@ class ShardPrimary:
 
     @property
     def sequence(self) -> int:
-        """The last entry of the log, committed or in flight."""
         return self._core.sequence + len(self._in_flight)
 
     @property
@@ -195,8 +193,8 @@ class ShardPrimary:
         if core.awaiting:
             return
         self._lose_outstanding()
-        if self._owes_report:  # not before: the launcher ends a run that has nothing else to do
-            self._owes_report = False
+        if self._reports_restore:  # not before: the launcher ends a run that has nothing else to do
+            self._reports_restore = False
             installed = Installed(shard=self._config.shard, epoch=known.epoch, member=self._member)
             self._actions.append(SendMessage(LAUNCHER, installed))
         if self._config.leads:
@@ -214,7 +212,7 @@ class ShardPrimary:
     def _lose_outstanding(self) -> None:
         """Give up the updates of slots whose worker has left for good."""
         for last in self._known.view.gone:
-            known, until = self._next_to_take(last.slot), self._core.work.owed_until(last)
+            known, until = self._next_to_take(last.slot), self._core.work.outstanding_until(last)
             if known is not None and known < until:
                 self._append_lost(last.slot, until)
 
@@ -245,7 +243,6 @@ class ShardPrimary:
         return self._is_open(push) and (not fenced or self._unconfirmed.hears(push))
 
     def serve(self, message: Push | Read | ReadRows | Hello, sender: int) -> list[Action]:
-        """Handle a message of a worker."""
         slot, member, holders = message.slot, message.member, self._known.holders
         holder = holders.get(slot, 0)
         if member < holder:
@@ -284,9 +281,7 @@ class ShardPrimary:
                 self._hellos[slot] = message
                 self._greet(message)
             case ReadRows(clock=clock):
-                values = RowValues(
-                    shard=self._config.shard, slot=slot, clock=clock, version=self._core.version
-                )
+                values = RowValues(message.shard, slot, clock, self._core.version)
                 self._actions.append(SendMessage(sender, values))
         return self._done()
 
@@ -343,13 +338,8 @@ class ShardPrimary:
         arrived = self._unconfirmed.arrived(slot)
         if config.confirms:
             arrived = max(arrived, self._taken.get(slot, 0))
-        welcome = Welcome(
-            shard=config.shard,
-            slot=slot,
-            next_clock=next_clock,
-            version=self._core.version,
-            arrived=arrived if arrived > next_clock else 0,
-        )
+        arrived = arrived if arrived > next_clock else 0
+        welcome = Welcome(config.shard, slot, next_clock, self._core.version, arrived)
         self._actions.append(SendMessage(hello.member, welcome))
 
     def _hold(self, push: Push) -> None:
@@ -384,9 +374,7 @@ class ShardPrimary:
         if isinstance(entry, _TAKEN):
             self._taken[entry.slot] = entry.clock + 1 if isinstance(entry, Push) else entry.until
         if self._backup:
-            forward = Forward(
-                shard=self._config.shard, epoch=self._known.epoch, sequence=self.sequence, entry=entry
-            )
+            forward = Forward(self._config.shard, self._known.epoch, self.sequence, entry)
             self._actions.append(SendMessage(self._backup, forward))
         self._commit_safe()
 
@@ -449,8 +437,6 @@ class ShardPrimary:
         if gone:
             self._conclude()
 
-    # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _look_again(self, reason: Hold, waited_for: int = -1) -> None:
         slots, self._waiting_for[reason] = self._waiting_for[reason], []
         for slot in slots:
@@ -471,13 +457,8 @@ class ShardPrimary:
                 self._append(assigned)
             return
         del self._held[slot]
-        parameters = Parameters(
-            self._config.shard,
-            slot,
-            clock,
-            core.version,
-            answer,
-            core.term,
-            waited_for if waited_for != slot else -1,
+        waited_for = waited_for if waited_for != slot else -1
+        name = (self._config.shard, slot, clock)
+        self._actions.append(
+            SendMessage(member, Parameters(*name, core.version, answer, core.term, waited_for))
         )
-        self._actions.append(SendMessage(member, parameters))

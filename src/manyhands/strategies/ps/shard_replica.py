@@ -90,7 +90,6 @@ class ShardReplica:
         self._restored = True
 
     def view(self, view: View) -> list[Action]:
-        """Handle a membership change, or a repeated view."""
         known = self._known
         mine = next((place for place in view.shards if place.shard == self.config.shard), None)
         if mine is None or mine.epoch < known.epoch or view.epoch < known.view.epoch:
@@ -122,13 +121,16 @@ class ShardReplica:
         return self.serving is not None and not self.core.awaiting and self.serving.keeps(message)
 
     def handle(self, message: Message, sender: int) -> list[Action]:
-        """The actions for a message of member `sender`."""
         serving = self.serving
         if isinstance(message, _OF_WORKERS):
             if serving is not None and not self.core.awaiting:
                 return serving.serve(message, sender)
             return [SendMessage(sender, NotPrimary(shard=self.config.shard, epoch=self.epoch))]
         match message:
+            case Forward() | Install() if message.epoch < self.epoch:
+                # A server that claims the shard by an older epoch has to yield, unless it is also the current primary.
+                yields = SendMessage(sender, Yield(shard=self.config.shard, epoch=self.epoch))
+                return [] if sender == self._known.primary else [yields]
             case Forward():
                 return self._take_forward(message, sender)
             case Forwarded() | Chosen() | ChosenKept():
@@ -156,8 +158,6 @@ class ShardReplica:
         return [Discard(shard=self.config.shard)] if had_something else []
 
     def _take_forward(self, message: Forward, sender: int) -> list[Action]:
-        if message.epoch < self.epoch:
-            return self._refuse(sender)
         if self.role is not ReplicaRole.BACKUP or message.sequence > self.core.sequence + 1:
             return []
         actions: list[Action] = []
@@ -169,8 +169,6 @@ class ShardReplica:
         return [*actions, self._forwarded_to(sender)]
 
     def _install(self, message: Install, sender: int) -> list[Action]:
-        if message.epoch < self.epoch:
-            return self._refuse(sender)
         self._step_down()
         self.core = self.make_core.from_state(self.config, json.loads(message.state))
         self.role, self._known.epoch, self._known.primary = ReplicaRole.BACKUP, message.epoch, sender
@@ -185,12 +183,6 @@ class ShardReplica:
     def _forwarded_to(self, sender: int) -> SendMessage:
         forwarded = Forwarded(shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence)
         return SendMessage(sender, forwarded)
-
-    def _refuse(self, sender: int) -> list[Action]:
-        """Send Yield to a server that claims the shard by an older epoch, unless it is also the current primary."""
-        if sender == self._known.primary:
-            return []
-        return [SendMessage(sender, Yield(shard=self.config.shard, epoch=self.epoch))]
 
 
 class ServerCore:
@@ -218,7 +210,6 @@ class ServerCore:
         self._replica(shard).restore(state)
 
     def view(self, view: View) -> list[Action]:
-        """Handle a membership change, or a repeated view."""
         actions: list[Action] = []
         for place in view.shards:
             if place.shard in self.replicas or self.member in (place.primary, place.backup):
@@ -231,7 +222,6 @@ class ServerCore:
         return replica is not None and replica.keeps(message)
 
     def handle(self, message: Message, sender: int) -> list[Action]:
-        """The actions for a message of member `sender`."""
         if isinstance(message, _OF_A_SHARD):
             replica = self.replicas.get(message.shard)
         elif isinstance(message, ChosenKept):  # of another shard, for the lead

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -58,9 +58,7 @@ class Contribution:
     factor: float = 1.0
     rows: Mapping[str, RowGradient] = field(default_factory=dict)
     """By table: the gradient of this shard's rows, possibly none; a missing table was not reached."""
-
-    borrows: bool = False
-    """Whether the rows lie in memory that is valid only while the message with them is handled."""
+    borrows: bool = False  # whether the rows are valid only while the message with them is handled
 
     at: tuple[int, int] = field(init=False)  # the addresses of gradient and flags
 
@@ -89,30 +87,34 @@ class ShardStore:
         self.values = layout.range_in(memory, shard) if memory is not None else self._new_range()
         """The current values where they lie; the next `apply` changes them."""
         self.buffer = byte_view(self.values.memory)
-        for value, initial in zip(self.values.pieces, self._owned(parameters), strict=True):
-            value.copy_(initial.view(value.shape))
         pieces = layout.pieces[shard]
+        for value, piece in zip(self.values.pieces, pieces, strict=True):
+            initial = parameters[piece.parameter].detach().reshape(-1)[piece.begin : piece.end]
+            value.copy_(initial.view(value.shape))
         by_number = {piece.parameter: view for piece, view in zip(pieces, self.values.pieces, strict=True)}
         tables = [named[table.name] for table in layout.tables]
         self._slices = SlicedOptimizer(built.optimizer, pieces, [*parameters, *tables], by_number)
         self._optimizer = built.optimizer
-        self._tables = {
-            table.name: self._own_rows(table, parameter)
-            for table, parameter in zip(layout.tables, tables, strict=True)
-        }
+        self.tables: dict[str, RowTable] = {}
+        for table, parameter in zip(layout.tables, tables, strict=True):
+            placement = table.placed(layout.shards)
+            mine = placement.rows(shard)
+            values = parameter.detach().cpu()[mine].reshape(len(mine), table.width).contiguous()
+            self.tables[table.name] = RowTable(table.name, values, type(built.optimizer), placement, shard)
         self._scheduler = built.scheduler
-        self.votes = False
-        """Whether a step uses the signs of the sum: the majority vote, if contributions are signs."""
-        self.averaging: Averaging | None = None
-        """How pushed parameters are averaged; the optimizer is then unused."""
+        self.votes = False  # whether a step uses the signs of the sum: a majority vote of signs
+        self.averaging: Averaging | None = None  # of pushed parameters; the optimizer is then unused
         self._batches = 0
         self._sum: ShardRange | None = None
-        self.plain = self._plain_sgd()
-        """The step as one compiled call, where the optimizer is plain SGD; None otherwise."""
+        self.plain = self._plain_sgd()  # the step as one compiled call, where the optimizer is plain SGD
         # Then the optimizer's step is a no-op, and no hook observes it, so it is skipped.
-        nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
+        nothing_dense = not pieces and self._scheduler is None and bool(self.tables)
         self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
-        _let_go(built.model)
+        for (
+            parameter
+        ) in built.model.parameters():  # free its memory; the optimizer still lists it, with its shape
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+            parameter.grad = None
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +125,7 @@ class ShardStore:
             for value in kept.values()
             if isinstance(value, Tensor)
         )
-        tables = sum(table.nbytes for table in self._tables.values())
+        tables = sum(table.nbytes for table in self.tables.values())
         return self.values.memory.nbytes + state + tables + (self._sum.memory.nbytes if self._sum else 0)
 
     def apply(self, contributions: Sequence[Contribution], rate: float = 1.0, batches: int = 1) -> None:
@@ -134,8 +136,11 @@ class ShardStore:
         advances. Where parameters are pushed, they are averaged instead.
         """
         if self.averaging is not None:
-            if contributions:
-                self._average(contributions, self.averaging.way(len(contributions), rate))
+            way = self.averaging.way(len(contributions), rate)
+            means = self._combined(contributions) if contributions else []
+            for value, mean in zip(self.values.pieces, means, strict=bool(means)):
+                if mean is not None:
+                    value.copy_(mean) if way == 1 else value.lerp_(mean, way)
             self._batches += batches
             return
         if contributions:
@@ -157,22 +162,9 @@ class ShardStore:
                 self._scheduler.step()
         self._batches += batches
 
-    def _average(self, contributions: Sequence[Contribution], way: float) -> None:
-        for value, mean in zip(self.values.pieces, self._combined(contributions), strict=True):
-            if mean is not None:
-                value.copy_(mean) if way == 1 else value.lerp_(mean, way)
-
     def read_into(self, values: Tensor) -> None:
         """Copy the current values into a range of bytes, such as a worker's."""
         values.copy_(self.values.memory)
-
-    def gather(self, table: str, rows: Tensor) -> Tensor:
-        """The current values of rows of a table, which must be rows of this shard."""
-        return self._tables[table].gather(rows)
-
-    def copy_rows(self, table: str, rows: Tensor, address: int) -> None:
-        """Copy the current values of rows of a table to an address; they are known to be rows of this shard."""
-        self._tables[table].copy_rows(rows, address)
 
     def first_bad(self, contribution: Contribution) -> str | None:
         """The name of the first parameter with a non-finite gradient; None if all are finite.
@@ -183,7 +175,7 @@ class ShardStore:
         if self.plain is not None and self.plain.is_finite(*contribution.at):
             return None
         for name, gradient in contribution.rows.items():
-            self._tables[name].require_fit(gradient)
+            self.tables[name].require_fit(gradient)
             if not math.isfinite(_total(gradient.values)) and not _is_finite(gradient.values):
                 return name
         if all(math.isfinite(_total(run)) for run in contribution.gradient.runs):
@@ -206,7 +198,7 @@ class ShardStore:
         for piece, values in zip(self._layout.pieces[self._shard], self.values.pieces, strict=True):
             model[self._layout.entries[piece.parameter].name] = values
         for table in self._layout.tables:
-            held = self._tables[table.name]
+            held = self.tables[table.name]
             model[table.name] = _outside(table, held.values)
             slots[table.position] = {key: _outside(table, value) for key, value in held.state.items()}
         return ShardState(
@@ -221,7 +213,9 @@ class ShardStore:
         A scheduler only advances: if the task has one, `state` may not be older than the store.
         """
         own = self.state().model
-        shapes, given = _shapes(own), _shapes(state.model)
+        shapes, given = (
+            {name: tuple(tensor.shape) for name, tensor in model.items()} for model in (own, state.model)
+        )
         if shapes != given:
             raise ValueError(f"the state holds {given}, and shard {self._shard} holds {shapes}")
         if self._scheduler is not None:
@@ -236,10 +230,10 @@ class ShardStore:
             value.copy_(state.model[name])
         slots = state.optimizer["state"]
         for table in self._layout.tables:
-            held = self._tables[table.name]
-            held.state = {
-                key: _inside(held.values, _copied(value))
-                for key, value in slots.get(table.position, {}).items()
+            held = self.tables[table.name]
+            held.state = {  # one row each
+                key: value.view(held.values.shape) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in _copied(slots.get(table.position, {})).items()
             }
         settings = {
             **state.optimizer,
@@ -247,11 +241,7 @@ class ShardStore:
         }
         self._slices.restore(
             settings,
-            {
-                position: {key: _copied(value) for key, value in slot.items()}
-                for position, slot in slots.items()
-                if isinstance(position, int)
-            },
+            {position: _copied(slot) for position, slot in slots.items() if isinstance(position, int)},
         )
         self.plain = self._plain_sgd()  # by the settings that came
 
@@ -266,24 +256,12 @@ class ShardStore:
         memory = torch.zeros(self._layout.range_bytes(self._shard), dtype=torch.uint8)
         return self._layout.range_in(memory, self._shard)
 
-    def _owned(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        return [
-            parameters[piece.parameter].detach().reshape(-1)[piece.begin : piece.end]
-            for piece in self._layout.pieces[self._shard]
-        ]
-
-    def _own_rows(self, table: Table, parameter: nn.Parameter) -> RowTable:
-        placement = table.placed(self._layout.shards)
-        mine = placement.rows(self._shard)
-        values = parameter.detach().cpu()[mine].reshape(len(mine), table.width).contiguous()
-        return RowTable(table.name, values, type(self._optimizer), placement, self._shard)
-
     def _apply_rows(self, contributions: Sequence[Contribution], rate: float) -> None:
         groups = [group for group in self._optimizer.param_groups for _ in group["params"]]
         for table in self._layout.tables:
             terms = [(one.rows[table.name], one.factor) for one in contributions if table.name in one.rows]
             if terms:
-                self._tables[table.name].apply(RowGradient.total(terms), groups[table.position], rate)
+                self.tables[table.name].apply(RowGradient.total(terms), groups[table.position], rate)
 
     def _combined(self, contributions: Sequence[Contribution]) -> list[Tensor | None]:
         count = len(self.values.pieces)
@@ -338,24 +316,8 @@ def _outside(table: Table, value: Any) -> Any:
     return value.view(table.shape) if value.numel() == table.shape.numel() else value.view(-1)
 
 
-def _inside(values: Tensor, value: Any) -> Any:
-    """The same as a table has them: one row each."""
-    return value.view(values.shape) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _let_go(model: nn.Module) -> None:
-    """Free the memory of all parameters; the optimizer still lists them, with their shapes."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
-        parameter.grad = None
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 # ── plain SGD ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,13 +419,10 @@ def _is_torchs() -> bool:
         expected = torch.nn.Parameter(values.clone())
         expected.grad = gradient
         SGD([expected], lr=1 / 3, fused=True).step()
-        mine, flag = ShardRange(memory=_bytes(values), pieces=(values,), runs=(values,)), np.ones(1, np.uint8)
+        flag = np.ones(1, np.uint8)
+        mine = ShardRange(memory=values.view(torch.uint8), pieces=(values,), runs=(values,))
         other: Any = torch.nn.Parameter(torch.zeros(1))
         PlainSgd(SGD([other], lr=1 / 3), mine).step(gradient.data_ptr(), flag.ctypes.data, 1.0)
         if not torch.equal(values, expected.detach()):
             return False
     return True
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(torch.uint8)

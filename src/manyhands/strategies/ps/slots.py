@@ -31,10 +31,8 @@ class SlotRecord:
     """
     recent: dict[int, int] = field(default_factory=dict)
     """The batches of its last few updates by clock: a successor repeats them where a shard lacks them."""
-    lost: set[int] = field(default_factory=set)
-    """The clocks of these that were assigned and lost, as far as this shard is concerned."""
-    waiting: list[int] = field(default_factory=list)
-    """The clocks of its updates that are here and not in a step yet, ascending."""
+    lost: set[int] = field(default_factory=set)  # those of them that were assigned and lost here
+    waiting: list[int] = field(default_factory=list)  # clocks that are here and not in a step, ascending
 
     @property
     def chosen(self) -> int:
@@ -59,20 +57,18 @@ class SlotTable:
         self.floor = 0
         self.top = 0  # the highest clock that anyone here or elsewhere was seen to lack
         self._ranks: list[dict[int, int]] = []
-        self._owing: dict[int, int] = {}  # how many slots that owe something stand at each clock
+        self._num_outstanding: dict[int, int] = {}  # how many slots that owe something stand at each clock
         self.append(Generation(start=start, base=base, slots=tuple(sorted(slots))))
-        self.floor = start
+        self.floor = start  # which `append` lowers for slots that are new
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The slots of the newest generation."""
         return self.generations[-1].slots
 
     def is_active(self, slot: int) -> bool:
         return slot in self._ranks[-1]
 
     def generation_at(self, clock: int) -> Generation:
-        """The generation that update `clock` belongs to."""
         for generation in reversed(self.generations):
             if generation.start <= clock:
                 return generation
@@ -90,7 +86,7 @@ class SlotTable:
     def add(self, slot: int, next_clock: int) -> SlotRecord:
         record = SlotRecord(next_clock, late=next_clock - 1)
         self.records[slot] = record
-        self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
+        self._num_outstanding[next_clock] = self._num_outstanding.get(next_clock, 0) + 1
         self.floor = min(self.floor, next_clock)
         return record
 
@@ -119,25 +115,24 @@ class SlotTable:
 
     def move(self, record: SlotRecord, next_clock: int, end: int | None = None) -> None:
         """Settle everything of a slot below `next_clock`; with an `end`, nothing is expected from there on."""
-        owing = self._owing
+        at_clock = self._num_outstanding
         if record.next_clock < record.end:
-            left = owing[record.next_clock] - 1
+            left = at_clock[record.next_clock] - 1
             if left:
-                owing[record.next_clock] = left
+                at_clock[record.next_clock] = left
             else:
-                del owing[record.next_clock]
+                del at_clock[record.next_clock]
         record.next_clock = next_clock
         if end is not None:
             record.end = end
         if next_clock < record.end:
-            owing[next_clock] = owing.get(next_clock, 0) + 1
+            at_clock[next_clock] = at_clock.get(next_clock, 0) + 1
         if next_clock > self.top:
             self.top = next_clock
-        while owing and self.floor not in owing:
+        while at_clock and self.floor not in at_clock:
             self.floor += 1
 
     def outstanding(self, record: SlotRecord, until: int) -> range:
-        """The clocks below `until` that the slot has not settled."""
         return range(record.next_clock, min(until, record.end))
 
     def state(self) -> dict[str, Any]:

@@ -112,7 +112,6 @@ class Ps(Strategy):
         return max(self.servers, self.replicas + 1)
 
     def processes(self, workers: int) -> dict[str, int]:
-        """Workers and servers."""
         return {"worker": workers, "server": self.num_server_processes}
 
     def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Ps, int]:
@@ -120,17 +119,15 @@ class Ps(Strategy):
 
         A chief leads and does not train.
         """
-        if roles:
-            return self._as_specified(roles.get("ps", 0), roles.get("worker", 0))
-        servers = self.num_server_processes
-        if world <= servers:
-            raise UserError(
-                f"strategy={self}: of {world} processes {servers} would serve, and nobody would train; start at least "
-                f"{servers + 1}, servers and workers together"
-            )
-        return self, world - servers
-
-    def _as_specified(self, servers: int, workers: int) -> tuple[Ps, int]:
+        if not roles:
+            servers = self.num_server_processes
+            if world <= servers:
+                raise UserError(
+                    f"strategy={self}: of {world} processes {servers} would serve, and nobody would train; start at "
+                    f"least {servers + 1}, servers and workers together"
+                )
+            return self, world - servers
+        servers, workers = roles.get("ps", 0), roles.get("worker", 0)
         if not servers:
             raise UserError(f"strategy={self}: the cluster lists no ps; add one, or use allreduce")
         if not workers:

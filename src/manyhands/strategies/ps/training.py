@@ -33,7 +33,7 @@ from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.specification import listening_at
 from manyhands.places.local.host import threads_per_role
-from manyhands.places.run_commands import MORE_WORKERS
+from manyhands.places.place import MORE_WORKERS
 from manyhands.strategies.ps.live.live_training import (
     RemoteMembers,
     ResumePoint,
@@ -175,9 +175,7 @@ class PsTraining(Training):
         """`run` with members that were started externally; those that come later have a rank already."""
         place, address = process_group.place, process_group.address
         remote = RemoteMembers(
-            control_server=process_group.control_server,
-            ranks=ps_ranks(self._strategy, place),
-            say=stage.say,
+            control_server=process_group.control_server, ranks=ps_ranks(self._strategy, place), say=stage.say
         )
         job = self._job(  # of the leader's child, if it has one, as of the others
             strategy=replace(self._strategy, link="tcp"),
@@ -203,9 +201,9 @@ class PsTraining(Training):
             remote=remote,
         )
         with training, ExitStack() as stack:
-            rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
-            rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
-            collector = stack.enter_context(stage.collector(rings, len(training.rings)))
+            rings = {f"worker-{slot}": ring for slot, ring in training.files.rings.items()}
+            rings |= {f"server-{place}": ring for place, ring in enumerate(training.files.server_rings)}
+            collector = stack.enter_context(stage.collector(rings, most_workers))
             with stage.view(collector):
                 outcome = training.run(
                     known=stage.history,
@@ -239,7 +237,6 @@ class PsTraining(Training):
         )
 
     def take_part(self, member: GroupMember) -> None:
-        """Serve or work, as the leader assigns."""
         line, place = member.connection, member.place
         addresses = {"listens_at": f"tcp:{member.address}:0"} if member.address else {}
         if place.cluster is not None:

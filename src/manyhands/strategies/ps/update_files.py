@@ -18,8 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
-from manyhands.data.store.line_files import LineFile
+from manyhands.data.store.atomic import (
+    LineFile,
+    WriteFailed,
+    make_directory,
+    reason,
+    sync_directory,
+    write_json,
+)
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.log_rows import Row, checked, parse_record, row_from_json, row_to_json
 
@@ -120,16 +126,12 @@ class _RecordFile:
     """One file of records; nothing is recorded without a run directory, or after a write has failed."""
 
     def __init__(self, run_path: Path | None, name: str) -> None:
-        self._log = LineFile(run_path / _FOLDER / name) if run_path is not None else None
-
-    @property
-    def records(self) -> bool:
-        return self._log is not None
+        self.log = LineFile(run_path / _FOLDER / name) if run_path is not None else None
 
     @property
     def kept(self) -> dict[str, int]:
         """The number of rows by file name; empty if recording ended early."""
-        return {self._log.path.name: self._log.num_lines} if self._log is not None else {}
+        return {self.log.path.name: self.log.num_lines} if self.log is not None else {}
 
     def append(self, line: str | None) -> str | None:
         """Append a line; with None, flush the file to the disk.
@@ -137,20 +139,19 @@ class _RecordFile:
         A failed write ends the recording and not the run: returns the sentence that reports it.
         """
         try:
-            if self._log is not None and line is not None:
-                self._log.append(line.encode() + b"\n")
-            elif self._log is not None:
-                self._log.sync()
+            if self.log is not None and line is not None:
+                self.log.append(line.encode() + b"\n")
+            elif self.log is not None:
+                self.log.sync()
         except WriteFailed as error:
             self.close()
-            self._log = None
+            self.log = None
             return f"{error}: its recording ends, the run continues, and can be neither replayed nor audited as a whole"
         return None
 
     def close(self) -> None:
-        """Close the file; idempotent."""
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
 
 
 class Recorder(_RecordFile):
@@ -199,7 +200,6 @@ def is_record(name: str) -> bool:
 
 
 def record_of(process: int) -> str:
-    """The name of the file that a worker process writes."""
     return f"worker.process-{process}.jsonl"
 
 

@@ -25,8 +25,7 @@ class Hold(IntEnum):  # its members are keys: an int's hash is C's
     OWN = auto()
     """The slot's earlier updates are not settled here, or wait for their step if the policy includes them."""
     OTHERS = auto()  # updates of other slots are missing that the consistency requires
-    SHARDS = auto()
-    """Not every other shard has stored a decision: a slot change at or before this clock, or the last steps."""
+    SHARDS = auto()  # some shard has not stored a decision: a slot change up to this clock, or the last steps
     BATCH = auto()  # no batch has been assigned to it
 
 
@@ -44,11 +43,6 @@ class WorkPlan:
     def mark(self) -> int:
         """How far all slots have come; reads wait for it."""
         return self._steps.step if self._config.stepwise else self._table.floor
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether every batch is done, and no update is outstanding."""
-        return self.next_batch >= self._config.steps and not self.open
 
     @property
     def concluded(self) -> bool:
@@ -120,7 +114,7 @@ class WorkPlan:
         self._placed[slot] = work
         return work
 
-    def owed_until(self, last: Update) -> int:
+    def outstanding_until(self, last: Update) -> int:
         """The clock below which a slot's updates will never be sent, as its worker left before update `last`.
 
         This extends as far as any slot has come: a restored shard may distribute the batches differently than

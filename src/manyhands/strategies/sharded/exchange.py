@@ -25,29 +25,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, Meter, SharedStep, Times, WorkerPart
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import (
+    Exchange,
+    GradientParts,
+    LocalStep,
+    Meter,
+    Resources,
+    SharedStep,
+    Times,
+    WorkerPart,
+)
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import HALVES
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
-from manyhands.strategies.common.sharding.layer_units import (
-    Action,
-    Await,
-    Fetch,
-    Hand,
-    Release,
-    Unit,
-    UnitFlow,
-    UnitMemory,
-    UnitVisits,
-    move_buffers,
-    piece_ranges,
-    pieces_in,
-    units_of,
-)
+from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
@@ -68,7 +62,7 @@ class ShardedExchange(Exchange):
     builds_on_host = True
     _optimizer: Optimizer
     _whole: HeldModel
-    _visits: UnitVisits
+    _visits: layer_units.UnitVisits
 
     def __init__(self, resources: Resources) -> None:
         self.rank, self.world = resources.rank, resources.world
@@ -78,7 +72,11 @@ class ShardedExchange(Exchange):
             self.rank, range(self.world), self._links, resources.timeout_s, kind=_KIND, name="sharded"
         )
         self.part = WorkerPart(index=self.rank, count=self.world, total_in_step=self._sum)
-        self.parts = GradientParts(held=self._reached_sums, counted=self._reached_sums, total=self.total)
+
+        def reached_sums() -> list[Tensor]:
+            return [gradient for gradient in self._summed() if gradient is not None]
+
+        self.parts = GradientParts(held=reached_sums, counted=reached_sums, total=self.total)
         self.meter = Meter(take_times=self._take_times, traffic=self._group.traffic)
         self._unit_rounds = UnitRounds(self._group, self._act)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands sharded")
@@ -87,7 +85,7 @@ class ShardedExchange(Exchange):
         self._pieces: list[KeptPieces] = []
         self._places: list[tuple[KeptPieces, int]] = []
         self._tap: GradientTap | None = None
-        self._flow = UnitFlow(0)
+        self._flow = layer_units.UnitFlow(0)
         self._pending: dict[int, Future[None]] = {}
         self._handed: list[Future[None]] = []
         self._reached: list[bool] = []
@@ -100,14 +98,14 @@ class ShardedExchange(Exchange):
         """
         whole = stepping_for(optimizer, Sharded().facts.stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
-        for unit in units_of(model):
-            memory = UnitMemory(unit, self._device)
+        for unit in layer_units.units_of(model):
+            memory = layer_units.UnitMemory(unit, self._device)
             pieces = KeptPieces(memory, self._group, whole=whole)
             self._run(pieces.deal_out)
             memory.adopt()
             memory.let_go()
             self._pieces.append(pieces)
-        move_buffers(model, self._device)
+        layer_units.move_buffers(model, self._device)
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
         self._held = [held for pieces in self._pieces for held in pieces.held()]
@@ -116,9 +114,9 @@ class ShardedExchange(Exchange):
         self._whole = HeldModel(outline, optimizer, self._held, reported)
         self._optimizer = optimizer
         lasting = [one.unit.number for one in self._pieces if one.unit.module is None]
-        self._flow = UnitFlow(len(self._pieces), lasting)
+        self._flow = layer_units.UnitFlow(len(self._pieces), lasting)
         memories = [pieces.memory for pieces in self._pieces]
-        self._visits = UnitVisits(model, memories, self._flow, self._carry_out)
+        self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(pieces, number) for pieces in self._pieces for number in pieces.unit.trained]
         parameters = [pieces.unit.parameters[number] for pieces, number in self._places]
         self._tap = GradientTap(parameters, self._on_gradient)
@@ -202,22 +200,22 @@ class ShardedExchange(Exchange):
             self._show_pieces()
         self._tap = None
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _carry_out(self, actions: Iterable[layer_units.Action]) -> None:
         for action in actions:
             match action:
-                case Fetch(unit):
+                case layer_units.Fetch(unit):
                     self._pieces[unit].memory.make_room()
                     request = UnitRequest(Want.VALUES, unit)
                     self._pending[unit] = self._thread.submit(self._unit_rounds.take, request)
-                case Await(unit):
+                case layer_units.Await(unit):
                     if unit in self._pending:
                         self._wait_for(self._pending.pop(unit))
-                case Hand(unit):
+                case layer_units.Hand(unit):
                     self._await_sums()  # one sum may be in flight while the next layer computes
                     self._pieces[unit].hand_on()
                     request = UnitRequest(Want.SUM, unit)
                     self._handed.append(self._thread.submit(self._unit_rounds.take, request))
-                case Release(unit):
+                case layer_units.Release(unit):
                     self._pieces[unit].memory.let_go()
 
     def _act(self, granted: Grant) -> None:
@@ -264,9 +262,6 @@ class ShardedExchange(Exchange):
             for number, gradient in pieces.gradients()
         ]
 
-    def _reached_sums(self) -> list[Tensor]:
-        return [gradient for gradient in self._summed() if gradient is not None]
-
     def _show_pieces(self) -> None:
         """Point the model's parameters to this worker's pieces, so that a reader finds valid memory."""
         of_whole: dict[nn.Parameter, Tensor] = {held.whole: held.local.detach() for held in self._held}
@@ -281,10 +276,12 @@ class KeptPieces:
     With `whole`, as some optimizers need it, every parameter has one owner, and pieces are whole tensors.
     """
 
-    def __init__(self, memory: UnitMemory, group: LinkGroup, *, whole: bool) -> None:
+    def __init__(self, memory: layer_units.UnitMemory, group: LinkGroup, *, whole: bool) -> None:
         self.memory, self._group = memory, group
-        self.unit: Unit = memory.unit
-        self._ranges = [piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts]
+        self.unit: layer_units.Unit = memory.unit
+        self._ranges = [
+            layer_units.piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts
+        ]
         self.values = [
             flat.new_empty(len(ranges[group.index]))
             for flat, ranges in zip(memory.flats, self._ranges, strict=True)
@@ -312,7 +309,7 @@ class KeptPieces:
 
     def held(self) -> Iterator[Held]:
         for layout, ranges, values in zip(self.unit.layouts, self._ranges, self.values, strict=True):
-            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+            for piece, begin in layer_units.pieces_in(layout, ranges[self._group.index]):
                 parameter = self.unit.parameters[piece.parameter]
                 count = piece.end - piece.begin
                 part = values[begin : begin + count]
@@ -325,7 +322,7 @@ class KeptPieces:
     def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield, by piece in the order of `held`, the parameter's number and the summed gradient or None."""
         for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
-            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+            for piece, begin in layer_units.pieces_in(layout, ranges[self._group.index]):
                 end = begin + piece.end - piece.begin
                 yield piece.parameter, self.sums[row][begin:end] if self.sums else None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.sharded.exchange import ShardedExchange
 from manyhands.strategies.sharded.strategy import Sharded
 

@@ -442,8 +442,7 @@ class ThreadMover(Mover):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands mover")
         self._last: Move | None = None
 
-    def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        del after
+    def bring(self, pairs: Sequence[Pair], _after: Move | None = None) -> Move:
         return self.take(pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:

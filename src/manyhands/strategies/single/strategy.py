@@ -43,9 +43,8 @@ class Single(Strategy):
 
     def __post_init__(self) -> None:
         if self.offload != "host" and not self.device_memory:
-            raise UserError(
-                f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
-            )
+            needs = "only means something with device_memory, as in device_memory=2GiB"
+            raise UserError(f"offload={self.offload} {needs}")
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
@@ -53,9 +52,8 @@ class Single(Strategy):
             given = f"device_memory={show_size(self.device_memory)}"
             raise UserError(f"{given}: compiled steps have no layers to move")
         if self.offload != "host" and not os.access(self.offload, os.W_OK | os.X_OK):
-            raise UserError(
-                f"offload={self.offload}: not a folder that can be written to; make it, or use offload=host"
-            )
+            why = "not a folder that can be written to; make it, or use offload=host"
+            raise UserError(f"offload={self.offload}: {why}")
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         if not self.device_memory:
@@ -88,9 +86,8 @@ class Single(Strategy):
 
 
 def _units(model: ModelFootprint) -> list[UnitBytes]:
-    gradients, state = (
-        part / model.parameters if model.parameters else 0.0 for part in (model.gradients, model.state)
-    )
+    whole = model.parameters or 1  # without parameters there is neither
+    gradients, state = model.gradients / whole, model.state / whole
     return [
         UnitBytes(
             name=layer.name,

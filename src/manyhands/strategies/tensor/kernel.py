@@ -14,8 +14,9 @@ class TensorKernels(KernelProcesses):
     """Worker processes that execute every compiled step together."""
 
     @classmethod
-    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        del strategy
+    def assemble(
+        cls, task: KernelTask, _strategy: Strategy, group: SharedGroup
+    ) -> tuple[KernelStep, Control]:
         step = task.step_on_slices(group, Control.num_bytes(group.world))
         assert step.segment is not None, "the workers share memory"
         return step, Control(step.segment, group, "together", task)

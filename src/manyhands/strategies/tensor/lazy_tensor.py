@@ -79,12 +79,11 @@ class LazyWhole(Tensor):
     def __torch_function__(
         cls,
         function: Any,
-        types: Sequence[type],
+        _types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer metadata queries directly, apply some functions to the part; all others get the whole tensor."""
-        del types
         kwargs = kwargs or {}
         if function in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -107,10 +106,9 @@ class LazyWhole(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is not a method
-        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, function: Any, _types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Gather for operations that reach the dispatcher without passing through `__torch_function__`."""
-        del types
         args, kwargs = tree_map(as_whole, (tuple(args), dict(kwargs or {})))
         return function(*args, **kwargs)
 
@@ -122,8 +120,11 @@ class LazyWhole(Tensor):
         if function in _CASTS and len(args) == 1 and not kwargs:
             return LazyWhole.scores(function(self._part), self._port, self._sizes)
         if function in _SHAPES and not kwargs:
-            shape = _shape_after(function, self.shape, args[1:])
-            if shape is not None and shape[-1] == self.shape[-1]:
+            try:
+                shape = function(torch.empty(self.shape, device="meta"), *args[1:]).shape
+            except (RuntimeError, TypeError, IndexError):
+                return None  # torch reports the error
+            if shape[-1] == self.shape[-1]:
                 own = self._part.reshape(*shape[:-1], self._part.shape[-1])
                 return LazyWhole.scores(own, self._port, self._sizes)
         return None
@@ -199,11 +200,3 @@ def _loss_of(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / len(valid)
-
-
-def _shape_after(function: Any, shape: torch.Size, args: Sequence[Any]) -> torch.Size | None:
-    """The shape after flattening or reshaping a tensor of `shape`; None where torch will report an error."""
-    try:
-        return torch.Size(function(torch.empty(shape, device="meta"), *args).shape)
-    except (RuntimeError, TypeError, IndexError):
-        return None

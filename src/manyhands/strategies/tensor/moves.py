@@ -150,14 +150,12 @@ class _Copied(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, port: Port) -> Tensor:
-        del ctx
+    def forward(_ctx: Any, x: Tensor, port: Port) -> Tensor:
         return port.sum(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        del ctx
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

@@ -124,8 +124,7 @@ class SlicedDropout(SlicedModule, nn.Dropout):
     """Dropout that draws for the whole activation and takes its part, so every slice draws as much as one process."""
 
     @classmethod
-    def cuts(cls, module: nn.Dropout, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        del module, slices
+    def cuts(cls, _module: nn.Dropout, how: Slicing, _slices: int) -> dict[str, list[Cut]]:
         if not how.units:
             raise UserError(
                 "tensor_plan: dropout inside sliced layers needs to know the whole width: inside units=512"
@@ -242,8 +241,7 @@ class SpatialModule(SlicedModule):
     """Base class of layers that work on some rows of the image."""
 
     @classmethod
-    def cuts(cls, module: nn.Module, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        del module, how, slices
+    def cuts(cls, _module: nn.Module, _how: Slicing, _slices: int) -> dict[str, list[Cut]]:
         return {}
 
     def entered(self, x: Tensor) -> Tensor:

@@ -49,9 +49,8 @@ class SlicedModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def beside(cls, module: Any, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
+    def beside(cls, _module: Any, _how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
         """Submodules that must be sliced along with this one, by their names in it, and how."""
-        del module, how
         return {}
 
     @property

@@ -193,9 +193,8 @@ def declared_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | N
         matching = [pattern] if pattern in names else [one for one in layers if fnmatchcase(one, pattern)]
         if not matching:
             (close,) = get_close_matches(str(pattern), names, n=1, cutoff=0) or ("none",)
-            raise UserError(
-                f"tensor_plan: {type(module).__name__} has no module {pattern!r}; the nearest is {close!r}"
-            )
+            kind = type(module).__name__
+            raise UserError(f"tensor_plan: {kind} has no module {pattern!r}; the nearest is {close!r}")
         plan |= dict.fromkeys(matching, Slicing.parse(how))
     return {_joined(prefix, name): how for name, how in plan.items()}
 

@@ -31,10 +31,8 @@ class Tensor(Strategy):
     def __post_init__(self) -> None:
         check_link(self.link)
         for name in ("slices", "data"):
-            if getattr(self, name) < 0:
-                raise UserError(
-                    f"{name}={getattr(self, name)}: must be at least 1, or 0 for as many as fit the workers"
-                )
+            if (given := getattr(self, name)) < 0:
+                raise UserError(f"{name}={given}: must be at least 1, or 0 for as many as fit the workers")
 
     def grid(self, workers: int) -> Grid:
         """Who has which slice of which replica; UserError where so many workers do not fill it."""

@@ -20,6 +20,7 @@ from manyhands.engine.exchange import (
     LocalStep,
     Meter,
     PeerTraffic,
+    Resources,
     SharedStep,
     SingleExchange,
     Times,
@@ -28,7 +29,6 @@ from manyhands.engine.exchange import (
 )
 from manyhands.engine.request import Request
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis

@@ -1,25 +1,33 @@
-"""Who a hub dials and lets in: listening sockets, pending connections, rejections, and when to dial again.
+"""Who a hub dials and lets in: addresses, listening sockets, pending connections, rejections, and when to dial again.
 
-Anybody on the host can connect to a TCP port, as often and for as long as they like. So unknown peers must not be
-able to use up the capacity of a hub, or flood its user with warnings.
+Addresses are text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a host name. TCP
+off loopback would send weights and gradients in the clear. It is refused unless it is encrypted or the user allowed it
+(`transport.security.Security`).
+
+Anybody on the host can connect to a TCP port, as often and for as long as they like. So unknown peers must not be able
+to use up the capacity of a hub, or flood its user with warnings.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import random
+import re
+import secrets
 import select
 import socket
+import struct
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from manyhands.errors import printable
-from manyhands.transport.hub import addresses
+from manyhands.errors import UserError, printable
 from manyhands.transport.hub.hub_events import Rejected
-from manyhands.transport.security import Security
+from manyhands.transport.security import Security, is_loopback
 
-__all__ = ["Dialer", "HubListener"]
+__all__ = ["Dialer", "HubListener", "check_address", "dial", "origin", "same_user", "tune"]
 
 _SILENT_PLACES: Final = 256
 _SEALED_PLACES: Final = 256
@@ -32,8 +40,121 @@ _FIRST_DIAL_PAUSE_S: Final = 0.05
 _LONGEST_DIAL_PAUSE_S: Final = 1.0
 _SETTLED_S: Final = 5.0
 _NEVER_S: Final = float("inf")
+_LOOPBACK: Final = "127.0.0.1"
+_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
+_BACKLOG: Final = 4096  # the kernel may allow less
+_TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 K = TypeVar("K", bound=Hashable)
+
+
+def listen(address: str, security: Security) -> tuple[socket.socket, str]:
+    """Open a listening socket; return it and the address at which others reach it.
+
+    `unix` alone chooses a free name, and `tcp` alone or port 0 a free port; `tcp` alone means loopback. If it
+    listens on every address of this host (0.0.0.0), the caller must know which of them others use.
+    """
+    how, _, place = address.partition(":")
+    if how == "unix":
+        name = place or f"manyhands-{secrets.token_hex(16)}"
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target: str | tuple[str, int] = f"\0{name}"
+    elif how == "tcp":
+        host, port = _place(place or f"{_LOOPBACK}:0", address, security)
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # SO_REUSEADDR: the successor of a process that died listens at the same port while the kernel still closes
+        # the old connections.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        target = (host, port)
+    else:
+        raise _no_address(address)
+    try:
+        listening.setblocking(False)
+        listening.bind(target)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise UserError(f"address {address!r}: cannot listen there: {error}") from error
+    if how == "unix":
+        return listening, f"unix:{name}"
+    host, port = listening.getsockname()
+    return listening, f"tcp:{host}:{port}"
+
+
+def dial(address: str, security: Security) -> socket.socket:
+    target = check_address(address, security)
+    is_unix = isinstance(target, str)
+    end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        end.setblocking(False)
+        end.connect(target)
+    except BlockingIOError as error:
+        if is_unix:  # its backlog is full; unlike TCP, a Unix socket does not connect by itself later
+            end.close()
+            raise ConnectionRefusedError(f"too many wait at {address}") from error
+    except OSError:
+        end.close()
+        raise
+    if not same_user(end):  # a predictable name may be taken by another user before its owner listens
+        end.close()
+        raise ConnectionRefusedError(f"another user listens at {address}")
+    return end
+
+
+def check_address(address: str, security: Security) -> str | tuple[str, int]:
+    """Where to connect to; UserError if the address is malformed, or not allowed by `security`."""
+    how, _, place = address.partition(":")
+    if how == "unix" and place:
+        return f"\0{place}"
+    if how == "tcp" and place:
+        return _place(place, address, security)
+    raise _no_address(address)
+
+
+def tune(end: socket.socket, patience_s: float) -> None:
+    """Disable Nagle's delay, and let the kernel drop a TCP peer that accepts nothing for `patience_s`."""
+    if end.family == socket.AF_INET:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(patience_s * 1000))
+
+
+def origin(end: socket.socket) -> str:
+    """Which peer connected, as the beginning of a sentence; empty for a process of this host."""
+    if end.family == socket.AF_UNIX:
+        return ""
+    try:
+        host, _ = end.getpeername()
+    except OSError:
+        return ""  # it disconnected at once
+    return "" if is_loopback(host) else f"{host}: "
+
+
+def same_user(end: socket.socket) -> bool:
+    """Whether the peer of a Unix socket runs as this user; True for TCP, which cannot tell."""
+    if end.family != socket.AF_UNIX:
+        return True
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.geteuid())
+
+
+def _place(place: str, address: str, security: Security) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    # An IPv4 address or a valid host name (RFC 1123): the last label of a name is not a number.
+    is_name = _NAME.fullmatch(host) is not None and not host.rpartition(".")[2].isdigit()
+    if not is_name:
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise _no_address(address) from None
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise _no_address(address)
+    security.check_address(host)
+    return (_LOOPBACK if host == "localhost" else host), int(port)
+
+
+def _no_address(address: str) -> UserError:
+    return UserError(f"address {address!r}: must be unix:NAME or tcp:HOST:PORT, as in tcp:127.0.0.1:0")
 
 
 class PendingConnections(Generic[K]):
@@ -69,10 +190,7 @@ class PendingConnections(Generic[K]):
 
 
 class Rejections:
-    """Counts rejected connections and reports them at growing intervals: a second, two, four, at most an hour.
-
-    So a day of unknown peers makes a few dozen sentences, and the first is reported at once.
-    """
+    """Counts rejected connections; reports the first at once, others after a second, two, four, at most an hour."""
 
     def __init__(self) -> None:
         self.total = self.unreported = 0
@@ -110,16 +228,13 @@ class HubListener(Generic[K]):
         return descriptor in self._listening
 
     def listen(self, address: str) -> str:
-        listening, reached_at = addresses.listen(address, self._security)
+        listening, reached_at = listen(address, self._security)
         self._listening[listening.fileno()] = listening
         self._epoll.register(listening, select.EPOLLIN)
         return reached_at
 
     def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
-        """Accept pending connections from a listening socket, up to a fair share.
-
-        Without capacity, or without a free descriptor, they stay in the kernel's backlog until `wake`.
-        """
+        """Accept pending connections, up to a fair share; without capacity they stay in the backlog until `wake`."""
         for _ in range(_ACCEPTED_PER_POLL):
             if not self.pending.has_room(now_s):
                 self._watch(0)
@@ -131,7 +246,7 @@ class HubListener(Generic[K]):
                     self._watch(0)
                     self._lacks_descriptors = True
                 return
-            if addresses.same_user(end):
+            if same_user(end):
                 end.setblocking(False)
                 yield end
             else:
@@ -174,8 +289,7 @@ class Dialer:
         self._chance = chance
         self._attempts: dict[int, _Attempt] = {}
         self._answered: dict[int, tuple[float, float]] = {}  # by member: when it answered, and the next pause
-        self.next_s = _NEVER_S
-        """When the first of them is due."""
+        self.next_s = _NEVER_S  # when the first of them is due
 
     def __contains__(self, member: object) -> bool:
         return member in self._attempts

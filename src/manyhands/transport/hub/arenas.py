@@ -92,7 +92,6 @@ class ArenaWriter:
         return begin
 
     def take_back(self) -> None:
-        """Undo the last `put`: its payload will not be announced."""
         self._written = self._before
 
     def close(self) -> None:

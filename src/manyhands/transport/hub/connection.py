@@ -237,10 +237,7 @@ class Connection:
         return self.outbox.offer([frame], len(frame), descriptor)
 
     def send(self, kind: int, body: bytes, parts: list[memoryview], *, later: bool = False) -> bool:
-        """Queue a message; its payload goes through the arena if there is space, else behind the header.
-
-        With `later` it is sent when `outbox.pump` is called.
-        """
+        """Queue a message, its payload in the arena if there is space; with `later`, `outbox.pump` sends it."""
         num_bytes = sum(map(len, parts))
         limits = self.limits
         if len(body) > limits.body_bytes or num_bytes > limits.payload_bytes:

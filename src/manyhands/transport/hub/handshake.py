@@ -80,10 +80,7 @@ class Challenge(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """The connecting end's claim, the member it wants to reach, and its proof.
-
-    With `arena`, the descriptor of a segment for payloads is passed along.
-    """
+    """The connecting end's claim, whom it wants to reach, and its proof; with `arena`, a segment is passed along."""
 
     claim: Claim
     expected: int
@@ -135,9 +132,7 @@ CONTROL: Final = MessageCoder(
     }
 )
 
-NO_PROOF: Final = Refusal(
-    field="token", reason="field 'token': it was not proved that both ends have the same"
-)
+NO_PROOF: Final = Refusal("token", "field 'token': it was not proved that both ends have the same")
 """The only answer to a peer that has not proved the token."""
 
 
@@ -168,18 +163,15 @@ class HandshakeRefused(Exception):
 class Handshake:
     """One end of the handshake; `expected` is the member that the connecting end dials, None at the accepting end.
 
-    `handle` raises ProtocolError naming the field that does not match, and HandshakeRefused if the other end
-    refused. `trusted` says that the other end has proved the token for this connection; `peer` is set once its
-    claim matches too.
+    `handle` raises ProtocolError naming the field that does not match, and HandshakeRefused if the other end refused.
+    `trusted` says that the other end has proved the token; `peer` is set once its claim matches too.
     """
 
     def __init__(self, mine: Credentials, expected: int | None) -> None:
         self._token = mine.token
         self._expected = expected
         self.outgoing = expected is not None
-        self._claim = Claim(
-            member=mine.member, role=mine.role, package=__version__, fingerprint=mine.fingerprint
-        )
+        self._claim = Claim(mine.member, mine.role, __version__, mine.fingerprint)
         self._nonce = secrets.token_bytes(_SECRET_BYTES)
         self._nonces: bytes | None = None  # of the connecting end, then of the accepting end
         self._theirs: Claim | None = None
@@ -228,7 +220,6 @@ class Handshake:
         raise ProtocolError("handshake", f"{type(message).__name__} comes out of order")
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
-        """Accept the other end's claim if it matches; the token is already proved."""
         self._theirs, mine = theirs, self._claim
         for field, there, here in (
             ("package", theirs.package, mine.package),

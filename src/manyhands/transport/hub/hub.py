@@ -10,8 +10,8 @@ One thread uses a hub. Nothing it calls waits, except `poll` and `flush`, which 
 sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, missed
 heartbeats) ends only that connection, with the reason in an event (see `reactor`).
 
-Of two processes one connects to the other, never both; their roles decide which. It dials until it gets through. If a
-member connects anew, the older connection is lost.
+Of two processes one connects to the other, as their roles decide. If a member connects anew, the older connection is
+lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from manyhands.errors import UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
-from manyhands.transport.hub import addresses
+from manyhands.transport.hub.admission import check_address
 from manyhands.transport.hub.handshake import Credentials, Refusal, ShareSegment
 from manyhands.transport.hub.hub_events import HubEvent, Settings
 from manyhands.transport.hub.reactor import Destination, Reactor
@@ -58,12 +58,9 @@ class Hub(Closeable):
         return self._reactor.listeners.listen(address)
 
     def connect(self, member: int, address: str) -> None:
-        """Connect to `member`, dialling as often as needed; Joined or Lost reports the outcome.
-
-        Lost means that the member refused this end by name, or could not be reached for `connect_s`.
-        """
+        """Dial `member` until Joined, or Lost: it refused this end by name, or could not be reached for `connect_s`."""
         reactor = self._reactor
-        addresses.check(address, reactor.settings.security)
+        check_address(address, reactor.settings.security)
         if member in self._members or member in reactor.dialer:
             raise UserError(f"member {member} is connected, or about to be")
         reactor.dialer.begin(member, address, reactor.clock())
@@ -82,7 +79,6 @@ class Hub(Closeable):
 
     @property
     def rejected(self) -> int:
-        """How many connections were rejected so far, whether or not an event has reported them."""
         return self._reactor.listeners.rejections.total
 
     def disconnect(self, member: int, reason: str) -> None:
@@ -118,10 +114,7 @@ class Hub(Closeable):
         return connection.send(kind, body, views, later=True)
 
     def hold_back(self) -> None:
-        """Hold messages back until `send_off`, `poll` or `flush`: waking a peer costs more than sending.
-
-        For messages that directly follow each other, such as a push and the read behind it.
-        """
+        """Hold messages that follow each other back until `send_off`, `poll` or `flush`: waking a peer is dear."""
         self._holding = True
 
     def send_off(self) -> None:
@@ -151,10 +144,7 @@ class Hub(Closeable):
         return connection is None or connection.outbox.pending_bytes + connection.untransmitted_bytes() == 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything for all members was sent; False at the deadline.
-
-        What arrives meanwhile is kept for the next `poll`, so two hubs may flush to each other.
-        """
+        """Wait until everything was sent; False at the deadline. What arrives meanwhile is kept for the next `poll`."""
         self.send_off()
         deadline_s = time.monotonic() + timeout_s
         while not all(map(self.sent, self._members)):

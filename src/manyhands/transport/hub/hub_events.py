@@ -24,8 +24,7 @@ class Settings:
 
     `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory, per
     direction of a Unix connection; `spin_s` is how long `poll` spins before it sleeps; `connect_s` is how long a member
-    that does not answer is dialled; `security` says how TCP connections are protected, and whether they may leave this
-    host.
+    that does not answer is dialled; `security` says how TCP connections are protected.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -55,10 +54,7 @@ class Joined(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A message from a member; a `payload` in shared memory is valid until `release`, any other for good.
-
-    It is a tuple, because one is made for every message, and a frozen dataclass takes four times as long.
-    """
+    """A message from a member; a `payload` in shared memory is valid until `release`, any other for good."""
 
     member: int
     message: Any
@@ -101,10 +97,9 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Connections were rejected: `count` of them since the last such event; `reason` is that of the last one.
+    """`count` connections were rejected since the last such event, the last for `reason`.
 
-    The first is reported at once, later ones at growing intervals. `claimed` is its member number, if it had proved
-    the token.
+    `claimed` is its member number, if it had proved the token.
     """
 
     reason: str

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, printable
 from manyhands.transport.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
-from manyhands.transport.hub import addresses
-from manyhands.transport.hub.admission import Dialer, HubListener
+from manyhands.transport.hub.admission import Dialer, HubListener, dial, origin, tune
 from manyhands.transport.hub.arenas import Arenas
 from manyhands.transport.hub.connection import Connection
 from manyhands.transport.hub.handshake import (
@@ -114,7 +113,7 @@ class Reactor:
         for descriptor in accepting:
             for end in self.listeners.accept(descriptor, now_s):
                 connection = self._new(end, expected=None)
-                connection.origin = addresses.origin(end)
+                connection.origin = origin(end)
                 self._drop(self.listeners.pending.arrived(connection, now_s), _CROWDED)
                 self._serve(connection, _IN, now_s)  # usually a member's knock has already arrived
         if now_s >= self._liveness.next_look_s:
@@ -131,7 +130,7 @@ class Reactor:
     def dial(self) -> None:
         for member, address in self.dialer.due(self.clock()):
             try:
-                end = addresses.dial(address, self.settings.security)
+                end = dial(address, self.settings.security)
             except OSError as error:
                 self._failed(member, f"no process can be reached at {address}: {error}")
                 continue
@@ -190,7 +189,7 @@ class Reactor:
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
     def _new(self, end: socket.socket, expected: int | None) -> Connection:
-        addresses.tune(end, _PATIENCE * self.settings.liveness.silence_s)
+        tune(end, _PATIENCE * self.settings.liveness.silence_s)
         epoll, descriptor = self.epoll, end.fileno()
         connection = Connection(
             self.settings.security.begin(end, server_side=expected is None),
@@ -332,7 +331,6 @@ class Reactor:
             seen = writes
 
     def close(self) -> None:
-        """End everything; `events` are dropped."""
         self._stop_heartbeats.set()
         if self._heartbeat_thread is not None:
             self._heartbeat_thread.join()

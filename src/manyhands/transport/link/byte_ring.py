@@ -29,12 +29,9 @@ from manyhands.native.waiting import announce, wait_until
 CONTROL_BYTES: Final = 3 * CACHE_LINE
 MAX_CAPACITY_BYTES: Final = 1 << 30  # the counters are compared modulo 2^32
 
-OPEN: Final = 0
-"""This side still works on the ring."""
-CLOSED: Final = 1
-"""This side left, and everything it had to say is in the ring."""
-CUT: Final = 2
-"""This side left with something unsaid."""
+OPEN: Final = 0  # this side still works on the ring
+CLOSED: Final = 1  # this side left, and everything it had to say is in the ring
+CUT: Final = 2  # this side left with something unsaid
 
 _CURSOR, _STATE = 64, 72  # well past the word, whatever its waiters keep beside it
 _ENDED, _CAPACITY = 2 * CACHE_LINE, 2 * CACHE_LINE + 8
@@ -53,19 +50,16 @@ def _copy(typingctx: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # n
 
 @inlined()
 def _ready(cursor: int, producer: int) -> int:
-    """Bytes that lie in the ring for a consumer at `cursor`."""
     return int64(uint32(load_u32(producer) - uint32(cursor)))  # type: ignore[no-any-return]
 
 
 @inlined()
 def _room(cursor: int, consumer: int, capacity: int) -> int:
-    """Free bytes for a producer at `cursor`."""
     return capacity - int64(uint32(uint32(cursor) - load_u32(consumer)))  # type: ignore[no-any-return]
 
 
 @inlined()
 def _put(ring: int, capacity: int, cursor: int, source: int, num_bytes: int) -> None:
-    """Copy into the ring at `cursor`, around its end if need be."""
     start = cursor % capacity
     first = min(num_bytes, capacity - start)
     _copy(ring + CONTROL_BYTES + start, source, first)
@@ -90,8 +84,8 @@ def write(
 ) -> int:
     """Write a header and a payload, of which `done` bytes are written already; return how many are now.
 
-    Waits for room until `until_ns`, and only while both sides are open; 0 means not to wait, and to copy no
-    more than the ring holds, however fast the other side reads.
+    Waits for room until `until_ns`, and only while both sides are open; 0 means not to wait, and to copy no more than
+    the ring holds, however fast the other side reads.
     """
     own, other = ring, ring + CACHE_LINE
     capacity = load_i64(ring + _CAPACITY)
@@ -121,11 +115,7 @@ def write(
 
 @njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def read(ring: int, target: int, num_bytes: int, done: int, until_ns: int, spins: int) -> int:
-    """Read `num_bytes` to `target`, of which `done` bytes are read already; return how many are now.
-
-    Waits for bytes until `until_ns`, and only while both sides are open; 0 means not to wait, and to copy no
-    more than the ring holds, however fast the other side writes.
-    """
+    """Read `num_bytes` to `target`, of which `done` bytes are read already; return how many are now. See `write`."""
     own, other = ring + CACHE_LINE, ring
     capacity = load_i64(ring + _CAPACITY)
     if until_ns == 0:
@@ -154,7 +144,6 @@ def read(ring: int, target: int, num_bytes: int, done: int, until_ns: int, spins
 
 @njit("int64(int64)", nogil=True, cache=True)
 def state(line: int) -> int:
-    """OPEN, CLOSED or CUT, as the owner of this cache line says."""
     return load_u32(line + _STATE)  # type: ignore[no-any-return]
 
 

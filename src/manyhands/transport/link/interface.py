@@ -80,12 +80,10 @@ if HEADER_BYTES != 64:
 
 
 class FrameKind(IntEnum):
-    """What follows a header."""
+    """What follows a header: a message with its payload, or nothing more, because the sender closed the link."""
 
     MESSAGE = 1
-    """A message with its payload."""
     GOODBYE = 2
-    """Nothing, ever again: the sender closed the link after its last message."""
 
 
 _FRAMES: Final = {int(frame): frame for frame in FrameKind}
@@ -183,13 +181,11 @@ class Header(NamedTuple):
         """Read 64 bytes from a peer, of the message that is due; ProtocolError names the first field not allowed."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError("length", f"a header is {HEADER_BYTES} bytes, not {len(data)}")
-        frame, flags, body_bytes, payload_bytes, _ = frames.decode_header(
-            data, 0, _BODY.size, max_payload_bytes
-        )
+        frame, flags, body, payload_bytes, _ = frames.decode_header(data, 0, _BODY.size, max_payload_bytes)
         kind, tag, step, sequence, code, reserved = _BODY.unpack_from(data, frames.HEADER_BYTES)
         if frame not in _FRAMES:
             raise ProtocolError("frame", f"unknown frame {frame}")
-        if flags or body_bytes != _BODY.size:
+        if flags or body != _BODY.size:
             raise ProtocolError("flags" if flags else "body_bytes", "must be 0 and 32 on a link")
         if code not in _DTYPES:
             raise ProtocolError("dtype", f"unknown dtype code {code}")
@@ -282,8 +278,7 @@ class Link(Closeable, ABC):
     names the other role in every sentence; `counters` are live.
     """
 
-    wire: ClassVar[Wire] = Wire.NONE
-    """What carries the bytes."""
+    wire: ClassVar[Wire] = Wire.NONE  # what carries the bytes
     peer: str
     counters: LinkCounters
 

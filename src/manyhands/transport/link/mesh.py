@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import ClassVar
 
 from manyhands.errors import UserError
@@ -24,29 +24,27 @@ class Mesh(Closeable, ABC):
     `attach`. The parent then closes the mesh: an end it keeps hides a death.
     """
 
-    parts: ClassVar[tuple[str, ...]]
-    """What an end of a link is made of: as many names as descriptors."""
+    parts: ClassVar[tuple[str, ...]]  # what an end of a link is made of: as many names as descriptors
 
     def __init__(self, world: int) -> None:
         if world < 1:
             raise UserError(f"world={world}: a mesh has at least one rank")
         self.world = world
         self._ends: dict[tuple[int, int], Sequence[int]] = {}  # by rank and peer
-        try:
+        with ExitStack() as stack:
             for high in range(world):
                 for low in range(high):
-                    self._ends[low, high], self._ends[high, low] = self._make()
-        except BaseException:
-            self.close()
-            raise
+                    self._ends[low, high], self._ends[high, low] = self._make(stack)
+            self._stack = stack.pop_all()
 
+    @staticmethod
     @abstractmethod
-    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Make a link: the descriptors of its ends, the lower rank's first."""
+    def _make(stack: ExitStack) -> tuple[Sequence[int], Sequence[int]]:
+        """Make a link, which `stack` closes: the descriptors of its ends, the lower rank's first."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close this process's copies; idempotent."""
+        self._stack.close()
 
     @staticmethod
     @abstractmethod
@@ -63,26 +61,16 @@ class SharedMesh(Mesh):
 
     parts = LinkDescriptors._fields
 
-    def __init__(self, world: int) -> None:
-        self._files: list[SharedLinkFiles] = []
-        super().__init__(world)
-
-    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
-        self._files.append(SharedLinkFiles.create())
-        return self._files[-1].descriptors(0), self._files[-1].descriptors(1)
-
-    def close(self) -> None:
-        for files in self._files:
-            files.close()
+    @staticmethod
+    def _make(stack: ExitStack) -> tuple[Sequence[int], Sequence[int]]:
+        files = stack.enter_context(SharedLinkFiles.create())
+        return files.descriptors(0), files.descriptors(1)
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, SharedLink]:
         return {
             peer: SharedLink.attach(
-                LinkDescriptors(*files),
-                end=0 if rank < peer else 1,
-                peer=f"rank {peer}",
-                roles=len(descriptors) + 1,
+                LinkDescriptors(*files), end=int(rank > peer), peer=f"rank {peer}", roles=len(descriptors) + 1
             )
             for peer, files in descriptors.items()
         }
@@ -93,14 +81,10 @@ class TcpMesh(Mesh):
 
     parts = ("connection",)
 
-    def _make(self) -> tuple[Sequence[int], Sequence[int]]:
-        first, second = connected()
-        return (first.detach(),), (second.detach(),)
-
-    def close(self) -> None:
-        ends, self._ends = self._ends, {}
-        for (descriptor,) in ends.values():
-            os.close(descriptor)
+    @staticmethod
+    def _make(stack: ExitStack) -> tuple[Sequence[int], Sequence[int]]:
+        first, second = (stack.enter_context(end) for end in connected())
+        return (first.fileno(),), (second.fileno(),)
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:

@@ -49,8 +49,7 @@ Write = Callable[[int, int, int, int, int, int, int], int]
 done now.
 """
 
-SLICE_NS: Final = 50_000_000
-"""The longest sleep between two looks at the peer's lifeline."""
+SLICE_NS: Final = 50_000_000  # the longest sleep between two looks at the peer's lifeline
 
 _AT_ONCE: Final = Queued(0)
 _FLUSHED: Final = Flushed()
@@ -213,7 +212,6 @@ class Incoming:
         self._part_ns = 0 if part is not None else _NEVER_NS
 
     def receive(self, timeout_s: float, into: torch.Tensor | None) -> ReceiveOutcome:
-        """Read the next message, or continue the one that a deadline interrupted."""
         start_ns = time.monotonic_ns()
         deadline_ns = start_ns + int(timeout_s * 1e9)
         if start_ns >= self._part_ns:
@@ -308,10 +306,6 @@ class QueuedLink(Link):
     def flush(self, timeout_s: float) -> FlushOutcome:
         return self._outgoing.flush(timeout_s)
 
-    def abandon(self) -> None:
-        """Close without a goodbye, as a crash would: the peer sees PeerDied."""
-        self.close(silently=True)
-
     def let_go_in_child(self) -> None:
         """Close a parent's end in its forked child (a data loader's, say): it would hide its death."""
         if not self._closed:
@@ -319,6 +313,7 @@ class QueuedLink(Link):
             self._let_go(in_child=True)
 
     def close(self, *, silently: bool = False) -> None:
+        """Close the link; `silently` means without a goodbye, as a crash would: the peer sees PeerDied."""
         with self._leaving:
             if self._closed:
                 return

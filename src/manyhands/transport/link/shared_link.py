@@ -133,10 +133,7 @@ class SharedLink(QueuedLink):
 
     @classmethod
     def attach(cls, descriptors: LinkDescriptors, *, end: int, peer: str, **bounds: int) -> Self:
-        """Take one end, in the process that inherited its descriptors; the link owns and closes them.
-
-        `bounds` are `roles`, `queue_bytes` and `max_payload_bytes`.
-        """
+        """Take one end, in the process that inherited its descriptors; the link owns and closes them."""
         if end not in (0, 1):
             raise UserError(f"end={end}: a link has the ends 0 and 1")
         segment, lifeline = Segment.attach(descriptors.segment), socket.socket(fileno=descriptors.lifeline)

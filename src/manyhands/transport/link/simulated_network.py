@@ -96,9 +96,7 @@ class _VirtualTime:
         self._running: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._expired: set[str] = set()
-        self._woken: deque[str] = (
-            deque()
-        )  # asleep, and not waiting any more: in the order in which they continue
+        self._woken: deque[str] = deque()  # asleep, not waiting any more, in the order in which they continue
         self._awake = 0  # threads of roles that do not sleep
 
     def clock(self, role: str) -> _RoleClock:
@@ -111,14 +109,9 @@ class _VirtualTime:
             self.wake_all()
 
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held, once.
-
-        Neither moves the clock. The role that makes a waiting role ready must `wake` it.
-        """
+        """Wait until `ready` (True) or `until_s` in virtual time (False); `changed` is held. Wakers must `wake`."""
         if role in self._waiting:
-            raise UserError(
-                f"two threads act as {role!r} at once; a role of a simulated network is one thread"
-            )
+            raise UserError(f"two threads act as {role!r} at once; a role of a network is one thread")
         try:
             while not ready():
                 if role in self._expired:
@@ -148,6 +141,7 @@ class _VirtualTime:
         self._run_next()
 
     def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """Run each function in a thread as that role; the results of those that lived. The earliest error is raised."""
         results: dict[str, T] = {}
         errors: list[tuple[float, str, BaseException]] = []
 
@@ -219,7 +213,6 @@ class _VirtualTime:
             self._awake += role in self._running
 
     def _await_wakeup(self, role: str) -> None:
-        """Wait briefly for this role's wake-up."""
         wakeup = self._wakeup(role)
         self.changed.release()
         wakeup.acquire(timeout=min(_PATIENCE_S, self._stall_s))
@@ -313,13 +306,13 @@ class SimulatedNetwork:
         self.seed, self.latency_s, self.jitter_s, self.loss = seed, latency_s, jitter_s, loss
         self.bandwidth_bytes_per_s, self.queue_bytes = bandwidth_bytes_per_s, queue_bytes
         self.time = _VirtualTime(stall_s)
+        self.run = self.time.run
         self._links: dict[tuple[str, str], SimulatedLink] = {}
         self._wires: dict[tuple[str, str], _Wire] = {}
         self._partitions: dict[frozenset[str], list[tuple[float, float]]] = {}
         self._events: dict[str, list[TraceEvent]] = {}
 
     def link(self, role: str, peer: str) -> SimulatedLink:
-        """The end that `role` has of its one link with `peer`."""
         if role == peer:
             raise UserError(f"link({role!r}, {peer!r}): a link joins two roles")
         with self.time.changed:
@@ -329,13 +322,6 @@ class SimulatedNetwork:
             if (role, peer) not in self._links:
                 self._links[role, peer] = SimulatedLink(self, role, peer)
             return self._links[role, peer]
-
-    def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-        """Run each function in a thread as that role; return what those that lived to the end returned.
-
-        A role that raises dies at that moment for its peers; of several errors, the earliest is raised.
-        """
-        return self.time.run(roles)
 
     def clock_s(self, role: str) -> float:
         return self.time.clock(role).now_s
@@ -360,7 +346,6 @@ class SimulatedNetwork:
             self.time.wake_all()
 
     def heal(self, a: str, b: str, at_s: float | None = None) -> None:
-        """End a partition at this moment (default: the later of the two clocks)."""
         end_s = max(self.clock_s(a), self.clock_s(b)) if at_s is None else at_s
         with self.time.changed:
             spans = self._partitions.get(frozenset((a, b)), [])
@@ -379,9 +364,7 @@ class SimulatedNetwork:
         wire.free_s = left_s
         wire.leaving.append((left_s, total))
         wire.leaving_bytes += total
-        lost = late = (
-            0.0  # two numbers from 0 to 1 that belong to this message, where anything depends on them
-        )
+        lost = late = 0.0  # two numbers from 0 to 1 that belong to this message, where they are needed
         if self.loss or self.jitter_s:
             place = (self.seed, source.role, wire.destination.role, wire.sent)
             digest = hashlib.blake2b(repr(place).encode(), digest_size=16).digest()

@@ -1,9 +1,8 @@
 """The link of two roles over a TCP connection, whose traffic can be shaped, measured and throttled like a network.
 
-A message is its header and then its payload in the stream. A goodbye header precedes a clean close, which
-distinguishes it from a death. On one host the process that starts the roles connects them over loopback and passes
-each its end (`mesh.TcpMesh`): no port stays open, and no other process can be at the other end. Between hosts the
-connection uses TLS (`secure.Security`).
+A message is its header and then its payload in the stream. A goodbye header precedes a clean close, which distinguishes
+it from a death. On one host the process that starts the roles connects them over loopback and passes each its end
+(`mesh.TcpMesh`): no port stays open, and no other process can be at the other end. Between hosts it uses TLS.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ _CONNECT_S: Final = 10.0
 _LINGER_S: Final = 1.0
 _PER_CALL_BYTES: Final = 4 << 20  # so that a deadline is looked at now and then
 _LOOPBACK: Final = "127.0.0.1"
-_ANY_MEMORY: Final = ctypes.c_char * (
-    1 << 46
-)  # one type for all: ctypes never forgets the length of an array
+_ANY_MEMORY: Final = ctypes.c_char * (1 << 46)  # one type for all: ctypes keeps each length
 
 
 class TcpLink(QueuedLink):

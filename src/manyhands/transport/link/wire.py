@@ -17,16 +17,11 @@ _STAGE: Final = (1 << _STAGE_BITS) - 1
 class Wire(IntEnum):
     """What carried the bytes."""
 
-    NONE = 0
-    """Nothing was sent."""
-    MEMORY = 1
-    """Shared memory, read where it lies."""
-    SHARED = 2
-    """A link through a ring in shared memory."""
-    TCP = 3
-    """A socket."""
-    TORCH = 4
-    """torch.distributed."""
+    NONE = 0  # nothing was sent
+    MEMORY = 1  # shared memory, read where it lies
+    SHARED = 2  # a link through a ring in shared memory
+    TCP = 3  # a socket
+    TORCH = 4  # torch.distributed
 
 
 _WORDS = {listed.number: word for word, listed in CODECS.items()}
@@ -69,5 +64,4 @@ def is_codec(number: int) -> bool:
     return True
 
 
-KNOWN_WIRES = tuple(Wire)
-"""What the byte of an event that tells the wire may be."""
+KNOWN_WIRES = tuple(Wire)  # what the byte of an event that tells the wire may be

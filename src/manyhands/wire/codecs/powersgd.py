@@ -104,7 +104,6 @@ class PowerSgd(ParcelCodec):
         return [one for one in parcel.matrices if rank * (one.rows + one.columns) < one.rows * one.columns]
 
     def whole(self, parcel: Parcel) -> list[tuple[int, int]]:
-        """The items that are sent uncompressed: those between the matrices."""
         return list(gaps_between(((one.begin, one.end) for one in self._factored(parcel)), parcel.count))
 
     def _lefts(self, parcel: Parcel, left: Tensor) -> Iterator[tuple[Matrix, Tensor]]:

@@ -24,6 +24,7 @@ from manyhands.wire.parcels import Parcel
 __all__ = ["Dgc", "DgcSums", "RandomK", "SparseCodec", "TopK"]
 
 Indices = npt.NDArray[np.uint32]
+Inner = ParcelCodec | None
 
 _HEAD = 4
 
@@ -48,7 +49,7 @@ class SparseCodec(ParcelCodec):
 
     carries_values = False
 
-    def __init__(self, fraction: float, values: ParcelCodec | None = None) -> None:
+    def __init__(self, fraction: float, values: Inner = None) -> None:
         self._fraction, self.inner = fraction, values
 
     def most(self, parcel: Parcel) -> int:
@@ -149,9 +150,7 @@ class TopK(SparseCodec):
     exactly. `sampled` takes the guess for the border: it sends at most as many, and mostly about as many.
     """
 
-    def __init__(
-        self, fraction: float = 0.01, sampled: bool = False, values: ParcelCodec | None = None
-    ) -> None:
+    def __init__(self, fraction: float = 0.01, sampled: bool = False, values: Inner = None) -> None:
         super().__init__(fraction, values)
         self._sampled = sampled
 
@@ -209,7 +208,7 @@ class RandomK(SparseCodec):
     same from the 64 bits that come along. An item of a stretch of n is sent with probability 1 / n and counts n times.
     """
 
-    def __init__(self, fraction: float = 0.01, values: ParcelCodec | None = None) -> None:
+    def __init__(self, fraction: float = 0.01, values: Inner = None) -> None:
         super().__init__(fraction, values)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
@@ -247,7 +246,7 @@ class DgcSums(SparseCodec):
     `fraction` is.
     """
 
-    def __init__(self, fraction: float = 0.001, warmup: int = 0, values: ParcelCodec | None = None) -> None:
+    def __init__(self, fraction: float = 0.001, warmup: int = 0, values: Inner = None) -> None:
         super().__init__(fraction, values)
         self._warmup = warmup
 
@@ -286,7 +285,7 @@ class Dgc(DgcSums):
         momentum: float = 0.9,
         clip: float = 0.0,
         warmup: int = 0,
-        values: ParcelCodec | None = None,
+        values: Inner = None,
     ) -> None:
         super().__init__(fraction, warmup, values)
         self.momentum, self._clip = momentum, clip

@@ -11,8 +11,7 @@ from manyhands.native.decorators import helper, inlined, njit
 
 __all__ = ["TILE", "add_trees", "bin_dense", "bin_sparse", "cut", "pack", "warm"]
 
-TILE = 8
-"""Columns whose bytes lie side by side in a row of a tile."""
+TILE = 8  # columns whose bytes lie side by side in a row of a tile
 
 _ROWS = 512  # at a time: a feature's bounds and these rows stay in the nearest cache
 
@@ -76,7 +75,6 @@ def _bin_of(value: float, kind: int, bounds: Any, places: Any) -> Any:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bin_dense(values: Any, columns: Any, kinds: Any, bounds: Any, places: Any, starts: Any, out: Any) -> None:
-    """The bin of every row's value in each of `columns`."""
     for first in range(0, values.shape[0], _ROWS):
         last = min(first + _ROWS, values.shape[0])
         for f in range(columns.size):

@@ -41,6 +41,8 @@ _COLUMNS_AT_ONCE = 1024
 _WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
+OnRows = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,7 +112,6 @@ class RowSample:
     held_weights: Numbers
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
-        """The bins of every feature that has two or more; columns are sorted by several threads."""
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(
@@ -145,7 +146,7 @@ class RowSample:
 
 def _column_values(
     sample: RowSample, categorical: frozenset[int]
-) -> tuple[NDArray[np.int64], Callable[[int], Numbers]]:
+) -> tuple[Indices, Callable[[int], Numbers]]:
     """The columns that may have two bins, which those without a value have not unless they are categories.
 
     And the values of each, without the zeros that are left out.
@@ -167,9 +168,7 @@ def _column_values(
     return columns[columns < sample.columns], values_of
 
 
-def sample_rows(
-    source: RowSource, holdout: Holdout, seed: int, on_rows: Callable[[int], None] | None = None
-) -> RowSample:
+def sample_rows(source: RowSource, holdout: Holdout, seed: int, on_rows: OnRows = None) -> RowSample:
     """Go through a source once; DataError where rows have no labels, or labels that are no numbers."""
     kept: list[tuple[RowBlock, NDArray[np.uint64]]] = []
     held, limit, first, columns = 0, _WORD, 0, 0

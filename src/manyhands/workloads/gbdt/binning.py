@@ -4,19 +4,16 @@ A number's bins have upper bounds half way between two values, with about as man
 missing values (NaN), these have the last bin. The bins of a categorical feature are its most frequent categories, and
 bin 0 is whatever else there is.
 
-Which features share a column of bytes: those of which no row has two that are not 0. Pure.
-
-Exclusive feature bundling (Ke et al., "LightGBM: a highly efficient gradient boosting decision tree", 2017), with no
-exception allowed: columns that say one of many things, as words and categories spelled out in zeros and ones do, become
-one. Byte 0 of a shared column says that all its features have their bin of zero, and every other bin of each has a byte
-of its own. So the histogram of each feature follows from the column's to the last bit: the rows that are in none of its
-other bins are in that of zero.
+Features of which no row has two that are not 0 share a column of bytes: exclusive feature bundling (Ke et al.,
+"LightGBM: a highly efficient gradient boosting decision tree", 2017), with no exception allowed. Byte 0 of a shared
+column says that all its features have their bin of zero, and every other bin of each has a byte of its own. So the
+histogram of each feature follows from the column's to the last bit: the rows in none of its other bins are in zero's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +33,8 @@ __all__ = [
     "own_columns",
 ]
 
+Numbers = NDArray[np.float64]
+Counts = NDArray[np.int64]
 _MOST_CATEGORY = (1 << 20) - 1  # a larger one would make the sets of categories in a model file too long
 _LEAST_ROWS = 3  # of a bin
 _CATEGORIES = 2
@@ -66,9 +65,7 @@ class FeatureBins:
         return len(self.bounds) + self.missing
 
 
-def bins_of_numbers(
-    column: int, values: NDArray[np.float64], counts: NDArray[np.int64], max_bin: int
-) -> FeatureBins:
+def bins_of_numbers(column: int, values: Numbers, counts: Counts, max_bin: int) -> FeatureBins:
     """Of a sample: different values, ascending with NaN last, and how often each comes."""
     zero_share, known = _share_of_zeros(values, counts), ~np.isnan(values)
     missing = bool((~known).any())
@@ -77,18 +74,15 @@ def bins_of_numbers(
     bins = bin_kernels.cut(values, counts, max_bin - missing, _LEAST_ROWS, bounds) if len(values) else 1
     low, high = (float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)
     bounds = bounds[:bins].copy()
-    return FeatureBins(
-        column=column, low=low, high=high, missing=missing, bounds=bounds, zero_share=zero_share
-    )
+    found = FeatureBins(column=column, low=low, high=high, missing=missing, bounds=bounds)
+    return replace(found, zero_share=zero_share)
 
 
 def _share_of_zeros(values: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
     return float(counts[values == 0].sum() / max(1, counts.sum()))
 
 
-def bins_of_categories(
-    column: int, values: NDArray[np.float64], counts: NDArray[np.int64], max_bin: int, where: str
-) -> FeatureBins:
+def bins_of_categories(column: int, values: Numbers, counts: Counts, max_bin: int, where: str) -> FeatureBins:
     """The most frequent categories; those below 0 and NaN are no categories. DataError for one that is too large."""
     known = values >= 0
     whole = np.floor(values[known]).astype(np.int64) if known.any() else np.zeros(0, np.int64)
@@ -222,9 +216,7 @@ def _counts_and_zeros(bins: BinTable) -> tuple[NDArray[np.int64], NDArray[np.int
     return counts, zeros
 
 
-def _laid_out(
-    counts: NDArray[np.int64], zeros: NDArray[np.int64], bundles: Sequence[Sequence[int]]
-) -> ByteLayout:
+def _laid_out(counts: Counts, zeros: Counts, bundles: Sequence[Sequence[int]]) -> ByteLayout:
     """Features that share nothing first, in their order; a bundle of one shares nothing."""
     columns, firsts = np.full(len(counts), -1, np.int64), np.zeros(len(counts), np.int64)
     shared = [bundle for bundle in bundles if len(bundle) > 1]

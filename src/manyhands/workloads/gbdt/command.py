@@ -49,7 +49,7 @@ class _Table(GbdtOptions):
         return open_source(path, Reading(threads=len(os.sched_getaffinity(0))), self.label)
 
     def table(
-        self, valid: str | None = None, fraction: float | None = None, start: Path | None = None
+        self, valid: str | None = None, fraction: float | None = None, start: Any = None
     ) -> TableChoice:
         from manyhands.workloads.gbdt.row_sources import EMBEDDED
         from manyhands.workloads.gbdt.text_format import read_model
@@ -69,12 +69,8 @@ class _Table(GbdtOptions):
 @dataclass(frozen=True, kw_only=True)
 class _TrainGbdt(seam.WorkerOptions, _Table):
     valid: str | None = option(None, "rows to measure on after each tree, read likewise", metavar="FILE")
-    valid_fraction: float | None = option(
-        None, "hold out this share of the rows instead", shown="0; 0.2 of embedded sets"
-    )
-    start: Path | None = option(
-        None, "begin with this model, ours or LightGBM's: its trees come first", metavar="MODEL"
-    )
+    valid_fraction: float | None = option(None, "hold out this share", shown="0; 0.2 of embedded sets")
+    start: Path | None = option(None, "begin with this model's trees, ours or LightGBM's", metavar="MODEL")
     test: str | None = option(None, "rows to measure the model on at the end, read likewise", metavar="FILE")
     workers: int = option(1, "processes, each with a part of the rows", at_least=1)
 

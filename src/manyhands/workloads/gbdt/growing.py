@@ -94,7 +94,6 @@ class DividedRows:
         return self._rows[slice(*self._spans[leaf])]
 
     def divide(self, leaf: int, new: int, feature: int, to_left: NDArray[np.uint8]) -> None:
-        """Leave the rows whose bin goes to the left in `leaf`, and give the others to `new`."""
         begin, end = self._spans[leaf]
         column, goes = int(self._layout.columns[feature]), self._layout.directions(feature, to_left)
         middle = begin + histogram_kernels.divide(self.tiles, self.of(leaf), column, goes, self._spare)
@@ -107,7 +106,7 @@ class _Leaf:
     __slots__ = ("depth", "gain", "is_left", "l2", "node", "split", "totals")
 
     def __init__(
-        self, totals: Sequence[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
+        self, totals: list[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
     ) -> None:
         """`node` is the one that it hangs on, on the left or not."""
         self.totals, self.l2, self.depth, self.node, self.is_left = totals, l2, depth, node, is_left

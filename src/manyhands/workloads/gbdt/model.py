@@ -26,7 +26,7 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.workloads.logreg.labels import PAIRS, measure
 
-__all__ = ["DecisionTree", "GbdtModel", "Links", "measure_model"]
+__all__ = ["LINKS", "DecisionTree", "GbdtModel", "measure_model"]
 
 # Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses.
 _MISSING_NAN = 8
@@ -98,30 +98,23 @@ class DecisionTree:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What a sum of leaves means: `objective` as LightGBM writes it, whose first word is one of `KNOWN`."""
+LINKS = {
+    **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
+    **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
+    **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
+}
+"""What a sum of leaves means, by the first word of an objective as LightGBM writes it."""
 
-    objective: str
 
-    KNOWN = {  # noqa: RUF012 - a table, not a field
-        **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
-        **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
-        **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
-    }
-
-    @property
-    def kind(self) -> str:
-        return self.KNOWN[self.objective.split()[0]]
-
-    def __call__(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self.kind == "identity":
-            return scores
-        if self.kind == "sigmoid":
-            given = (float(one[8:]) for one in self.objective.split() if one.startswith("sigmoid:"))
-            scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
-        found: NDArray[np.float64] = np.exp(scores)
-        return found
+def _predicted(objective: str, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    word, *settings = objective.split()
+    if LINKS[word] == "identity":
+        return scores
+    if LINKS[word] == "sigmoid":
+        given = (float(one[8:]) for one in settings if one.startswith("sigmoid:"))
+        scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
+    found: NDArray[np.float64] = np.exp(scores)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,8 +125,7 @@ class GbdtModel:
     objective: str
     names: tuple[str, ...]
     infos: tuple[str, ...]
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What it was trained with; for a reader only."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with; for a reader only
     label_index: int = 0
     """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
 
@@ -183,7 +175,7 @@ class GbdtModel:
 
     def predict(self, block: RowBlock) -> NDArray[np.float64]:
         """Numbers, or probabilities of the larger label."""
-        return Links(self.objective)(self.scores(block))
+        return _predicted(self.objective, self.scores(block))
 
     def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
         """Features beyond those that it was trained on count nothing."""
@@ -237,15 +229,13 @@ def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None =
         labels.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
     score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
-    link = Links(model.objective)
-    if link.kind == "sigmoid":
+    if LINKS[model.objective.split()[0]] == "sigmoid":
         pair = next((pair for pair in PAIRS if np.isin(label, pair).all()), None)
         if pair is None:
             raise DataError(f"{source.name} has labels other than -1 and 1, 0 and 1, or 1 and 2")
         found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32))
         return {**found.figures, "test_rows": len(label), "quality": found.quality(on, pair)}
-    predicted = link(score)
-    error = float(np.average((predicted - label) ** 2, weights=weight))
+    error = float(np.average((_predicted(model.objective, score) - label) ** 2, weights=weight))
     spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
     explained = 1 - error / spread if spread else None
     quality = {

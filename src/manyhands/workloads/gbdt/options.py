@@ -23,9 +23,7 @@ PARALLEL = {
 class GbdtOptions(CheckedOptions):
     """One training."""
 
-    objective: str = option(
-        "auto", "what is learned: binary, regression, or auto: what the labels look like", choices=OBJECTIVES
-    )
+    objective: str = option("auto", "binary, regression, or auto: as the labels look", choices=OBJECTIVES)
     trees: int = option(100, "trees at most", at_least=1)
     rate: float = option(0.1, "learning rate: what a new tree is multiplied by", above=0)
     num_leaves: int = option(31, "leaves of a tree at most", at_least=2)
@@ -36,25 +34,19 @@ class GbdtOptions(CheckedOptions):
     min_gain: float = option(0.0, "a split that gains no more is not made", at_least=0, hidden=True)
     max_bin: int = option(255, "bins of a feature at most, up to 255", at_least=2, at_most=255)
     """A bin is one byte; that of missing values is included."""
-    max_cat_to_onehot: int = option(
-        4, "bins of a categorical feature that is split one against the rest", at_least=1, hidden=True
-    )
-    cat_smooth: float = option(
-        10.0, "added to a category's hessian where categories are sorted", at_least=0, hidden=True
-    )
+    max_cat_to_onehot: int = option(4, "bins to split one against the rest", at_least=1, hidden=True)
+    cat_smooth: float = option(10.0, "added to a category's hessian in sorting", at_least=0, hidden=True)
     """A category with fewer rows is left out."""
     cat_l2: float = option(10.0, "added to lambda_l2 where categories are sorted", at_least=0, hidden=True)
     max_cat_threshold: int = option(32, "categories on the left of a split at most", at_least=1, hidden=True)
-    min_data_per_group: int = option(
-        100, "rows that a categorical split moves at a time at least", at_least=1, hidden=True
-    )
+    min_data_per_group: int = option(100, "rows a categorical split moves at least", at_least=1, hidden=True)
     parallel: str = option(
-        "data", "what travels: data, histograms of all features; voting, those elected", choices=PARALLEL
+        "data", "data: histograms of all features; voting: of those elected", choices=PARALLEL
     )
     top_k: int = option(20, "with voting, features that each worker votes for", at_least=1)
     """Twice as many are elected."""
     early_stopping: int = option(
-        0, "end after so many trees that were no better on the rows held out; 0: never", at_least=0
+        0, "end after so many trees no better on rows held out; 0: never", at_least=0
     )
     seed: int = option(0, "fixes which rows are held out, and which the bins are made of", at_least=0)
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")

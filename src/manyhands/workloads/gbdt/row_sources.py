@@ -80,12 +80,9 @@ class RowSource(ABC):
     """Rows that can be gone through again and again, but for stdin; `name` is what messages call it."""
 
     name: str
-    names: Sequence[str] | None = None
-    """What the columns of features are called, where the source says."""
-    is_read_once: bool = False
-    """Whether rows that were gone through are gone, as those of stdin."""
-    label_index: int = 0
-    """Which column of the file has the labels, where one has."""
+    names: Sequence[str] | None = None  # what the columns of features are called, where the source says
+    is_read_once: bool = False  # whether rows that were gone through are gone, as those of stdin
+    label_index: int = 0  # which column of the file has the labels, where one has
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:

@@ -91,7 +91,6 @@ def area_words(options: GbdtOptions, offsets: Words) -> int:
 
 
 def gathered_words(options: GbdtOptions) -> int:
-    """How many words workers `gather` at most."""
     return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
 
 
@@ -102,10 +101,8 @@ class LocalRows:
     tiles: NDArray[np.uint8]
     layout: ByteLayout
     words: Words
-    first: int
-    """The number of the first row here; `words` begin with it."""
-    rule: NDArray[np.float64]
-    """As `split_kernels.best_split` takes it; the units change from tree to tree."""
+    first: int  # the number of the first row here; `words` begin with it
+    rule: NDArray[np.float64]  # as `split_kernels.best_split` takes it; the units change from tree to tree
     ordered: Words
     _packed: Words = field(init=False)
     _parts: tuple[Words, ...] | None = field(init=False)
@@ -117,7 +114,6 @@ class LocalRows:
         self._parts = parts if layout.firsts.any() else None
 
     def histogram(self, rows: RowIds, offsets: Words, out: Words) -> None:
-        """Of some rows, by feature; `offsets` are where the bins of each begin."""
         found = out if self._parts is None else self._packed
         given = self.words, self.first, self.layout.offsets, self.ordered
         histogram_kernels.histogram(self.tiles, rows, *given, found)
@@ -223,17 +219,17 @@ class VotingSearch(SplitSearch):
         return self._elected(local, [new, parent], totals)
 
     def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Words) -> Words:
-        rendezvous, elected, at, spans = self._rendezvous, self._election(local, leaves), 0, []
+        rendezvous, elected, begins = self._rendezvous, self._election(local, leaves), [0]
         for leaf, features in zip(leaves, elected, strict=True):
-            whole, begin = self._pool[self._places[leaf]], at
+            whole, at = self._pool[self._places[leaf]], begins[-1]
             for feature in features:
                 own = whole[2 * self._offsets[feature] : 2 * self._offsets[feature + 1]]
                 rendezvous.area[at : at + own.size] = own
                 at += own.size
-            spans.append((begin, at))
-        rendezvous.barrier(at)
-        for number, (features, span) in enumerate(zip(elected, spans, strict=True)):
-            self._find(features, span, totals[number], local, self._records[number])
+            begins.append(at)
+        rendezvous.barrier(begins[-1])
+        for number, features in enumerate(elected):
+            self._find(features, begins[number], totals[number], local, self._records[number])
         return self._best(len(leaves))
 
     def _election(self, local: LocalRows, leaves: Sequence[int]) -> list[Words]:
@@ -261,14 +257,12 @@ class VotingSearch(SplitSearch):
         votes[: len(cast)] = cast
         return votes
 
-    def _find(
-        self, features: Words, span: tuple[int, int], totals: Words, local: LocalRows, record: Words
-    ) -> None:
+    def _find(self, features: Words, begins: int, totals: Words, local: LocalRows, record: Words) -> None:
         """The best split among this worker's part of the elected features."""
         rendezvous = self._rendezvous
         starts = np.cumsum([0, *np.diff(self._offsets)[features]]).astype(np.int64)
         begin, end = _share_of_features(starts, rendezvous.rank, rendezvous.world)
-        words = span[0] + 2 * int(starts[begin]), span[0] + 2 * int(starts[end])
+        words = begins + 2 * int(starts[begin]), begins + 2 * int(starts[end])
         summed = np.zeros(words[1] - words[0], np.int64)
         histogram_kernels.reduce_areas(rendezvous.areas, *words, summed)
         mine = features[begin:end], starts[begin : end + 1] - starts[begin], self._kinds

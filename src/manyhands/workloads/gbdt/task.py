@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
 from manyhands.engine.options import EarlyStopping, StoppingCount
-from manyhands.native.group.gate import Turn
+from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
@@ -43,8 +43,7 @@ from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, SharedHistog
 
 __all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy", "units_for"]
 
-VALID_LOSS = "valid_loss"
-"""The metric in the history: the mean loss of rows held out, after each tree."""
+VALID_LOSS = "valid_loss"  # the metric in the history: the mean loss of rows held out, after each tree
 _BLOCK = 64  # rows: shares begin at whole blocks, so that compiled loops treat a row alike wherever the shares begin
 
 
@@ -58,10 +57,8 @@ class GbdtTask(KernelTask):
     train: BinnedRows
     valid: BinnedRows | None = None
     bins: BinTable
-    start_trees: int = 0
-    """Of a model that training continues: the scores of rows begin with its."""
-    largest_weight: float = 1.0
-    """Of the rows to train on: gradients are counted in units that follow from it."""
+    start_trees: int = 0  # of a model that training continues: the scores of rows begin with its
+    largest_weight: float = 1.0  # of the rows to train on: gradients are counted in units that follow from it
     gbdt: GbdtOptions
 
     @property
@@ -102,8 +99,8 @@ class GbdtTask(KernelTask):
     def num_bytes(self) -> int:
         return self.gbdt.trees * self.gbdt.num_leaves * 17 * 8
 
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        del turn
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
+        del gate
         assert isinstance(model, TreeMemory), "a model of this task"
         return GbdtStep(self, model, SharedHistograms.alone(self.gbdt, self.bins.offsets))
 
@@ -195,7 +192,6 @@ class GbdtStep(KernelStep):
         )
 
     def _write_words(self) -> float:
-        """This tree's gradients and hessians; the loss that they belong to."""
         rows, options, task = self._train, self._options, self._task
         if self._is_binary:
             units = units_for(task.train.rows, task.largest_weight, task.largest_weight / 4)

@@ -1,18 +1,9 @@
 """LightGBM's text form of a model, read and written; and what a model that was read answers.
 
-    tree                            a header: number of classes, objective, names of features
-    version=v4
-    …
-    Tree=0                          each tree: arrays by node and by leaf, values between blanks
-    num_leaves=3
-    …
-    end of trees
-
-    feature_importances: …          what follows is for a reader
-    parameters: …
-
-Written by the description of the format in LightGBM's documentation and by the files that it writes itself.
-`lightgbm.Booster(model_file=…)` reads what `write_model` wrote and predicts the same, and the other way round.
+A header (`tree`, then `name=value` lines) is followed by each tree (`Tree=0`, then arrays by node and by leaf, values
+between blanks) and `end of trees`; what comes after that is for a reader. Written by the description of the format in
+LightGBM's documentation and by the files that it writes itself: `lightgbm.Booster(model_file=…)` reads what
+`write_model` wrote and predicts the same, and the other way round.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
-from manyhands.workloads.gbdt.model import DecisionTree, GbdtModel, Links
+from manyhands.workloads.gbdt.model import LINKS, DecisionTree, GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
 from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
@@ -172,8 +163,8 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, in
         if header.get(name, "1") != "1":
             raise _Wrong(f"{name} is {header[name]!r}; only one class is read")
     objective = header.get("objective", "").strip()
-    if not objective or objective.split()[0] not in Links.KNOWN or "sqrt" in objective.split():
-        raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(Links.KNOWN)}")
+    if not objective or objective.split()[0] not in LINKS or "sqrt" in objective.split():
+        raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(LINKS)}")
     for setting in objective.split()[1:]:
         fits = not setting.startswith("sigmoid:")
         with suppress(ValueError):
@@ -231,7 +222,6 @@ def _whole(fields: Mapping[str, str], name: str, number: int, usual: int | None 
 
 
 def _array(text: str, kind: Any, size: int, what: str) -> NDArray[Any]:
-    """Numbers between blanks, as many as there must be."""
     words = text.split()
     if len(words) != size:
         raise _Wrong(f"{what} has {len(words)} numbers, not {size}")

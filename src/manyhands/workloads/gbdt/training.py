@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import CompiledResult, TrainedRun, train_compiled
-from manyhands.workloads.gbdt.bin_table import BinnedRows, Holdout, RowSample, bin_rows, sample_rows
+from manyhands.workloads.gbdt.bin_table import BinnedRows, Holdout, OnRows, RowSample, bin_rows, sample_rows
 from manyhands.workloads.gbdt.binning import bundled_layout, own_columns
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -42,8 +42,7 @@ class TableChoice:
     valid: RowSource | None = None
     valid_fraction: float = 0.0
     """The share of the rows of `train` that is held out, where there is no `valid`."""
-    categorical: tuple[str, ...] = ()
-    """Columns whose values are categories: names, or numbers from 0."""
+    categorical: tuple[str, ...] = ()  # columns whose values are categories: names, or numbers from 0
     start: GbdtModel | None = None
     """A model to continue: its trees come first, and new ones are grown on what it leaves."""
 
@@ -127,9 +126,7 @@ def gbdt_task(
 class _FirstPass:
     """Goes through the rows to train on once, and decides; UserError where there is nothing to learn from them."""
 
-    def __init__(
-        self, table: TableChoice, options: GbdtOptions, on_rows: Callable[[int], None], threads: int
-    ) -> None:
+    def __init__(self, table: TableChoice, options: GbdtOptions, on_rows: OnRows, threads: int) -> None:
         holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
         _names(table)  # which may be rejected
         if table.start is not None:
@@ -154,7 +151,7 @@ class _FirstPass:
     def _score(self, block: RowBlock) -> NDArray[np.float64] | float:  # what a row's begins with
         return self._bias if self._start is None else self._start.scores(block)
 
-    def binned(self, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
+    def binned(self, folder: str, on_rows: OnRows, threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
         def read() -> Iterator[RowBlock]:
@@ -171,9 +168,8 @@ class _FirstPass:
             source = valid.for_names(source.names)
             held = sample_rows(source, Holdout(), self.options.seed)
             if held.columns != sample.columns and held.blocks[0].dense is not None:
-                raise DataError(
-                    f"{valid.name} has {held.columns} columns, {self.source.name} {sample.columns}"
-                )
+                own = f"{self.source.name} {sample.columns}"
+                raise DataError(f"{valid.name} has {held.columns} columns, {own}")
             labels, weights = held.labels, held.weights
         if not len(labels):
             return None
@@ -252,7 +248,6 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
 
 
 def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:
-    """Columns by name or number; UserError names one that is not there."""
     found = set()
     for one in asked:
         if names is not None and one in names:
@@ -261,9 +256,7 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
             found.add(int(one))
         else:
             called = f"names {', '.join(list(names)[:5])}, … or " if names else ""
-            raise UserError(
-                f"categorical={one!r}: there is no such column; use {called}numbers from 0 to {columns - 1}"
-            )
+            raise UserError(f"categorical={one!r}: no such column; use {called}numbers 0 to {columns - 1}")
     return frozenset(found)
 
 
@@ -274,7 +267,6 @@ def _names(table: TableChoice) -> Sequence[str] | None:
 
 
 def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:
-    """No and yes, where the labels are two that mean it."""
     seen = set(np.unique(labels).tolist())
     return next((pair for pair in PAIRS if seen == set(pair)), None)
 

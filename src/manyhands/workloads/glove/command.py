@@ -47,9 +47,7 @@ class _Vectors(CountingOptions, GloveOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainGlove(_Vectors):
-    batch: int = option(
-        0, "records at a time", at_least=0, shown="1; 1024 under allreduce, mirrored, tensor and ps"
-    )
+    batch: int = option(0, "records at a time", at_least=0, shown="1, or 1024 for strategies of batches")
     workers: int = option(0, "threads that count and workers that train", at_least=0, shown="one a core")
 
     def __post_init__(self) -> None:
@@ -70,12 +68,8 @@ class _CompareGlove(_Vectors):
     keep_counts: bool = option(False, "not for a comparison", hidden=True)
     repeats: int = option(1, "runs of each strategy, interleaved; 2 or more show the spread")
     strategies: str = option("single; hogwild; allreduce; tensor; ps consistency=async", "what to compare")
-    analogies: Path | None = option(
-        None, "questions of four words", metavar="FILE", shown="those of the demo corpus"
-    )
-    similarity: Path | None = option(
-        None, "two words and a score, tabs between", metavar="FILE", shown="likewise"
-    )
+    analogies: Path | None = option(None, "questions of four words", metavar="FILE", shown="the demo's")
+    similarity: Path | None = option(None, "two words and a score, tabbed", metavar="FILE", shown="likewise")
 
 
 @contextmanager
@@ -156,7 +150,6 @@ def _lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def neighbours_table(found: Mapping[str, list[tuple[str, float]]]) -> TableRows:
-    """A column for each heading: words, nearest first, with their cosines."""
     most = max((len(near) for near in found.values()), default=0)
     rows = [
         [f"{near[at][0]}  {near[at][1]:.3f}" if at < len(near) else "" for near in found.values()]

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ def record_count(path: Path | str) -> int:
 
 
 def open_records(path: Path | str) -> NDArray[Any]:
-    """The records of a file, read-only and mapped: a memmap of `RECORD`."""
     if record_count(path) == 0:
         raise DataError(f"{path} holds no co-occurrence records; it is empty")
     return np.memmap(path, RECORD, mode="r")
@@ -205,8 +205,8 @@ def shuffle_records(
             for part in parts:
                 records = np.empty(record_count(part) if part.exists() else 0, RECORD)
                 if len(records):
-                    with _reading(part) as file:
-                        if read_records(file, records) != len(records):
+                    with _opened(part) as file:
+                        if read_records(file.fileno(), records) != len(records):
                             raise DataError(f"{part} became shorter while it was read")
                 shuffle_pairs(*_halves(records), state)
                 writer.write(records)
@@ -223,12 +223,11 @@ def _buckets(count: int, memory_bytes: int) -> int:
 
 
 def _scatter(source: Path, parts: list[Path], at_once: int, state: NDArray[Any], phase: BarPhase) -> None:
-    """Each record of `source` to the end of a part drawn for it."""
     piece, sorted_piece = np.empty(at_once, RECORD), np.empty(at_once, RECORD)
     ends, chosen = np.empty(len(parts), np.int64), np.empty(at_once, np.int32)
     # Files are opened for each piece, so that the system's limit on open files does not matter.
-    with _reading(source) as file:
-        while found := read_records(file, piece):
+    with _opened(source) as file:
+        while found := read_records(file.fileno(), piece):
             deal_pairs(*_halves(piece[:found]), *_halves(sorted_piece[:found]), chosen, ends, state)
             start = 0
             for part, end in zip(parts, ends.tolist(), strict=True):
@@ -239,16 +238,11 @@ def _scatter(source: Path, parts: list[Path], at_once: int, state: NDArray[Any],
             phase.advance(found)
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[int]:
+def _opened(path: Path) -> FileIO:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return path.open("rb", buffering=0)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}") from error
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _halves(records: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -11,9 +11,8 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from manyhands.data.store.atomic import reason
 from manyhands.errors import DataError, UserError
@@ -25,8 +24,7 @@ _WHITE = (b" ", b"\n", b"\t", b"\r", b"\v", b"\f")
 _LONGEST_WORD = 1 << 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     """Whole words and the white space between them; `share` of the corpus ends with this block."""
 
     data: bytes
@@ -115,7 +113,6 @@ def _pieces(source: Path | bytes, block_bytes: int) -> Iterator[tuple[bytes, flo
 
 
 def _cut(source: Path | bytes, pieces: Iterator[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
-    """The same bytes, cut at white space, and a newline at the end."""
     kept, kept_bytes = list[bytes](), 0
     for piece, share in pieces:
         end = 1 + max(piece.rfind(white) for white in _WHITE)

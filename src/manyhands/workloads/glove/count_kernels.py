@@ -2,9 +2,8 @@
 
 For each word, the places where it stands are visited in the order of the text, and the words around them add
 1/distance, or 1, to a dense row of float64. Which cells of the row are in use is kept in a bitmap with a summary above
-it, so that emptying the row gives its records sorted, in time that depends on how many there are and not on the size of
-the vocabulary. The order of every sum is that of the text, whoever computes it: the number of threads changes no
-bit.
+it, so that emptying the row gives its records sorted, in time that depends on how many there are. The order of every
+sum is that of the text, whoever computes it: the number of threads changes no bit.
 
 `keys` and `counts` are one buffer of 16-byte records, seen as int64 (word | context << 32) and as float64.
 """

@@ -3,14 +3,10 @@
 The text is taken in parts, as many numbers of words as memory allows. Of each part the places of every word are
 listed, and the rows of the matrix are computed block by block in threads, each row in one go (see `count_kernels`),
 and written in order. A text of one part is done then; otherwise each part is a sorted run on disk and the runs are
-merged. Compared with counting pair by pair into one table this needs no hashing and no sorting, and memory for the
-text only.
+merged, equal pairs summed in the order of the runs. No hashing and no sorting, and memory for the text only.
 
 Weights are 1/distance within `window` words, or plain counts, 1 each; words outside the vocabulary are skipped and do
 not count for the distance, and a line's end ends a context, as in the published tool.
-
-Runs are sorted by (word, context), and merging them sums equal pairs in the order of the runs. Because a word's row
-fits in memory as a dense row, merging k runs costs the same for each record however many runs there are.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from manyhands.workloads.glove.options import WEIGHTINGS
 from manyhands.workloads.glove.vocabulary import Vocabulary, children, in_order
 from manyhands.workloads.glove.word_table import BREAK, WordTable
 
-__all__ = ["MergeRoom", "count_cooccurrence", "merge_runs", "plan_memory"]
+__all__ = ["CountingRoom", "count_cooccurrence", "merge_runs", "plan_memory"]
 
 _OUT_RECORDS = 1 << 17
 _MOST_PLACES = 2**31 - 2**16  # places in a part are int32
@@ -50,12 +46,16 @@ _MOST_FAN_IN = 128  # within the usual limit of open files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountingRoom:
-    """How a memory limit is spent: what is read at once, the words of a part, and the records of an output buffer."""
+    """How a memory limit is spent: what is read at once, the words of a part, and the records of an output buffer.
 
-    block_bytes: int
-    part_words: int
+    A merge takes `fan_in` runs at once, each with a buffer of `run_records`.
+    """
+
+    block_bytes: int = 0
+    part_words: int = 0
     out_records: int
-    merge: MergeRoom
+    fan_in: int
+    run_records: int
 
 
 def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, window: int) -> CountingRoom:
@@ -79,12 +79,12 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     part_words = min(_MOST_PLACES, (memory_bytes - fixed) // 8)
     run_room = (memory_bytes - dense - out_records * RECORD.itemsize) // RECORD.itemsize
     fan_in = max(2, min(_MOST_FAN_IN, run_room // _LEAST_RUN_RECORDS))
-    run_records = max(1, min(1 << 16, run_room // fan_in))
     return CountingRoom(
         block_bytes=block_bytes,
         part_words=part_words,
         out_records=out_records,
-        merge=MergeRoom(fan_in=fan_in, run_records=run_records, out_records=out_records),
+        fan_in=fan_in,
+        run_records=max(1, min(1 << 16, run_room // fan_in)),
     )
 
 
@@ -133,7 +133,7 @@ def count_cooccurrence(
             runs[0].rename(whole)
         else:
             with bars.phase("merging", counted, "records") as phase:
-                counted = merge_runs(runs, whole, len(vocabulary), room.merge, phase)
+                counted = merge_runs(runs, whole, len(vocabulary), room, phase)
         whole.replace(out)
     return counted
 
@@ -193,7 +193,6 @@ class _RowCounter:
                 self._rows.put(_dense_row(words))
 
     def count(self, text: NDArray[np.int32], carried: int, path: Path, phase: BarPhase) -> int:
-        """Write the records of one part to `path`; return how many."""
         starts, places = np.zeros(self._words + 1, np.int64), np.empty(len(text), np.int32)
         place_words(text, starts, places)
 
@@ -223,15 +222,6 @@ class _RowCounter:
             first = last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeRoom:
-    """How much memory a merge may use: `fan_in` runs at once, each with a buffer; the rest for what comes out."""
-
-    fan_in: int
-    run_records: int
-    out_records: int
-
-
 def _dense_row(words: int) -> tuple[NDArray[Any], ...]:
     """One row of the matrix, dense, and which cells and groups of 64 are in use, a bit each; all 0 between rows."""
     return np.zeros(words), np.zeros(-(-words // 64), np.int64), np.zeros(-(-words // 4096), np.int64)
@@ -242,7 +232,7 @@ def _views(buffer: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]
     return buffer.view(np.int64), buffer.view(np.float64)
 
 
-def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
+def merge_runs(runs: Sequence[Path], out: Path, words: int, room: CountingRoom, phase: BarPhase) -> int:
     """Merge runs into `out`, more than `room.fan_in` of them in several rounds; removes them, returns the records."""
     waiting, names = list(runs), (out.with_name(f"{out.name}.{number}") for number in count())
     while len(waiting) > room.fan_in:
@@ -254,7 +244,7 @@ def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, pha
     return _merge_once(waiting, out, words, room, phase)
 
 
-def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
+def _merge_once(runs: Sequence[Path], out: Path, words: int, room: CountingRoom, phase: BarPhase) -> int:
     buffers = np.empty((len(runs), room.run_records), RECORD)
     done = np.empty(max(words, room.out_records), RECORD)
     cursors, ends = np.zeros(len(runs), np.int64), np.zeros(len(runs), np.int64)

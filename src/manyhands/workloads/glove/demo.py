@@ -4,10 +4,9 @@ Docstrings and comments of the standard library, numpy and torch, in lower case,
 block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
 found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
 
-With questions for its word vectors: analogies and pairs that documentation of Python programs knows. They are
-few, ours, and about the words that are frequent there; for text of another kind there are the published files
-(`--analogies`, `--similarity`). Pairs have three degrees: 2 for words of one kind that can stand for each other in a
-sentence, 1 for words of one subject, 0 for words that have little to do with each other.
+With a few questions for its word vectors, our own: analogies and pairs that documentation of Python programs knows.
+Pairs have three degrees: 2 for words of one kind that can stand for each other in a sentence, 1 for words of one
+subject, 0 for words that have little to do with each other.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ _MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough 
 _SKIPPED = re.compile("site-packages|dist-packages|tests?|idle_test|__pycache__|testing|_vendor")
 # Each way begins with a character of its own, so that the search skips to the next of them.
 _TEXTS = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''|" + rb"(#[^\n]*\n(?:[ \t]*#[^\n]*\n)*)", re.DOTALL)
-_LETTERS = bytes(
-    ord(chr(byte).lower()) if chr(byte).isascii() and chr(byte).isalpha() else 32 for byte in range(256)
-)
+_LETTERS = bytes(bytes([byte]).lower()[0] if bytes([byte]).isalpha() else 32 for byte in range(256))
 _LEAST_WORDS = 4
 
 
@@ -53,9 +50,7 @@ def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
             if room <= 0:
                 break
     if not lines:
-        raise UserError(
-            "this Python installation has no source files to learn from; give a text with --corpus FILE"
-        )
+        raise UserError("this Python installation has no source files; give a text with --corpus FILE")
     return Corpus.of_text("\n".join(lines))
 
 

@@ -7,25 +7,16 @@ For a record (word, context, count), with f = min(1, (count / x_max) ** alpha) a
     each bias:       t = f d;       b -= t / sqrt(s);   s += t^2
 
 So it stands in version 1.2 of the published tools, whose costs this gives: the accumulator divides before it grows, it
-holds squares of gradients times rate, and biases move at rate 1. (The tools also clip a gradient at 100, far beyond
-what a run that learns ever meets.)
+holds squares of gradients times rate, and biases move at rate 1.
 
 A block of records goes in pieces: logarithms and weights of a piece are computed side by side, by series (libm takes
 one at a time), then its records are visited in order, each asking for the rows of a record further on. Loops over a
-row are written as vector instructions: LLVM's own vectoriser would leave a remainder for every length that is no
-multiple of what it unrolls.
+row are written as vector instructions: LLVM's own vectoriser would leave a remainder for most lengths.
 
-The batch rule has the errors of all records first, gradients summed by row, and one step per row. With the parameters
-as they were before the batch, every record gives its rows a gradient as above (t = r f d u for an item of a vector,
-t = f d for a bias). A row's are summed, and it takes one step of AdaGrad in the order of Duchi et al. (2011) and of
-torch: the accumulator grows first and then divides,
-
-    s += T^2;   v -= T / sqrt(s)          where T is the sum of the row's t
-
-so no item moves by more than 1 in a step, however large the batch. The sum, not the mean: a batch that is short moves
-its rows by what its records say, whatever the size of the others.
-
-A row's gradient lies in as many items as its accumulators would take: `lanes` of the vector, then the bias.
+The batch rule: with the parameters as they were before the batch, every record gives its rows a gradient t as above. A
+row's are summed to T (not to their mean: a short batch moves its rows by what its records say), and it takes one step
+of AdaGrad in the order of Duchi et al. (2011) and of torch: s += T^2; v -= T / sqrt(s). So no item moves by more than 1
+in a step. A row's gradient lies in as many items as its accumulators would take: `lanes` of the vector, then the bias.
 """
 
 from __future__ import annotations
@@ -40,7 +31,7 @@ from numba.extending import intrinsic
 
 from manyhands.native.bits import converter
 from manyhands.native.decorators import helper, inlined, njit
-from manyhands.native.group.gate import Turn, enter, leave
+from manyhands.native.group.gate import CompiledGate, enter, leave
 from manyhands.native.waiting import REACHED
 
 PIECE = 256  # records whose logarithms and weights are computed at once; they stay in the first-level cache
@@ -131,8 +122,6 @@ def _update(_typing: Any, _one: Any, _other: Any, _lanes: Any, _accumulators: An
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch(_typing: Any, _address: Any) -> Any:
-    """Ask for the cache line at an address, which will be written too."""
-
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         taken = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
@@ -272,34 +261,34 @@ def warm(dtype: Any = "float32") -> None:
 
 
 def warm_in_order(dtype: Any = "float32") -> None:
-    train_block_in_order(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(Turn()), 0)
+    values, gate = np.zeros(64, dtype), tuple(CompiledGate())
+    train_block_in_order(values, *_NOTHING, np.ones(4, np.int64), np.ones(3), gate, 0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def train_block_in_order(
-    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, turn: Any, number: int
+    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, gate: Any, number: int
 ) -> tuple[float, int]:
     """As `train_block`, but one worker at a time, STEP records each; also how the last wait ended, REACHED if well.
 
-    `turn` is that of a `Gate`, and `number` what the first step here has at it, where turns are agreed on.
+    `gate` is that of a `Gate`, and `number` what the first step here has at it, where turns are agreed on.
     """
     cost, count = 0.0, counts.size // 2
     logs, weights = np.empty(STEP, np.float64), np.empty(STEP, np.float64)
     for begin in range(0, count, STEP):
         size = min(STEP, count - begin)
         prepare(counts, begin, logs[:size], weights[:size], settings)
-        mine, status = enter(turn, number)
+        mine, status = enter(gate, number)
         if status != REACHED:
             return cost, status
         cost += _visit(values, ids, begin, logs[:size], weights[:size], shape, settings[2])
-        leave(turn, mine)
+        leave(gate, mine)
         number += 1
     return cost, REACHED
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def batch_dots(values: Any, ids: Any, shape: Any, with_bias: bool, dots: Any) -> None:
-    """For each record the inner product of its vectors, and both biases where asked."""
     lanes, row_bytes = shape[1], shape[3] * values.itemsize
     base, zero = values.ctypes.data, values.dtype.type(0)
     for i in range(ids.size // 4):

@@ -17,7 +17,7 @@ import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,23 +35,19 @@ _LINE_ITEMS = 16  # of 4 bytes in a line of 64
 _ROWS_AT_ONCE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class GloveLayout:
+class GloveLayout(NamedTuple):
     """Where things lie in a row of vectors of `dim` items."""
 
     dim: int
+    lanes: int  # items that the kernels walk over; the bias comes after them
+    accumulators: int  # where they begin, in the order of what they belong to
+    width: int
 
-    @property
-    def lanes(self) -> int:  # items that the kernels walk over; the bias comes after them
-        return round_up(self.dim, LANES)
-
-    @property
-    def accumulators(self) -> int:  # where they begin, in the order of what they belong to
-        return round_up(self.lanes + 1, _LINE_ITEMS)
-
-    @property
-    def width(self) -> int:
-        return 2 * self.accumulators
+    @classmethod
+    def of(cls, dim: int) -> GloveLayout:
+        lanes = round_up(dim, LANES)
+        accumulators = round_up(lanes + 1, _LINE_ITEMS)
+        return cls(dim, lanes, accumulators, 2 * accumulators)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,24 +84,22 @@ class GloveModel(nn.Module):
     ) -> None:
         super().__init__()
         self.dims = range(options.dim) if dims is None else dims
-        self.layout = GloveLayout(len(self.dims))
+        self.layout = GloveLayout.of(len(self.dims))
         self.vocabulary_size, self._options = vocabulary_size, options
         dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
-        self.values: NDArray[Any] = (
-            segment.array(offset, count, dtype) if segment is not None else _anonymous(count, dtype)
-        )
+        memory = _anonymous(count, dtype) if segment is None else segment.array(offset, count, dtype)
+        self.values: NDArray[Any] = memory
         self.rows: NDArray[Any] = self.values.reshape(2 * vocabulary_size, self.layout.width)
         """The same memory, one row per row."""
         self.memory = nn.Parameter(torch.from_numpy(self.rows), requires_grad=False)
 
     @staticmethod
     def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
-        return 2 * vocabulary_size * GloveLayout(options.dim).width * options.numpy_dtype.itemsize
+        return 2 * vocabulary_size * GloveLayout.of(options.dim).width * options.numpy_dtype.itemsize
 
     def shape(self) -> NDArray[np.int64]:
         """What the kernels need to know: vocabulary size, lanes, accumulators, width."""
-        layout = self.layout
-        return np.array([self.vocabulary_size, layout.lanes, layout.accumulators, layout.width], np.int64)
+        return np.array([self.vocabulary_size, *self.layout[1:]], np.int64)
 
     def initialise(self) -> GloveModel:
         """Draw vectors from (-0.5, 0.5) / sqrt(dim) and biases from (-0.5, 0.5) / dim by the seed, then cut out `dims`.

@@ -6,9 +6,8 @@ gradients by the number of workers of a batch, and the loss divides by the batch
 at 1 / (r B)^2, the learning rate is 1 and nothing is added to the root. B is the full batch also where the last of a
 pass is short: that is still the sum rule.
 
-A sample of the data set is one worker's chunk of a batch, as many per batch as there are workers; with all passes in
-one epoch there are few of them. `fit` visits samples in a drawn order, which the data set undoes: batch k is the
-records in the order of the file, for every strategy.
+A sample of the data set is one worker's chunk of a batch, all passes in one epoch. `fit` visits samples in a drawn
+order, which the data set undoes: batch k is the records in the order of the file, for every strategy.
 """
 
 from __future__ import annotations

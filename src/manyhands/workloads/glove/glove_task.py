@@ -7,16 +7,14 @@
 * `ps`: parameter servers hold the rows; workers pull those of their part of a batch, and push what moves them.
 
 Two workers that meet in a row under `hogwild` may lose each other's change to some items; with millions of records and
-thousands of rows they seldom meet (Niu, Recht, Ré, Wright, 2011). Where an order is asked for, a worker goes through a
-gate for every STEP records, from reading the rows to writing them.
+thousands of rows they seldom do (Niu, Recht, Ré, Wright, 2011). Under an order, a worker goes through a gate for every
+STEP records, from reading the rows to writing them.
 
-`allreduce` puts the rows touched and their summed gradients into an area of shared memory, and every worker adds the
-areas up in worker order, so that all replicas stay the same, bit for bit. Each has two areas in turn: one barrier per
-batch is enough. `tensor` sums partial inner products in worker order in a shared bucket, one scalar per record;
-everything else is local. The first worker adds the biases, of which all keep the same copy.
+`allreduce` puts the rows touched and their summed gradients into one of its two areas of shared memory, and every
+worker adds the areas up in worker order, so that all replicas stay the same, bit for bit, with one barrier per batch.
+`tensor` sums partial inner products in worker order; the first worker adds the biases, of which all keep a copy.
 
-Batches are the records in the order of the file, the last of a pass may be short. Records are read rather than mapped:
-pages of a mapped file would count as memory of this process, however large the file.
+Records are read rather than mapped: pages of a mapped file would count as memory of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.errors import DataError, UserError
 from manyhands.facts import Split, Truth
-from manyhands.native.group.gate import FREE, Turn, require_turn
+from manyhands.native.group.gate import FREE, CompiledGate, require_admitted
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
 from manyhands.strategy import Strategy
@@ -58,15 +56,11 @@ class GloveTask(GloveWork, KernelTask):
     name: ClassVar[str] = "glove"
     record_bytes: ClassVar[float] = RECORD.itemsize
 
-    any_batch: bool = False
-    """Whether the batch is what a strategy usually has, instead of the one in `glove`."""
-    in_order: bool = True
-    """Whether workers may take turns, which is compiled apart."""
+    any_batch: bool = False  # whether the batch is what a strategy usually has, instead of the one in `glove`
+    in_order: bool = True  # whether workers may take turns, which is compiled apart
 
     @classmethod
-    def of(
-        cls, path: Path, vocabulary_size: int, glove: GloveOptions, *, any_batch: bool = False
-    ) -> GloveTask:
+    def of(cls, path: Path, vocabulary_size: int, glove: GloveOptions, any_batch: bool = False) -> GloveTask:
         if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
             raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
         if not record_count(path):
@@ -113,10 +107,10 @@ class GloveTask(GloveWork, KernelTask):
     def num_bytes(self) -> int:
         return GloveModel.num_bytes(self.vocabulary_size, self.glove)
 
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
         assert isinstance(model, GloveModel), "a model of this task"
         batch = self.glove.batch
-        return RecordStep(self, model, turn) if batch == 1 else BatchStep(self, model, model, batch)
+        return RecordStep(self, model, gate) if batch == 1 else BatchStep(self, model, model, batch)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         return AllReduceStep(self, group, control_bytes)
@@ -133,7 +127,7 @@ class GloveTask(GloveWork, KernelTask):
             warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
-        return turn_number(self.num_records, self.portion(step))
+        return gate_number(self.num_records, self.portion(step))
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
         """Compiled but under `ps`, whose servers step by themselves."""
@@ -156,13 +150,11 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
     if strategy.facts.record_order is not None:
         if options.batch > 1 and not alone:
             raise UserError(
-                f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"
+                f"batch={options.batch}: {strategy.word} takes one record at a time; leave it at 1"
             )
         return
     if strategy.split is Split.DIMENSIONS and workers > options.dim:
-        raise UserError(
-            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
-        )
+        raise UserError(f"workers={workers}: tensor gives each some of dim={options.dim}; use fewer workers")
     if not strategy.trains_compiled and strategy.truth is not Truth.SERVERS:
         allowed = "hogwild, single, mirrored, allreduce, tensor, ps"
         raise UserError(f"strategy {strategy} does not train glove; allowed: {allowed}")
@@ -179,7 +171,7 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
         )
 
 
-def turn_number(num_records: int, portion: Portion) -> int:
+def gate_number(num_records: int, portion: Portion) -> int:
     """The number at the gate of a portion's first STEP records, over all passes."""
     return portion.passed * -(-num_records // STEP) + portion.begin // STEP
 
@@ -187,10 +179,10 @@ def turn_number(num_records: int, portion: Portion) -> int:
 class RecordStep(KernelStep):
     """The published rule, record by record."""
 
-    def __init__(self, work: GloveTask, model: GloveModel, turn: Turn) -> None:
+    def __init__(self, work: GloveTask, model: GloveModel, gate: CompiledGate) -> None:
         super().__init__(model)
         self._rows, self._shape, self._settings = model, model.shape(), work.glove.settings()
-        self._num_records, self._turn = work.num_records, turn
+        self._num_records, self._gate = work.num_records, gate
         capacity = min(work.batch_size, work.num_records)
         self._reader = RecordReader(work.path, capacity, work.vocabulary_size)
 
@@ -202,12 +194,12 @@ class RecordStep(KernelStep):
         block = self._reader.read(portion.begin, count)
         read_ns = time.monotonic_ns() - begin
         given = self._rows.values, *block, self._shape, self._settings
-        if self._turn.order == FREE:
+        if self._gate.order == FREE:
             cost = kernels.train_block(*given)
         else:
-            number = turn_number(self._num_records, portion)
-            cost, status = kernels.train_block_in_order(*given, tuple(self._turn), number)
-            require_turn(status, self._turn)
+            number = gate_number(self._num_records, portion)
+            cost, status = kernels.train_block_in_order(*given, tuple(self._gate), number)
+            require_admitted(status, self._gate)
         return Taken(loss=float(cost), weight=count, samples=count, input_ns=read_ns)
 
     def close(self) -> None:
@@ -273,9 +265,8 @@ class BatchStep(KernelStep):
         kernels.batch_dots(values, block[0], shape, self._with_bias, errors)
         self._add_dots(len(errors))
         cost, found = float(kernels.batch_errors(block[1], errors, self._settings)), (touched, gradients)
-        return cost, int(
-            kernels.sum_gradients(values, block[0], errors, shape, self._rate, self._slots, *found)
-        )
+        given = values, block[0], errors, shape, self._rate, self._slots
+        return cost, int(kernels.sum_gradients(*given, *found))
 
     def _add_dots(self, count: int) -> None:
         """Sum the first `count` products over workers, where each has a part of them."""
@@ -372,9 +363,8 @@ class AllReduceStep(BatchStep):
         self._group.barrier()
         found = 0
         for rows, part in areas:
-            found = kernels.add_rows(
-                rows[1 : 1 + rows[0]], part, self._shape, found, self._slots, self._touched, self._gradients
-            )
+            sums = self._slots, self._touched, self._gradients
+            found = kernels.add_rows(rows[1 : 1 + rows[0]], part, self._shape, found, *sums)
         self._step(found)
         return cost
 

@@ -246,10 +246,8 @@ def _prepare(
     memory = learning.memory_bytes
     with temporary_folder(out / "vectors.txt") as folder:
         with clock.phase("vocabulary"):
-            least, most = learning.min_count, learning.max_vocab
-            vocabulary = count_words(
-                corpus, min_count=least, max_size=most, workers=learning.workers, bars=bars
-            )
+            least, most, workers = learning.min_count, learning.max_vocab, learning.workers
+            vocabulary = count_words(corpus, min_count=least, max_size=most, workers=workers, bars=bars)
             vocabulary.save(out / "vocab.txt")
         counts = (out if learning.keep_counts else folder) / "cooccurrence.bin"
         with clock.phase("counting"):
@@ -269,8 +267,6 @@ def _prepare(
 
 
 class _Clock(dict[str, float]):
-    """Seconds of each phase, by name."""
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()

@@ -14,8 +14,7 @@ from manyhands.workloads.task_options import CheckedOptions, memory_option, opti
 
 __all__ = ["BATCH", "WEIGHTINGS", "CountingOptions", "GloveOptions", "usual_batch"]
 
-BATCH = 1024
-"""Records at a time where a strategy works on batches and no other number is given."""
+BATCH = 1024  # records at a time where a strategy works on batches and no other number is given
 WEIGHTINGS: dict[str, Callable[[int], NDArray[np.float64]]] = {
     "distance": lambda window: 1.0 / np.arange(1, window + 1),
     "count": lambda window: np.ones(window),
@@ -32,15 +31,11 @@ class CountingOptions:
     max_vocab: int | None = option(None, "keep this many of the most frequent words", at_least=2)
     window: int = option(15, "words on each side that count as context", at_least=1)
     symmetric: bool = option(True, "left context only", flag="--asymmetric")
-    weighting: str = option(
-        "distance", "what two words count: distance (1/distance) or count (1)", choices=WEIGHTINGS
-    )
+    weighting: str = option("distance", "two words: distance (1/distance) or count (1)", choices=WEIGHTINGS)
     diagonal: bool = option(True, "leave out words beside themselves", flag="--no-diagonal")
     memory_bytes: int = memory_option("limit for counting and shuffling; more goes to disk", flag="--memory")
     workers: int = option(2, "threads that count and workers that train", at_least=1)
-    strategy: str = option(
-        "hogwild", "how to train: single, hogwild, allreduce, mirrored, tensor or ps, with settings"
-    )
+    strategy: str = option("hogwild", "single, hogwild, allreduce, mirrored, tensor or ps, with settings")
     keep_counts: bool = option(False, "keep the records as cooccurrence.bin", flag="--keep-counts")
 
     @property

@@ -83,7 +83,6 @@ class Vectors:
         return self._nearest(self.unit[row], {row}, top)
 
     def signed_rows(self, expression: str) -> list[tuple[int, int]]:
-        """The rows of the words of such a sum, each with its sign; a UserError names a word that there is none of."""
         return [(sign, self.row(word)) for sign, word in _terms(expression)]
 
     def combine(self, expression: str, top: int = 10) -> list[tuple[str, float]]:
@@ -169,9 +168,7 @@ def _terms(expression: str) -> list[tuple[int, str]]:
             sign, signed = (1 if token == "+" else -1), True
             continue
         if terms and not signed:
-            raise UserError(
-                f"{expression!r}: a sign is missing before {token!r}; write it as in 'king - man + woman'"
-            )
+            raise UserError(f"{expression!r}: no sign before {token!r}; write it as in 'king - man + woman'")
         terms.append((sign, token))
         sign, signed = 1, False
     if not terms or signed:
@@ -243,9 +240,7 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
     at = file.tell()
     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(content) - at < count * (4 * dim + 2):  # before a header that lies makes us ask for its memory
-        raise DataError(
-            f"{path} promises {count} vectors of {dim} numbers, for which it is too short; it is truncated"
-        )
+        raise DataError(f"{path} promises {count} vectors of {dim} numbers and is too short: truncated")
     words: list[str] = []
     matrix = np.empty((count, dim), np.float32)
     for row in range(count):

@@ -17,8 +17,7 @@ from manyhands.native.decorators import inlined, njit
 
 __all__ = ["BREAK", "WordTable", "warm"]
 
-BREAK = -1
-"""Stands for the end of a line among the numbers of words."""
+BREAK = -1  # stands for the end of a line among the numbers of words
 
 _FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
@@ -147,7 +146,6 @@ def _slot(slots: Any, hashes: Any, starts: Any, arena: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _add(table: Any, word: Any, times: int) -> Any:
-    """Count a word `times` times; False where it is new and does not fit."""
     slots, hashes, starts, counts, arena, size = table
     data, at, length, code = word
     place = _slot(slots, hashes, starts, arena, word)
@@ -170,7 +168,6 @@ def _add(table: Any, word: Any, times: int) -> Any:
 
 @njit(inline="always")
 def _word_at(data: Any, at: int) -> Any:
-    """The end of the word that begins at `at`, and its hash."""
     code, end = _FNV_OFFSET, at
     while end < data.size and not _white(data[end]):
         code = (code ^ np.uint64(data[end])) * _FNV_PRIME

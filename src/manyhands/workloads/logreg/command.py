@@ -26,12 +26,10 @@ __all__ = ["LOGREG"]
 @dataclass(frozen=True, kw_only=True)
 class _Examples(LogregOptions):
     train: str = option(..., "examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin", metavar="FILE")
-    file_format: str = option(
-        "auto", "how they are written: libsvm or vw; auto looks at the first line", flag="--format"
-    )
+    file_format: str = option("auto", "their form: libsvm or vw; auto: by the first line", flag="--format")
     bits: int | None = option(None, "hash features into 2^bits rows", shown="none: the index is the row")
     hash_names: str = option(
-        "numbers", "names of vw files that are numbers: numbers, as they are, or all: hashed", flag="--hash"
+        "numbers", "vw names that are numbers: numbers: as they are; all: hashed", flag="--hash"
     )
     skip_bad: bool = option(False, "leave out lines that are wrong and count them", flag="--skip-bad")
 
@@ -47,7 +45,7 @@ class _Examples(LogregOptions):
 class _TrainLogreg(WorkerOptions, _Examples):
     test: str | None = option(None, "examples to measure the model on, read likewise", metavar="FILE")
     strategy: str = option(
-        "single", "how: single, hogwild, allreduce, mirrored, central, local or ps, with settings"
+        "single", "single, hogwild, allreduce, mirrored, central, local, ps; with settings"
     )
     workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one a core")
     memory: int = memory_option("parsed examples kept in memory; more go to temporary files", at_least=0)

@@ -54,7 +54,6 @@ class Examples:
         self.labels: Labels | None = None
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Labelled]:
-        """All of them; `on_bytes` is told of text as it is read."""
         held, name = list[Rows](), self.file.name
         for rows in self.file.blocks(on_bytes):
             held.append(rows)
@@ -71,8 +70,7 @@ class Examples:
 
 Piece = tuple[Any, NDArray[np.float32], tuple[int, int], int]
 """Rows and targets as compiled code takes them, which of the rows, and how many examples of the pass precede row 0."""
-Pieces = Callable[[int, int], Iterator[Piece]]
-"""Examples `begin` to `end` of a pass."""
+Pieces = Callable[[int, int], Iterator[Piece]]  # examples `begin` to `end` of a pass
 
 
 class Parsed(ABC):
@@ -101,7 +99,6 @@ class ParsedBlocks(Parsed):
 
     def opened(self) -> Pieces:
         def pieces(begin: int, end: int) -> Iterator[Piece]:
-            """Whole blocks, and parts of the first and the last."""
             number = bisect_right(self.ends, begin)
             while begin < end:
                 block, rows, last = self.blocks[number], self.blocks[number].rows, self.ends[number]

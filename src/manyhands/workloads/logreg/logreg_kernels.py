@@ -15,7 +15,7 @@ from numba import uint64
 
 from manyhands.native.atomics import fence
 from manyhands.native.decorators import helper, inlined, njit
-from manyhands.native.group.gate import FREE, Turn, enter, leave
+from manyhands.native.group.gate import FREE, CompiledGate, enter, leave
 from manyhands.native.waiting import REACHED
 
 __all__ = ["ADAGRAD", "BETA", "FTRL", "LOSS", "RULES", "SGD", "WEIGHT", "WIDTHS", "margins", "train", "warm"]
@@ -109,13 +109,13 @@ def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: An
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def train(
-    table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, turn: Any, seen: int, sums: Any
+    table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, gate: Any, seen: int, sums: Any
 ) -> int:
     """Learn from rows `span[0]` to `span[1]`; add their loss before each update to `sums`, and say how waiting ended.
 
     `rows` are starts, indices, values and weights of a `Rows`, `targets` its labels as 0 and 1. `settings` are rate,
     l1, l2, beta and whether there is a bias (1 or 0), in the table's own type. `seen` examples came before row 0.
-    `turn` is that of a `Gate`, at which an example has the number of those before it. Returns REACHED, or how a wait
+    `gate` is that of a `Gate`, at which an example has the number of those before it. Returns REACHED, or how a wait
     ended that others did not let end well.
     """
     starts, indices, values, weights = rows
@@ -125,8 +125,8 @@ def train(
     number = np.int64(0)
     for row in range(span[0], span[1]):
         mine, given = indices[starts[row] : starts[row + 1]], values[starts[row] : starts[row + 1]]
-        if turn[0] != FREE:
-            number, status = enter(turn, seen + row)
+        if gate[0] != FREE:
+            number, status = enter(gate, seen + row)
             if status != REACHED:
                 return status  # type: ignore[no-any-return]
         margin = _margin(table, width, mine, given)
@@ -138,8 +138,8 @@ def train(
         if rule == SGD:
             rate /= np.sqrt(one * np.float32(seen + row + 1))
         _step(rule, table, mine, given, slope, rate, settings)
-        if turn[0] != FREE:
-            leave(turn, number)
+        if gate[0] != FREE:
+            leave(gate, number)
         if weights[row] == 1:  # one logarithm for many examples: of the product of what it would be taken of
             product *= 1.0 + np.float64(small)
             factors += 1
@@ -161,7 +161,7 @@ def warm(dtype: str = "float32") -> None:
     empty = np.zeros(0, np.float32)
     rows = np.zeros(1, np.int64), np.zeros(0, np.int32), empty, empty
     settings = np.ones(5, dtype)
-    train(table, rows, empty, (0, 0), SGD, settings, tuple(Turn()), 0, sums)
+    train(table, rows, empty, (0, 0), SGD, settings, tuple(CompiledGate()), 0, sums)
     margins(table, rows, sums[:0])
 
 

@@ -59,7 +59,6 @@ class LogregModel:
         return np.exp(-np.logaddexp(0.0, -self.margins(rows)))
 
     def file(self, path: Path | str, reading: Reading | None = None) -> RowFile:
-        """A file of examples, to be read as this model needs it."""
         return RowFile(path, replace(reading or Reading(), bits=self.bits, hash=self.hash))
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
@@ -79,7 +78,6 @@ class LogregModel:
         write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
     def narrowed(self, precision: str) -> LogregModel:
-        """This model as it is read back from a file of that precision."""
         read = widen(narrow(self._tensors, precision))
         return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
 
@@ -108,9 +106,8 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
     reading = Reading(bits=int(header["bits"]) if header["bits"] else None, hash=header["hash"])
     if reading.bits is not None and weight.size != 1 << reading.bits:
         raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
-    return LogregModel(
-        table=np.concatenate([bias, weight]), labels=Labels(no, yes), bits=reading.bits, hash=reading.hash
-    )
+    table, labels = np.concatenate([bias, weight]), Labels(no, yes)
+    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash)
 
 
 class LogregPredictor(Predictor[Rows]):
@@ -145,7 +142,6 @@ class LogregPredictor(Predictor[Rows]):
         return Rows.join(parts)
 
     def answers(self, inputs: Rows) -> list[Any]:
-        """The probability of the larger label, and which label that makes."""
         labels = self.model.labels
         return [
             {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}

@@ -22,9 +22,7 @@ class LogregOptions(CheckedOptions):
 
     learner: str = option("adagrad", "the rule: sgd, adagrad or ftrl", choices=LEARNERS)
     passes: int = option(5, "passes over the examples", at_least=1)
-    rate: float | None = option(
-        None, "learning rate", above=0, shown="as fits the values: 0.1, or 0.5 for sgd, if they are 1"
-    )
+    rate: float | None = option(None, "learning rate", above=0, shown="0.1, or 0.5 for sgd, for values of 1")
     """None: one that fits the size of the values: 0.1 / s for adagrad and ftrl, 0.5 / s² for sgd, where s is the root
     of the mean square of the values in the first examples."""
     l1: float = option(0.0, "penalty λ·|w|: of each example; of all of them with ftrl", at_least=0)

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.errors import UserError
 from manyhands.facts import Split
-from manyhands.native.group.gate import Turn, require_turn
+from manyhands.native.group.gate import CompiledGate, require_admitted
 from manyhands.native.segment import Segment
 from manyhands.optim import FTRL
 from manyhands.strategy import Strategy
@@ -65,7 +65,6 @@ class CsrDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """The batch of these rows, as a list of one."""
         if self._arrays is None:
             self._arrays = self._rows.arrays()
         arrays, wanted = self._arrays, np.asarray(indices, np.int64)
@@ -92,7 +91,6 @@ class Bag(nn.Module):
         self.bias = Parameter(torch.zeros(1))
 
     def forward(self, rows: Tensor, of: Tensor, values: Tensor, examples: int) -> tuple[Tensor, Tensor]:
-        """The margins of `examples`, and the weights of all entries."""
         weights = self.table(rows).squeeze(1)
         bias = self.bias if self._learns_bias else self.bias.detach()
         return bias.expand(examples).index_add(0, of, weights * values), weights
@@ -221,9 +219,9 @@ class LogregTask(KernelTask):
     def num_bytes(self) -> int:
         return math.prod(self._shape) * np.dtype(self.dtype).itemsize
 
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
         assert isinstance(model, _Memory), "a model of this task"
-        return _ExampleStep(self, model, turn)
+        return _ExampleStep(self, model, gate)
 
     def warm(self) -> None:
         warm(self.dtype)
@@ -238,12 +236,12 @@ class LogregTask(KernelTask):
 
 
 class _ExampleStep(KernelStep):
-    def __init__(self, task: LogregTask, model: _Memory, turn: Turn) -> None:
+    def __init__(self, task: LogregTask, model: _Memory, gate: CompiledGate) -> None:
         super().__init__(model)
-        self._table, self._turn, self._samples = model.table, turn, task.samples
+        self._table, self._gate, self._samples = model.table, gate, task.samples
         self._pieces, options = task.parsed.opened(), task.logreg
         settings = np.array([options.rate, options.l1, options.l2, BETA, float(options.bias)], task.dtype)
-        self._rule = RULES[options.learner], settings, tuple(turn)
+        self._rule = RULES[options.learner], settings, tuple(gate)
 
     def fill(self) -> None:
         """It begins with 0, which it is."""
@@ -253,7 +251,7 @@ class _ExampleStep(KernelStep):
         for rows, targets, span, before in self._pieces(portion.begin, portion.end):
             seen = portion.passed * self._samples + before
             status = train(self._table, rows, targets, span, *self._rule, seen, sums)
-            require_turn(status, self._turn)
+            require_admitted(status, self._gate)
         count = portion.end - portion.begin
         return Taken(loss=float(sums[LOSS]), weight=float(sums[WEIGHT]), samples=count)
 
@@ -264,6 +262,4 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:
-        raise UserError(
-            f"strategy {strategy} splits vectors, and a feature has one weight here; use hogwild or ps"
-        )
+        raise UserError(f"strategy {strategy} splits vectors; a feature has one weight; use hogwild or ps")

@@ -38,15 +38,11 @@ class LogregResult(CompiledResult):
     """A trained model and how it came about."""
 
     model: LogregModel
-    rate: float
-    """The learning rate, as given or as found for the file."""
-    progressive_loss: list[float]
-    """The mean of each pass, of every example before the update with it."""
-    examples: int
-    """Of one pass."""
+    rate: float  # the learning rate, as given or as found for the file
+    progressive_loss: list[float]  # the mean of each pass, of every example before the update with it
+    examples: int  # of one pass
     bad_lines: int
-    examples_per_s: float
-    """Learned from, in all passes, over the whole time with its reading."""
+    examples_per_s: float  # learned from, in all passes, over the whole time with its reading
 
 
 def train_logreg(
@@ -119,7 +115,6 @@ _ITEM = 4  # single precision
 
 
 def row_bytes(strategy: Strategy, learner: str, workers: int) -> int:
-    """All that workers, servers and this process keep of one feature, until the model is saved."""
     width = WIDTHS[learner]  # the weight and the learner's state
     if strategy.facts.record_order is not None and (strategy.facts.in_threads or workers == 1):
         kept = width + 3  # the table, its weights, the model and an earlier one

@@ -103,8 +103,6 @@ def _checked(matrix: Any) -> Any:
 
 
 class _Blocks:
-    """The matrix in blocks that stay in the cache."""
-
     def __init__(self, matrix: Any) -> None:
         """`matrix` is what `_checked` gave, or that transposed."""
         self._csr: Any = matrix.tocsr() if hasattr(matrix, "tocsr") else None

@@ -53,7 +53,6 @@ class KrylovSpace:
 
     @classmethod
     def on(cls, memory: Array, sizes: SvdSizes) -> KrylovSpace:
-        """Views of `memory`, which has `numbers_of(sizes)` numbers."""
         columns, most = sizes.shape.columns, sizes.most
         ends = np.cumsum([_NUMBERS, most, columns, most * most, most * columns])
         numbers, values, mean, projected, vectors = np.split(memory, ends[:-1])
@@ -64,9 +63,7 @@ class KrylovSpace:
         return int(self.numbers[_KIND])
 
     @property
-    def error(
-        self,
-    ) -> float:  # the largest relative one of a singular value, estimated; 1 before the first pass
+    def error(self) -> float:  # the largest relative one of a singular value; 1 before the first pass
         return float(self.numbers[_ERROR])
 
     @property
@@ -79,7 +76,6 @@ class KrylovSpace:
 
     @property
     def block(self) -> Array:
-        """The vectors that the next pass multiplies, one a row."""
         used, fresh = int(self.numbers[_USED]), int(self.numbers[_FRESH])
         return self.vectors[used - fresh : used]
 
@@ -92,9 +88,7 @@ class PassTotals:
     sums: Array  # of the columns of B; of the first pass only
     energy: float  # the sum of squares of B; likewise
     triangle: Array | None = None  # R of BQ = QR; for POLISH
-    noise: float = (
-        0.0  # `product` was made of what was as large as this, where that is more than it is itself
-    )
+    noise: float = 0.0  # what `product` was made of was as large as this, where that is more than itself
 
 
 def begin(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, guess: Array) -> None:

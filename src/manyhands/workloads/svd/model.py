@@ -46,7 +46,6 @@ class SvdModel:
 
     @classmethod
     def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
-        """What is known, at the end or before it."""
         values, components = components_of(space, sizes.rank)
         return cls(
             singular_values=values,
@@ -82,9 +81,7 @@ class SvdModel:
             found = self.project(block)
             if not np.isfinite(found).all():
                 row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
-                raise DataError(
-                    f"{file.path}, row {row} has a value that is no number; fill it in or leave it out"
-                )
+                raise DataError(f"{file.path}, row {row} has a value that is no number; fill it in")
             yield found
 
     def save(self, path: Path) -> None:

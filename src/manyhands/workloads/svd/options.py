@@ -33,7 +33,7 @@ class SvdOptions(CheckedOptions):
     passes: int = option(100, "passes over the matrix at most", at_least=1)
     seed: int = option(0, "draws the vectors that the iteration begins with", at_least=0)
     memory_bytes: int = memory_option(
-        "what all workers together may hold; a larger matrix is read in every pass", flag="--memory"
+        "of all workers; a larger matrix is read in every pass", flag="--memory"
     )
     """Besides the interpreter and its libraries."""
     allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
@@ -57,9 +57,7 @@ class SvdSizes:
     rank: int
     width: int  # vectors of a block
     most: int  # vectors of the Krylov space at most
-    is_gram: (
-        bool  # whether the first pass takes all products of two columns, after which little is left to do
-    )
+    is_gram: bool  # whether the first pass takes all products of two columns, which decides nearly all
     block_bytes: int  # of rows that a worker reads at once
     kept_in_memory: bool  # whether the matrix may stay in memory from pass to pass
 

@@ -69,11 +69,10 @@ class RowPass:
     """One pass over a worker's rows: `add` block after block to `sums`, or to `triangle` where values are polished."""
 
     def __init__(
-        self, space: KrylovSpace, sizes: SvdSizes, sums: PassSums, triangle: Array, *, center: bool
+        self, space: KrylovSpace, sizes: SvdSizes, sums: PassSums, triangle: Array, center: bool
     ) -> None:
         self._space, self._sizes, self._sums, self._center = space, sizes, sums, center
-        self.triangle = triangle
-        """R of this worker's rows so far, for POLISH."""
+        self.triangle = triangle  # R of this worker's rows so far, for POLISH
         self._is_first = not space.passes
         if space.kind != GRAM:
             self._vectors, self._less = _padded_vectors(space.block, space.mean if center else None)
@@ -176,8 +175,7 @@ class SvdMemory(nn.Module):
         self.space = KrylovSpace.on(memory[:count], sizes)
         self.krylov = nn.Parameter(torch.from_numpy(memory[:count]), requires_grad=False)
         self.sums = nn.Parameter(torch.from_numpy(memory[count:]), requires_grad=False)
-        self.under_way: Array = memory[count:]
-        """Sums of all workers, and then the triangle."""
+        self.under_way: Array = memory[count:]  # sums of all workers, and then the triangle
 
     @staticmethod
     def count(sizes: SvdSizes) -> int:

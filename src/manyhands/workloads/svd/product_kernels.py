@@ -109,8 +109,7 @@ sum_lines_4, sum_lines_8, sum_lines_12 = (_row_loop(*some, sums=True) for some i
 add_line_4, add_line_8, add_line_12 = (_row_loop(*some, sums=False) for some in ((4,), (8,), (8, 4)))
 
 
-TILE = 4
-"""Blocks are padded to a multiple, so that their lines lie alike."""
+TILE = 4  # blocks are padded to a multiple, so that their lines lie alike
 
 _SCRATCH = 1 << 16  # numbers
 

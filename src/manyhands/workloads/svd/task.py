@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from manyhands.data.batches import split
 from manyhands.data.stored_matrix import OpenedMatrix, StoredMatrix
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
-from manyhands.native.group.gate import Turn
+from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
 from manyhands.strategy import Strategy
@@ -47,8 +47,7 @@ class SvdTask(KernelTask):
     matrix: StoredMatrix
     svd: SvdOptions
     workers: int = 1
-    step_bytes: int = _STEP_BYTES
-    """Of the matrix, that a worker goes through in a step."""
+    step_bytes: int = _STEP_BYTES  # of the matrix, that a worker goes through in a step
 
     def __post_init__(self) -> None:
         self.sizes  # noqa: B018 - before anything is started
@@ -93,8 +92,8 @@ class SvdTask(KernelTask):
     def num_bytes(self) -> int:
         return 8 * SvdMemory.count(self.sizes)
 
-    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        del turn
+    def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
+        del gate
         assert isinstance(model, SvdMemory), "a model of this task"
         return RowStep(self, model)
 

@@ -36,11 +36,9 @@ class SvdResult(CompiledResult):
 
     model: SvdModel
     columns: int
-    entries: int
-    """Numbers of the matrix that are not left out."""
+    entries: int  # numbers of the matrix that are not left out
     is_sparse: bool
-    train_seconds: float
-    """The passes alone, without reading and without starting workers."""
+    train_seconds: float  # the passes alone, without reading and without starting workers
 
 
 def train_svd(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.task import Task
-from manyhands.workloads.registry import WORKLOADS, load, require_task
+from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load, require_task
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["TASKS", "build"]
 
-TASKS: dict[str, BuiltinTask[Any]] = {
-    name: load(workload.task) for name, workload in WORKLOADS.items() if workload.task
-}
+TASKS: dict[str, BuiltinTask[Any]] = {name: load(WORKLOADS[name].task) for name in TASK_NAMES}
 
 
 def build(name: str, /, **options: Any) -> Task:

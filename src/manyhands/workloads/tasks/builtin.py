@@ -46,10 +46,8 @@ class TaskTable:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    curves: tuple[TaskCurve, ...] = ()
-    """What is drawn of it, where something is: y over x, at the same xs."""
-    against: str = ""
-    """The name of the curve whose distance from the others is drawn as well."""
+    curves: tuple[TaskCurve, ...] = ()  # what is drawn of it, where something is: y over x, at the same xs
+    against: str = ""  # the name of the curve whose distance from the others is drawn as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,8 +27,7 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "check_width", "digits", "image_task"]
 
-LEAST_DEPTH = 3
-"""Convolutions of an `ImageClassifier` unless it is to be deeper."""
+LEAST_DEPTH = 3  # convolutions of an `ImageClassifier` unless it is to be deeper
 
 _GROUPS = 4
 
@@ -63,7 +62,6 @@ class ImageClassifier(nn.Module):
         self.head = nn.Linear(2 * width * (side // stride // 4) ** 2, classes)
 
     def chain(self) -> Sequence[nn.Module]:
-        """The first convolution, of scaled images, what follows it, and the head."""
         first, *others = self.features
         scaled_first = ChainFunction(partial(_convolved, white=self.white), convolution=first)
         return [scaled_first, *others, nn.Flatten(), self.head]
@@ -81,13 +79,11 @@ def _convolved(images: Tensor, convolution: nn.Conv2d, white: float) -> Tensor:
 
 
 def classification_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Mean cross entropy of a batch of (images, labels)."""
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
 
 def accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """The part of a batch of (images, labels) that is classified rightly."""
     images, labels = batch
     hits: Tensor = model(images).argmax(dim=1) == labels
     return hits.double().mean()
@@ -114,7 +110,6 @@ def image_task(
 
 
 def check_width(width: int) -> None:
-    """Refuse a width that the groups of the normalisation do not divide."""
     if width % _GROUPS:
         raise UserError(f"width is {width}; it must be a multiple of {_GROUPS}")
 

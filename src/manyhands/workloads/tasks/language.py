@@ -151,7 +151,6 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def chain(self) -> Sequence[nn.Module]:
-        """The embedding of tokens at their positions, each block, the norm, the head."""
         embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
         return [embedding, *self.blocks, self.norm, self.head]
 

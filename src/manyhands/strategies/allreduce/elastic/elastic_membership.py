@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from manyhands.errors import UserError, num_of
-from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,

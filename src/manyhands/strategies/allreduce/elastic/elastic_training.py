@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -15,57 +16,176 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import read_tensors
+from manyhands.engine.computing import worker_environment
 from manyhands.engine.exchange import SentFor
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
 from manyhands.engine.run import RowsInOrder
 from manyhands.engine.training import Result, Stage, Training
-from manyhands.errors import PeerTimeout, WorkerFailed, num_of
+from manyhands.errors import ManyhandsError, PeerTimeout, WorkerFailed, num_of
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.host import host_identity, threads_per_role
+from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import MORE_WORKERS, Command
-from manyhands.strategies.allreduce.elastic.elastic_members import (
-    ElasticMembers,
-    ExternalElasticMembers,
-    LocalElasticMembers,
-)
-from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    ArrivedInEpoch,
-    BeginEpoch,
-    Done,
-    ElasticAction,
-    ElasticMembership,
-    EndSoon,
-    EpochView,
-    LeaveEpoch,
-    MemberReady,
-    Notify,
-    RunOver,
-)
-from manyhands.strategies.allreduce.elastic.epochs import Wiring
+from manyhands.places.place import MORE_WORKERS, Command
+from manyhands.strategies.allreduce.elastic import elastic_membership as core
+from manyhands.strategies.allreduce.elastic import member_process as process
+from manyhands.strategies.allreduce.elastic.epochs import EpochFiles, Wiring, send_files, write_file
 from manyhands.strategies.allreduce.elastic.member_control import ORDERS, REPORTS
-from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, take_slot, wiring_of
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
+from manyhands.strategies.common import run_launcher
 
 __all__ = ["ElasticTraining"]
 
+
+# The processes of an elastic run: children, or externally started on any hosts. The slot of an external worker is its
+# rank. Slot 0 is a child of the leader: a worker that is lost must not take the leader with it. What a child would
+# leave in the leader's memory or directory, others send: weights at the end, and the checkpoints that are due while the
+# lowest worker is on another host.
+class LocalElasticMembers(run_launcher.ChildMembers):
+    """Children of this process, which share memory; a context manager.
+
+    `rings` has one ring for each possible slot; `weights` is where the final weights are left.
+    """
+
+    def __init__(
+        self,
+        job: process.ElasticJob,
+        rings: Sequence[EventRing],
+        weights: int,
+        num_members: int,
+        watched: Watched,
+    ) -> None:
+        super().__init__(job, num_members, watched)
+        self._rings, self.weights = rings, weights
+        self._connections: dict[int, socket.socket] = {}
+        self._files: EpochFiles | None = None
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+            if self._files is not None:
+                self._files.close()
+
+    def start_worker(self, member: int, slot: int) -> str:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        files = {"events": self._rings[slot].descriptor, "weights": self.weights, "files": theirs.fileno()}
+        env = worker_environment(self._job.plan, self._job.threads)
+        with theirs:
+            self._connections[member] = ours
+            return self.start_child(member, f"worker {slot}", partial(process.work, slot=slot), files, env)
+
+    def begin(self, view: core.EpochView) -> None:
+        if self._files is not None:
+            self._files.close()
+        self._files = EpochFiles(len(view.seats), self._job.strategy, with_state=view.has_fresh)
+        for rank, seat in enumerate(view.seats):
+            connection = self._connections.get(seat.member)
+            try:
+                if connection is not None:
+                    send_files(connection, view.epoch, self._files.of(rank))
+            except OSError:  # it is dead or not reading: either way it does not enter this epoch
+                self.kill(seat.member)
+        self._files.passed.close()
+
+    def abort(self) -> None:
+        assert self._files is not None, "an epoch that is ended was begun"
+        self._files.group.abort()
+
+    def poll(self, timeout_s: float) -> list[Event | Hung]:
+        events = super().poll(timeout_s)
+        for event in events:
+            if isinstance(event, Ended):
+                self._connections.pop(event.member).close()
+        return events
+
+
+class ExternalElasticMembers(run_launcher.ExternalMembers):
+    """Externally started members over control connections, and the leader's child."""
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        child: LocalElasticMembers,
+        checkpoints: CheckpointStore | None,
+        start: Loaded | None,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(process_group.control_server, child, say)
+        self._local, self._checkpoints = child, checkpoints
+        names = ("step", "model", "optimizer", "extra")
+        self._start = {name: getattr(start, name) for name in names} if start is not None else None
+
+    def start_worker(self, member: int, slot: int) -> str:
+        if slot == 0:
+            return self._local.start_worker(member, slot)
+        self._want(slot, member)
+        return self._name(slot)
+
+    def begin(self, view: core.EpochView) -> None:
+        del view
+        self._start = None
+
+    def abort(self) -> None:
+        """Nothing to do here: each member ends its waits when it is told to leave."""
+
+    def _name(self, rank: int) -> str:
+        return f"worker {rank}"
+
+    def _give_part(self, rank: int, member: int) -> None:
+        kept, control_server = self._checkpoints, self._control_server
+        host = control_server.host_of(rank)
+        workers = sum(control_server.host_of(other) == host for other in control_server.members)
+        part = process.TakeSlot(
+            member=member,
+            slot=rank,
+            threads=threads_per_role(workers + (host == host_identity())),
+            resumes=self._start is not None,
+            checkpoints=str(kept.folder) if kept is not None else None,
+        )
+        control_server.tell(rank, process.PARTS.write(part))
+        if self._start is not None:
+            control_server.give(rank, process.START, pack_tree(self._start))
+
+    def _receive(self, rank: int, name: str, data: bytearray) -> None:
+        """Store what a member sent where a child would leave it; a full disk loses it, but does not fail the run."""
+        try:
+            if name == process.WEIGHTS:
+                write_file(self._local.weights, [bytes(data)])
+            elif name == process.CHECKPOINT and self._checkpoints is not None:
+                tree = unpack_tree(data)
+                infinite = frozenset(tree.pop("may_hold_infinity"))
+                self._checkpoints.save(Snapshot(**tree, may_hold_infinity=infinite))
+            else:
+                raise ManyhandsError(f"{name[:80]!r} is nothing that a worker sends")
+        except WriteFailed as error:
+            self._say(str(error))
+        except (ManyhandsError, KeyError, TypeError) as error:
+            self._refuse(rank, error)
+
+
+ElasticMembers = LocalElasticMembers | ExternalElasticMembers
 _Members = AbstractContextManager[ElasticMembers]  # on exit from it none of them remains
 
 
-class ElasticLog(MemberLog):
+class ElasticLog(run_launcher.MemberLog):
     """The rows of members.jsonl, and the counts of the summary."""
 
     def __init__(
         self, on_event: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(on_event, clock)
-        self._view = EpochView(epoch=0, seats=())
+        self._view = core.EpochView(epoch=0, seats=())
         self._arrived: set[int] = set()
         self._redone = 0  # steps computed twice up to the last reported epoch
         self._num_lost = self._num_joined = 0
@@ -76,12 +196,12 @@ class ElasticLog(MemberLog):
         self._num_lost += event == "died"
         self.lost(event, member, self.names[member], sentence)
 
-    def published(self, view: EpochView) -> None:
+    def published(self, view: core.EpochView) -> None:
         self._view, self._arrived = view, set()
         seats = [{"slot": seat.slot, "member": seat.member, "fresh": seat.fresh} for seat in view.seats]
         self.view(view.epoch, [], seats, [seat.member for seat in view.seats])
 
-    def arrived(self, report: ArrivedInEpoch, redone: int) -> None:
+    def arrived(self, report: core.ArrivedInEpoch, redone: int) -> None:
         """Record that a member takes part in an epoch; with the last one the run is complete again.
 
         `redone` steps were computed twice so far.
@@ -110,7 +230,7 @@ class ElasticLog(MemberLog):
         sentence = f"{there} after step {report.step}, {{seconds}} s after {what} {were} lost{twice}"
         self.recovered(view.seats[0].member, what, sentence)
 
-    def summary(self, membership: ElasticMembership) -> dict[str, Any]:
+    def summary(self, membership: core.ElasticMembership) -> dict[str, Any]:
         return {
             "epochs": membership.view.epoch,
             "changes": membership.changes,
@@ -120,19 +240,19 @@ class ElasticLog(MemberLog):
         }
 
 
-class ElasticLauncher(RunLauncher[ElasticMembers]):
+class ElasticLauncher(run_launcher.RunLauncher[ElasticMembers]):
     """Runs one job to its end; `run` is called once.
 
     `rings` has one ring for each possible slot; `assemble` creates the members. `on_note` receives what workers
     report, `on_event` what happens to members. Commands, from any thread, change the slots during the run.
     """
 
-    _membership: ElasticMembership
+    _membership: core.ElasticMembership
     _log: ElasticLog
 
     def __init__(
         self,
-        membership: ElasticMembership,
+        membership: core.ElasticMembership,
         rings: Sequence[EventRing],
         assemble: Callable[[Watched], _Members],
         *,
@@ -156,10 +276,10 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         self._membership, self._log = membership, ElasticLog(on_event)
         self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
-        self._done: Done | None = None
+        self._done: core.Done | None = None
         self._ending = False
 
-    def run(self) -> tuple[Done, SentFor, dict[str, Any]]:
+    def run(self) -> tuple[core.Done, SentFor, dict[str, Any]]:
         """Return what the member that left the weights reported, what all sent, and what happened to members."""
         self._run()
         assert self._done is not None, "a run is over when somebody is done"
@@ -176,7 +296,7 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         if not self._ending:
             self._ending = True
             for member in self._members.members:
-                self._send(member, EndSoon())
+                self._send(member, core.EndSoon())
 
     def _hear(self, member: int, report: Any) -> None:
         if isinstance(report, WorkerNote):
@@ -185,12 +305,12 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
         if self._closing:
             return
         match report:
-            case Done():
+            case core.Done():
                 self._done = report
-            case ArrivedInEpoch():
+            case core.ArrivedInEpoch():
                 self._log.arrived(report, self._membership.redone)
-            case MemberReady() if self._ending:
-                self._send(member, EndSoon())  # it was not there when the others were told
+            case core.MemberReady() if self._ending:
+                self._send(member, core.EndSoon())  # it was not there when the others were told
         self._do(self._membership.handle(report))
 
     def _lost(self, event: str, member: int, sentence: str) -> None:
@@ -209,19 +329,19 @@ class ElasticLauncher(RunLauncher[ElasticMembers]):
     def _failed(self, sentence: str) -> Exception:
         return WorkerFailed(sentence, worker_rank=self._last_lost)
 
-    def _act(self, action: ElasticAction) -> None:
+    def _act(self, action: core.ElasticAction) -> None:
         match action:
-            case Notify(members=members, order=order):
-                if isinstance(order, LeaveEpoch):
+            case core.Notify(members=members, order=order):
+                if isinstance(order, core.LeaveEpoch):
                     self._members.abort()
                 for member in members:
                     self._send(member, order)
-            case BeginEpoch(view=view):
+            case core.BeginEpoch(view=view):
                 self._members.begin(view)  # each member has the resources of the epoch before its view
                 for seat in view.seats:
                     self._send(seat.member, view)
                 self._log.published(view)
-            case RunOver():
+            case core.RunOver():
                 self._over = True
 
     def _finish(self) -> None:
@@ -281,7 +401,9 @@ class ElasticTraining(Training):
         """`run` with workers that were started externally, and one child of this process."""
         server = process_group.control_server
         here = 1 + sum(server.host_of(rank) == host_identity() for rank in server.members)
-        job = replace(self._job(stage.run_path, wiring_of(process_group)), threads=threads_per_role(here))
+        job = replace(
+            self._job(stage.run_path, process.wiring_of(process_group)), threads=threads_per_role(here)
+        )
 
         def assemble(rings: Sequence[EventRing], weights: int, watched: Watched) -> _Members:
             child, kept = LocalElasticMembers(job, rings, weights, 1, watched), stage.checkpoints()
@@ -317,7 +439,7 @@ class ElasticTraining(Training):
             named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
-                ElasticMembership(request.workers, options.min_workers or 1),
+                core.ElasticMembership(request.workers, options.min_workers or 1),
                 rings,
                 partial(assemble, rings, weights),
                 timeout_s=options.timeout_s,
@@ -351,15 +473,15 @@ class ElasticTraining(Training):
     def take_part(self, member: GroupMember) -> None:
         line = member.connection
         try:
-            line.end(take_slot(member, self._job(None, wiring_of(member))))
+            line.end(process.take_slot(member, self._job(None, process.wiring_of(member))))
         except Exception as error:
             if line.over is None:
                 line.fail(error)
             raise
 
-    def _job(self, run_path: Path | None, wiring: Wiring | None = None) -> ElasticJob:
+    def _job(self, run_path: Path | None, wiring: Wiring | None = None) -> process.ElasticJob:
         request = self._request
-        return ElasticJob(
+        return process.ElasticJob(
             plan=request.plan,
             strategy=self._strategy,
             timeout_s=request.options.timeout_s,

@@ -5,10 +5,8 @@ ready ──► view ──► open ──► hand_over (who has the state) ─�
 
 The memory of an epoch is created by the launcher. Members start before the epochs that they will be in, so they cannot
 inherit an epoch's descriptors: these come as packets of a `SOCK_SEQPACKET` pair, a few names as JSON and a descriptor
-for each (SCM_RIGHTS). Nothing has a name in a file system, and what no process holds any more is freed.
-
-The state that a donor passes on has the form of a checkpoint: raw tensors (safetensors), and JSON for the rest. A new
-member continues from it as a resumed run continues from a checkpoint; no disk is involved.
+for each (SCM_RIGHTS). Nothing has a name in a file system, and what no process holds any more is freed. The state that
+a donor passes on has the form of a checkpoint: raw tensors (safetensors), and JSON for the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from torch.optim import Optimizer
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.data.store.state_tree import flatten, pack_tree, unflatten, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.places.external.links import meet_all, no_group

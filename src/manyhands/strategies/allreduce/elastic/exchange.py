@@ -39,8 +39,7 @@ from manyhands.wire.parcels import Parcel
 __all__ = ["LOST", "ElasticCollective", "ElasticExchange", "MembersChanged", "StepChannel"]
 
 _T = TypeVar("_T")
-LOST = (Aborted, WorkerFailed)
-"""What an exchange raises when one of its members is lost."""
+LOST = (Aborted, WorkerFailed)  # what an exchange raises when one of its members is lost
 
 
 class MembersChanged(Aborted):

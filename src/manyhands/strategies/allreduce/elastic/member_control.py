@@ -15,22 +15,12 @@ from manyhands.engine.reporting import WorkerNote
 from manyhands.errors import Aborted, PeerTimeout
 from manyhands.places.external.control_messages import Wakeup
 from manyhands.places.local.control import Context, TypedNotes
-from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    ArrivedInEpoch,
-    Depart,
-    Done,
-    EndSoon,
-    EpochView,
-    GatherEpoch,
-    LeaveEpoch,
-    LeftEpoch,
-    MemberReady,
-)
+from manyhands.strategies.allreduce.elastic import elastic_membership as core
 
 __all__ = ["ORDERS", "REPORTS", "Departed", "ListeningContext", "MemberLine"]
 
-REPORTS = TypedNotes(MemberReady, ArrivedInEpoch, LeftEpoch, Done, WorkerNote)
-ORDERS = TypedNotes(EpochView, GatherEpoch, LeaveEpoch, Depart, EndSoon)
+REPORTS = TypedNotes(core.MemberReady, core.ArrivedInEpoch, core.LeftEpoch, core.Done, WorkerNote)
+ORDERS = TypedNotes(core.EpochView, core.GatherEpoch, core.LeaveEpoch, core.Depart, core.EndSoon)
 _LOOK_S = 1.0
 
 
@@ -59,7 +49,7 @@ class MemberLine:
         early: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self.member, self._context, self._timeout_s = member, context, timeout_s
-        self._views: list[EpochView] = []
+        self._views: list[core.EpochView] = []
         self.gather = self._leave = 0  # the last epoch whose members are to gather, or to leave
         self._departs = self._ends_soon = self._closed = False
         self._on_leave: tuple[int, Callable[[], None]] | None = None
@@ -104,7 +94,7 @@ class MemberLine:
         with self._changed:
             self._changed.wait_for(lambda: self.departs or self.is_over(epoch), _LOOK_S)
 
-    def next_view(self, after: int) -> EpochView:
+    def next_view(self, after: int) -> core.EpochView:
         """Wait for the view of the next epoch; raises Departed if this member is dismissed instead."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
@@ -152,15 +142,15 @@ class MemberLine:
         order = ORDERS.read(payload)
         with self._changed:
             match order:
-                case EpochView() as view:
+                case core.EpochView() as view:
                     self._views.append(view)
-                case GatherEpoch(epoch=epoch):
+                case core.GatherEpoch(epoch=epoch):
                     self.gather = epoch
-                case LeaveEpoch(epoch=epoch):
+                case core.LeaveEpoch(epoch=epoch):
                     self._leave = epoch
-                case Depart():
+                case core.Depart():
                     self._departs = True
-                case EndSoon():
+                case core.EndSoon():
                     self._ends_soon = True
             self._act()
             self._changed.notify_all()

@@ -58,7 +58,6 @@ __all__ = [
 ]
 
 _WAIT_S: Final = 0.5
-_THIS_HOST: Final = "127.0.0.1"
 START, WEIGHTS, CHECKPOINT = "start", "weights", "checkpoint"
 """The names under which leader and member send each other what is too large for a message."""
 
@@ -107,7 +106,7 @@ PARTS: Final = TypedNotes(TakeSlot)
 
 
 def wiring_of(party: ProcessGroup | GroupMember) -> Wiring:
-    return Wiring(address=party.address or _THIS_HOST, token=party.token, security=party.security)
+    return Wiring(address=party.address or "127.0.0.1", token=party.token, security=party.security)
 
 
 def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:

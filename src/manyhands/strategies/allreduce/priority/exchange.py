@@ -23,27 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import (
-    Exchange,
-    ExchangeState,
-    LocalStep,
-    Meter,
-    PeerTraffic,
-    SharedStep,
-    Times,
-    WorkerPart,
-)
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, SlicedGradients, SliceSender, cut
-from manyhands.strategies.common.collectives.collective import (
-    broadcast,
-    gradient_layouts,
-    kept_by_codecs,
-    remember_kept,
-    total,
-)
+from manyhands.strategies.common.collectives import collective as sums
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
@@ -55,7 +40,7 @@ __all__ = ["LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
 _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
 
 
-class PriorityExchange(Exchange):
+class PriorityExchange(base.Exchange):
     """One worker's end; at most `credit_bytes` are in flight at once, in slices of at most that size."""
 
     _gradients: SlicedGradients
@@ -72,32 +57,32 @@ class PriorityExchange(Exchange):
 
         def residuals() -> Mapping[str, Any]:
             self.finish()
-            return kept_by_codecs(collective, self._carrier_index, self._carrier)
+            return sums.kept_by_codecs(collective, self._carrier_index, self._carrier)
 
-        self.part = WorkerPart(
+        self.part = base.WorkerPart(
             index=self.rank, count=self.world, copies=(range(self.world),), parameters=stepped
         )
-        self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = ExchangeState(gather=residuals, load=partial(remember_kept, collective))
+        self.meter = base.Meter(take_times=self._take_times, traffic=collective.traffic)
+        self.kept = base.ExchangeState(gather=residuals, load=partial(sums.remember_kept, collective))
         self._collective, self._bucket_bytes, self._credit_bytes = collective, bucket_bytes, credit_bytes
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
         self._unarrived: list[int] = []  # by parameter: its slices that are still to come
         self._is_applied = True  # all of the last step that was agreed on
         self._blocked: list[tuple[int, int]] = []  # intervals (begin, end) in nanoseconds
-        self._posts: Mapping[int, PeerTraffic] = {}
+        self._posts: Mapping[int, base.PeerTraffic] = {}
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer, self._late = model, optimizer, LateOptimizer(optimizer)
-        layouts = gradient_layouts(model, self._bucket_bytes)
+        layouts = sums.gradient_layouts(model, self._bucket_bytes)
         slices = cut(layouts, self._credit_bytes)
         parcels = [layout.parcel(number) for number, layout in enumerate(layouts)]
         carrier = Parcel.whole(len(parcels), _CARRIER_ITEMS, torch.float64, exact=True)
         *buckets, self._carrier = self._collective.allocate([*parcels, carrier])
         self._carrier_index = len(parcels)
         weights = [*model.parameters(), *model.buffers()]
-        broadcast(self._collective, self._carrier_index, self._carrier, weights)
+        sums.broadcast(self._collective, self._carrier_index, self._carrier, weights)
         parameters = list(trainable(model))
         self._slices = slices
         self._sender = SliceSender(self._collective, slices, len(parameters), self._credit_bytes)
@@ -115,12 +100,10 @@ class PriorityExchange(Exchange):
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of this worker's weighted loss, once the last step has arrived; full slices are sent meanwhile."""
-        self.finish()
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
-    def agree(self, local: LocalStep) -> SharedStep:
-        self.finish()
+    def agree(self, local: base.LocalStep) -> base.SharedStep:
         self._begin()
         self._gradients.fill_rest()
         with self._waiting():
@@ -163,14 +146,14 @@ class PriorityExchange(Exchange):
 
     def total(self, values: Tensor) -> Tensor:
         self.finish()
-        return total(self._collective, self._carrier_index, self._carrier, values)
+        return sums.total(self._collective, self._carrier_index, self._carrier, values)
 
-    def _take_times(self) -> Times:
+    def _take_times(self) -> base.Times:
         blocked, self._blocked = self._blocked, []
         posts, self._posts = self._posts, {}
         late = self._sender.take_late() if self.hooks is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
-        return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
+        return base.Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def close(self) -> None:
         if self.hooks is None:
@@ -181,7 +164,8 @@ class PriorityExchange(Exchange):
         self._gradients.close()
 
     def _begin(self) -> None:
-        """Open the next step unless it is open: at its first backward, or in `agree` if it has none."""
+        """Finish the last step, and open the next unless it is open: by its first backward, or `agree`."""
+        self.finish()
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +27,10 @@ from manyhands.wire.tap import GradientTap, put
 __all__ = ["Agreed", "Desk", "SendOrder", "SliceSender", "SlicedGradients", "cut"]
 
 _LOSS, _STOP, _PAUSE, _BAD = range(4)
-_WORDS = 4
-_WORD_BYTES = 8
+_WORDS, _WORD_BYTES = 4, 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class Agreed(NamedTuple):
     """What all workers know once all have closed a step."""
 
     shared: SharedStep
@@ -288,9 +287,6 @@ class Desk:
         return self.order.next(everywhere)
 
 
-# This worker's gradients in slices: moved from autograd into their buckets, and reported as each slice fills.
-
-
 class SlicedGradients:
     """Owns the gradients of `model` from construction to `close`; calls `filled(number)` for each full slice.
 
@@ -415,18 +411,20 @@ def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[
     ends = [*(slot.offset for slot in slots[1:]), layout.count][: len(slots)]
     slots_here: list[LayoutSlot] = []
     begin = 0
+
+    def piece(end: int) -> GradientSlice:
+        numbers = tuple(slot.parameter for slot in slots_here)
+        return GradientSlice(
+            parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers
+        )
+
     for slot, end in zip(slots, ends, strict=True):
         if slots_here and end - begin > most:
-            yield _slice(whole, begin, slot.offset, slots_here)
+            yield piece(slot.offset)
             slots_here, begin = [], slot.offset
         slots_here.append(slot)
         while end - begin > most:
-            yield _slice(whole, begin, begin + most, slots_here)
+            yield piece(begin + most)
             begin += most
     if layout.count > begin:
-        yield _slice(whole, begin, layout.count, slots_here)
-
-
-def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> GradientSlice:
-    numbers = tuple(slot.parameter for slot in slots)
-    return GradientSlice(parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers)
+        yield piece(layout.count)

@@ -97,20 +97,25 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
 
 def as_text(picture: Picture) -> str:
     width = max((len(f"{item.number:g}") for row in picture.rows for rank in row for item in rank), default=1)
-    letters = " ".join(f" {_letter(index):>{width}} " for index in range(picture.count))
+
+    def line(label: str, cells: Iterable[str]) -> str:
+        return f"{label:<9}{'  |  '.join(cells)}".rstrip()
+
+    letter = [chr(ord("a") + index) if index < 26 else str(index) for index in range(picture.count)]
+    letters = " ".join(f" {one:>{width}} " for one in letter)
     names = (f"worker {rank}".ljust(len(letters)) for rank in range(picture.world))
-    lines = [_line("", names), _line("", [letters] * picture.world)]
+    lines = [line("", names), line("", [letters] * picture.world)]
 
     def marked(item: Item) -> str:
         left, right = "  " if len(item.ranks) == 1 else "[]" if len(item.ranks) == picture.world else "()"
         return f"{left}{item.number:>{width}g}{right}"
 
     for number, (row, arrows) in enumerate(zip(picture.rows, picture.arrows, strict=True)):
-        words = [f"{a.source}→{a.to}:{''.join(map(_letter, range(a.begin, a.end)))}" for a in arrows]
+        words = [f"{a.source}→{a.to}:{''.join(letter[a.begin : a.end])}" for a in arrows]
         if words:
             lines += ["", *(f"{'':<9}{'  '.join(words[at : at + 8])}" for at in range(0, len(words), 8))]
         cells = (" ".join(marked(item) for item in rank) for rank in row)
-        lines.append(_line(f"round {number}" if number else "start", cells))
+        lines.append(line(f"round {number}" if number else "start", cells))
     return "\n".join(lines) + "\n"
 
 
@@ -146,14 +151,6 @@ def refresh(page: str, drawn: Callable[[str], str]) -> str:
     return figures.sub(lambda found: f"{found[1]}\n{drawn(found[2])}{found[3]}", page)
 
 
-def _letter(index: int) -> str:
-    return chr(ord("a") + index) if index < 26 else str(index)
-
-
-def _line(label: str, cells: Iterable[str]) -> str:
-    return f"{label:<9}{'  |  '.join(cells)}".rstrip()
-
-
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
 _BOX_W, _BOX_H, _GAP, _PITCH, _LEFT, _TOP = 38, 30, 34, 92, 72, 40
 _STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("collective.css").read_text()
@@ -161,7 +158,7 @@ _STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("colle
 
 def as_svg(picture: Picture) -> str:
     width = _LEFT + picture.world * (picture.count * _BOX_W + _GAP)
-    height = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16
+    height, segment = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16, (_BOX_W - 2) / picture.world
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
@@ -188,31 +185,23 @@ def as_svg(picture: Picture) -> str:
             f'marker-end="url(#head{arrow.source})"/>'
             for arrow in picture.arrows[number]
         ]
-        parts += [
-            _box(item, picture.world, _x(picture, rank, index), y)
-            for rank, items in enumerate(row)
-            for index, item in enumerate(items)
-        ]
+        for place, items in enumerate(row):
+            for index, item in enumerate(items):
+                x, state = _x(picture, place, index), "done" if len(item.ranks) == picture.world else "part"
+                parts += [
+                    f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>'
+                    + "".join(  # a segment in the colour of each rank that is in it
+                        f'<rect x="{x + rank * segment:g}" y="{y + _BOX_H - 6:g}" width="{segment:g}" height="6" '
+                        f'fill="{_COLOURS[rank % 8]}"/>'
+                        for rank in sorted(item.ranks)
+                    )
+                    + f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
+                ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _x(picture: Picture, rank: int, index: float) -> float:
     return _LEFT + rank * (picture.count * _BOX_W + _GAP) + index * _BOX_W
-
-
-def _box(item: Item, world: int, x: float, y: float) -> str:
-    """An item: its number, and under it a bar with a segment in the colour of each rank that is in it."""
-    state = "done" if len(item.ranks) == world else "part"
-    segment = (_BOX_W - 2) / world
-    bars = "".join(
-        f'<rect x="{x + rank * segment:g}" y="{y + _BOX_H - 6:g}" width="{segment:g}" height="6" '
-        f'fill="{_COLOURS[rank % 8]}"/>'
-        for rank in sorted(item.ranks)
-    )
-    return (
-        f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>{bars}'
-        f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
-    )
 
 
 def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int]) -> dict[MessageArrow, float]:

@@ -6,9 +6,8 @@
                 Tang et al., ICML 2021)
     factors     PowerSGD's are summed like any vector, by the schedule
 
-where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P, where it takes
-less than a ring of what is not encoded. All add up what they decoded in the order of ranks, themselves included: so all
-have the same bits.
+where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P. All add up what
+they decoded in the order of ranks, themselves included: so all have the same bits.
 """
 
 from __future__ import annotations

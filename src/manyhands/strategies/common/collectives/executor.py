@@ -23,20 +23,11 @@ import torch
 from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import HALVES, SUMMED
 from manyhands.native.segment import CACHE_LINE, round_up
+from manyhands.strategies.common.collectives import schedule
 from manyhands.strategies.common.collectives.algorithms import broadcast
 from manyhands.strategies.common.collectives.compressed import Compressor
 from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.common.collectives.row_sums import GradientRows, sum_rows
-from manyhands.strategies.common.collectives.schedule import (
-    Algorithm,
-    Departure,
-    Fold,
-    How,
-    Landing,
-    Plan,
-    Round,
-    lay_plan,
-)
 from manyhands.transport.link.interface import Link
 from manyhands.transport.liveness import Alarm
 from manyhands.wire.codec import ParcelCodec, encodes, round_trip
@@ -70,7 +61,7 @@ class ScheduleExecutor:
 
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: schedule.Algorithm,
         rank: int,
         world: int,
         links: Mapping[int, Link],
@@ -112,7 +103,7 @@ class ScheduleExecutor:
         buffer: torch.Tensor,
         op: Op = "sum",
         parcel: Parcel | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: schedule.Algorithm | None = None,
     ) -> None:
         """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum.
 
@@ -173,7 +164,7 @@ class ScheduleExecutor:
         self,
         kind: _Kind,
         by: str,
-        plan: Plan,
+        plan: schedule.Plan,
         vector: torch.Tensor,
         op: Op = "sum",
         encoded: _Encoded | None = None,
@@ -190,12 +181,12 @@ class ScheduleExecutor:
             for begin, end in plan.own_results:  # as if it were sent, so that all ranks hold the same values
                 encoded.encode("out", begin, end)
 
-    def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: _Encoded | None) -> None:
+    def _run_round(self, work: schedule.Round, arithmetic: _Arithmetic, encoded: _Encoded | None) -> None:
         if encoded is None:
             refused = self.mailbox.post([(d.to, arithmetic.items(d.begin, d.end)) for d in work.departures])
         else:
             refused = self.mailbox.post(encoded.messages(work.departures))
-        deferred: list[tuple[Landing, torch.Tensor]] = []
+        deferred: list[tuple[schedule.Landing, torch.Tensor]] = []
         for landing in work.landings:
             space = arithmetic.space(landing)
             if encoded is None:
@@ -233,24 +224,24 @@ class _Arithmetic:
         """Return a part of the vector; all of it comes unsliced, as a slice costs more than adding a few items."""
         return self.vector if not begin and end == self.vector.numel() else self.vector[begin:end]
 
-    def space(self, landing: Landing) -> torch.Tensor:
+    def space(self, landing: schedule.Landing) -> torch.Tensor:
         if landing.scratch is None:
             return self.items(landing.begin, landing.end)
         return self.scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
 
-    def apply(self, landing: Landing, got: torch.Tensor) -> None:
+    def apply(self, landing: schedule.Landing, got: torch.Tensor) -> None:
         """Apply a message that landed in its space; one that is kept has no effect yet."""
-        if landing.scratch is None or landing.how is How.KEEP:
+        if landing.scratch is None or landing.how is schedule.How.KEEP:
             return
         mine = self.items(landing.begin, landing.end)
-        if landing.how is How.COPY:
+        if landing.how is schedule.How.COPY:
             mine.copy_(got)
         elif landing.source < self.rank:
             self.operation(got, mine, out=mine)
         else:
             self.operation(mine, got, out=mine)
 
-    def fold(self, fold: Fold) -> None:
+    def fold(self, fold: schedule.Fold) -> None:
         count = fold.end - fold.begin
         mine = self.items(fold.begin, fold.end)
         first, *rest = (mine if at is None else self.scratch[at : at + count] for at in fold.addends)
@@ -279,14 +270,14 @@ def _checked(buffer: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _all_reduce_plan(algorithm: Algorithm, rank: int, world: int, count: int) -> Plan:
+def _all_reduce_plan(algorithm: schedule.Algorithm, rank: int, world: int, count: int) -> schedule.Plan:
     gives = algorithm.gives(rank, world)
-    return lay_plan(algorithm.table(rank, world), rank, algorithm.chunks(world), count, gives=gives)
+    return schedule.lay_plan(algorithm.table(rank, world), rank, algorithm.chunks(world), count, gives=gives)
 
 
 @lru_cache(maxsize=256)
-def _broadcast_plan(rank: int, world: int, root: int, count: int) -> Plan:
-    return lay_plan(broadcast(rank, world, root), rank, 1, count)
+def _broadcast_plan(rank: int, world: int, root: int, count: int) -> schedule.Plan:
+    return schedule.lay_plan(broadcast(rank, world, root), rank, 1, count)
 
 
 @dataclass(slots=True)
@@ -303,7 +294,7 @@ class _Encoded:
     _vector: torch.Tensor
     _room: Callable[[str, int], torch.Tensor]
 
-    def messages(self, departures: Sequence[Departure]) -> list[LinkMessage]:
+    def messages(self, departures: Sequence[schedule.Departure]) -> list[LinkMessage]:
         """Return the messages to post, each span encoded once for all receivers; constant until all are sent."""
         spans = list(dict.fromkeys((one.begin, one.end) for one in departures))
         encoded = {span: self.encode(f"out {at}", *span) for at, span in enumerate(spans)}
@@ -316,7 +307,7 @@ class _Encoded:
         return round_trip(self._codec, parcel, self._vector[begin:end], room)
 
     def receive(
-        self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[LinkMessage]
+        self, mailbox: Mailbox, landing: schedule.Landing, space: torch.Tensor, refused: list[LinkMessage]
     ) -> list[LinkMessage]:
         """Fill `space` with the next message, posting refused ones meanwhile; return what is left to post."""
         parcel = self._parcel.part(landing.begin, landing.end)

@@ -70,60 +70,51 @@ def row_sparse(model: nn.Module) -> set[nn.Parameter]:
 def sum_rows(
     mine: GradientRows, below: int, rank: int, world: int, mailbox: Mailbox, enter: Callable[[int], None]
 ) -> GradientRows:
-    """Collective: the sum over ranks of rows of a table that has `below`; `enter` says which round begins."""
-    power = 1 << world.bit_length() - 1
-    swap = _Swap(mine.items.shape[1], mine.items.dtype, below, mailbox, enter)
-    if rank >= power:
-        swap.send(1, rank - power, mine)
-        return swap.receive(2 * world.bit_length() + 2, rank - power)
-    if rank + power < world:
-        mine = mine.plus(swap.receive(1, rank + power))
-    distance, number = 1, 3
-    while distance < power:
-        peer = rank ^ distance
-        theirs = swap.receive(number, peer, mine)
-        mine = mine.plus(theirs) if rank < peer else theirs.plus(mine)
-        distance, number = 2 * distance, number + 2
-    if rank + power < world:
-        swap.send(2 * world.bit_length() + 2, rank + power, mine)
-    return mine
+    """Collective: the sum over ranks of rows of a table that has `below`; `enter` says which round begins.
 
+    Every number of a round stands for two messages.
+    """
+    power, last = 1 << world.bit_length() - 1, 2 * world.bit_length() + 2
+    width, dtype = mine.items.shape[1], mine.items.dtype
 
-class _Swap:
-    """GradientRows to and from one rank at a time; every number of a round stands for two messages."""
+    def payloads(rows: GradientRows) -> tuple[Tensor, Tensor]:
+        items = rows.items.contiguous().view(-1)
+        body = torch.cat([rows.numbers.view(torch.uint8), items.view(torch.uint8)])
+        return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
 
-    def __init__(
-        self, width: int, dtype: torch.dtype, below: int, mailbox: Mailbox, enter: Callable[[int], None]
-    ) -> None:
-        self._width, self._dtype, self._below = width, dtype, below
-        self._mailbox, self._enter = mailbox, enter
+    def send(number: int, peer: int, rows: GradientRows) -> None:
+        for step, payload in enumerate(payloads(rows)):
+            enter(number + step)
+            mailbox.flush(mailbox.post([(peer, payload)]), [peer])
 
-    def send(self, number: int, peer: int, rows: GradientRows) -> None:
-        for step, payload in enumerate(self._payloads(rows)):
-            self._enter(number + step)
-            self._mailbox.flush(self._mailbox.post([(peer, payload)]), [peer])
-
-    def receive(self, number: int, peer: int, rows: GradientRows | None = None) -> GradientRows:
-        payloads = self._payloads(rows) if rows is not None else (None, None)
+    def receive(number: int, peer: int, rows: GradientRows | None = None) -> GradientRows:
         room = count = torch.empty(1, dtype=torch.int64)
-        for step, payload in enumerate(payloads):
-            self._enter(number + step)
-            refused = self._mailbox.post([(peer, payload)]) if payload is not None else []
+        for step, payload in enumerate(payloads(rows) if rows is not None else (None, None)):
+            enter(number + step)
+            refused = mailbox.post([(peer, payload)]) if payload is not None else []
             if step:
-                if not 0 <= int(count) <= self._below:
-                    self._mailbox.refuse(peer, f"{int(count)} rows of a table that has {self._below}")
-                row_bytes = _NUMBER_BYTES + self._width * self._dtype.itemsize
-                room = torch.empty(int(count) * row_bytes, dtype=torch.uint8)
-            refused, _ = self._mailbox.receive(peer, room.view(torch.uint8), refused)
+                if not 0 <= int(count) <= below:
+                    mailbox.refuse(peer, f"{int(count)} rows of a table that has {below}")
+                room = torch.empty(int(count) * (_NUMBER_BYTES + width * dtype.itemsize), dtype=torch.uint8)
+            refused, _ = mailbox.receive(peer, room.view(torch.uint8), refused)
             if payload is not None:
-                self._mailbox.flush(refused, [peer])
+                mailbox.flush(refused, [peer])
         end = _NUMBER_BYTES * int(count)
         numbers = room[:end].view(torch.int64)
         ascends = bool((numbers[1:] > numbers[:-1]).all())
-        if int(count) and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < self._below):
-            self._mailbox.refuse(peer, f"numbers of rows that do not ascend within {self._below}")
-        return GradientRows(numbers, room[end:].view(self._dtype).view(int(count), self._width))
+        if int(count) and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < below):
+            mailbox.refuse(peer, f"numbers of rows that do not ascend within {below}")
+        return GradientRows(numbers, room[end:].view(dtype).view(int(count), width))
 
-    def _payloads(self, rows: GradientRows) -> tuple[Tensor, Tensor]:
-        body = torch.cat([rows.numbers.view(torch.uint8), rows.items.contiguous().view(-1).view(torch.uint8)])
-        return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
+    if rank >= power:
+        send(1, rank - power, mine)
+        return receive(last, rank - power)
+    if rank + power < world:
+        mine = mine.plus(receive(1, rank + power))
+    for level in range(power.bit_length() - 1):
+        peer = rank ^ 1 << level
+        theirs = receive(3 + 2 * level, peer, mine)
+        mine = mine.plus(theirs) if rank < peer else theirs.plus(mine)
+    if rank + power < world:
+        send(last, rank + power, mine)
+    return mine

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic, Times, Traffic
-from manyhands.engine.worker_resources import Resources
+from manyhands.engine.exchange import PeerTraffic, Resources, Times, Traffic
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives.collective import Collective
@@ -28,16 +27,7 @@ from manyhands.strategies.common.collectives.row_sums import GradientRows
 from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
-from manyhands.wire.choice import (
-    CHOSEN,
-    CodecChoice,
-    CodecCost,
-    LinkCost,
-    candidates,
-    decide,
-    looks_at,
-    sent_bytes,
-)
+from manyhands.wire import choice
 from manyhands.wire.codec import ParcelCodec, codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
@@ -82,10 +72,10 @@ class CodecChooser:
         self._error = error
         self._executor, self._make, self._clock_s = executor, make, clock_s
         self.codec = RAW  # the codec in use
-        self.decisions: list[CodecChoice] = []
+        self.decisions: list[choice.CodecChoice] = []
 
     def is_due(self, step: int) -> bool:
-        return looks_at(step, self.decisions[-1].step if self.decisions else -1)
+        return choice.looks_at(step, self.decisions[-1].step if self.decisions else -1)
 
     def look(self, step: int, filled: Filled) -> None:
         """Collective, before the exchange of a step: measure and choose, if due."""
@@ -95,12 +85,12 @@ class CodecChooser:
         parcel, part = max(free, key=lambda one: one[0].num_bytes)
         count = min(parcel.count, _SAMPLE_BYTES // parcel.dtype.itemsize)
         sample, values = parcel.part(0, count), part[:count]
-        names = candidates(self._error, double=parcel.dtype == torch.float64)
+        names = choice.candidates(self._error, double=parcel.dtype == torch.float64)
         if not names:
             why = (
                 f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
             )
-            self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
+            self._take(choice.CodecChoice(codec=RAW, step=step, why=why), filled)
             return
         measured = [  # seconds to sum the sample unencoded, to sum next to nothing, and what each codec costs
             self._fastest(values.clone()),
@@ -111,11 +101,11 @@ class CodecChooser:
         self._executor.all_reduce(worst, "max")
         large_s, small_s = worst[:2].tolist()
         world = self._executor.world
-        large_bytes = sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
+        large_bytes = choice.sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
         rows = zip(names, worst[2:].view(-1, 4).tolist(), strict=True)
-        decision = decide(
-            [CodecCost(codec=name, **dict(zip(_COSTS, row, strict=True))) for name, row in rows],
-            LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
+        decision = choice.decide(
+            [choice.CodecCost(codec=name, **dict(zip(_COSTS, row, strict=True))) for name, row in rows],
+            choice.LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
             sample_bytes=sample.num_bytes,
             num_bytes=sum(one.num_bytes for one, _ in free),
             world=world,
@@ -126,7 +116,9 @@ class CodecChooser:
         self._take(decision, filled)
 
     def summary(self) -> dict[str, Any]:
-        return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
+        return {
+            choice.CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]
+        }
 
     def memory(self) -> dict[str, torch.Tensor]:
         since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
@@ -139,10 +131,10 @@ class CodecChooser:
                 del kept[name]
                 self._use(name.removeprefix(_IN_USE))
                 why = f"{self.codec}: as before the run was resumed"
-                self.decisions = [CodecChoice(codec=self.codec, step=int(since), why=why)]
+                self.decisions = [choice.CodecChoice(codec=self.codec, step=int(since), why=why)]
         self._executor.remember(kept)
 
-    def _take(self, decision: CodecChoice, filled: Filled) -> None:
+    def _take(self, decision: choice.CodecChoice, filled: Filled) -> None:
         self.decisions.append(decision)
         if decision.codec == self.codec:
             return
@@ -415,11 +407,12 @@ class ScheduleCollective(Collective):
         return sum((one.traffic() for one in self.mailboxes), Traffic())
 
     def close(self) -> None:
-        def close_links() -> None:
-            for link in self._links.values():
-                link.close()
+        self._background.close(partial(close_links, self._links))
 
-        self._background.close(close_links)
+
+def close_links(links: Mapping[int, Link]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def carrier(

@@ -18,22 +18,14 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.collectives.schedule import (
-    Algorithm,
-    How,
-    Receive,
-    ScheduleError,
-    Step,
-    Table,
-    span_bounds,
-)
+from manyhands.strategies.common.collectives import schedule
 
 __all__ = ["cost", "prove", "replay"]
 
 _V = TypeVar("_V")
 
 
-def prove(algorithm: Algorithm, world: int) -> None:
+def prove(algorithm: schedule.Algorithm, world: int) -> None:
     """Return if the schedule is a correct all-reduce of `world` ranks, else raise ScheduleError.
 
     Proven: messages match one to one in FIFO order, no step waits for ever, every rank ends with each
@@ -59,19 +51,22 @@ def prove(algorithm: Algorithm, world: int) -> None:
                 lacks, doubles = (
                     [one for one in range(world) if bits >> one & 1] for bits in (missing, twice)
                 )
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {lacks} "
                     f"and with those of {doubles} more than once"
                 )
             if number != held[0][chunk]:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: ranks 0 and {rank} add chunk {chunk} in different orders, "
                     f"{expressions.text(held[0][chunk])} and {expressions.text(number)}"
                 )
 
 
 def replay(
-    algorithm: Algorithm, world: int, start: Callable[[int, int], _V], add: Callable[[Sequence[_V]], _V]
+    algorithm: schedule.Algorithm,
+    world: int,
+    start: Callable[[int, int], _V],
+    add: Callable[[Sequence[_V]], _V],
 ) -> Iterator[list[list[_V]]]:
     """Run all ranks in one place, without links, on any kind of value; yield what they hold after each round.
 
@@ -84,7 +79,9 @@ def replay(
     where = f"{algorithm.name} on {world} ranks"
     for rank, table in enumerate(tables):
         if len(table) != len(tables[0]):
-            raise ScheduleError(f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}")
+            raise schedule.ScheduleError(
+                f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}"
+            )
     ranks = [
         _Rank(rank, [start(rank, chunk) for chunk in range(chunks)], add, algorithm.gives(rank, world))
         for rank in range(world)
@@ -95,7 +92,7 @@ def replay(
     for one in ranks:
         if one.kept:
             kept, source = next(iter(one.kept))
-            raise ScheduleError(
+            raise schedule.ScheduleError(
                 f"{where}: rank {one.rank} never folds chunks {_text(kept)} kept from rank {source}"
             )
 
@@ -110,15 +107,15 @@ class _Rank(Generic[_V]):
     gives: bool
     kept: dict[tuple[range, int], list[_V]] = field(default_factory=dict)
 
-    def take(self, receive: Receive, values: list[_V], where: str) -> None:
+    def take(self, receive: schedule.Receive, values: list[_V], where: str) -> None:
         chunks, source = receive.chunks, receive.source
-        if receive.how is How.KEEP:
+        if receive.how is schedule.How.KEEP:
             if (chunks, source) in self.kept:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {self.rank} still keeps chunks {_text(chunks)} of rank {source}"
                 )
             self.kept[chunks, source] = values
-        elif receive.how is How.COPY:
+        elif receive.how is schedule.How.COPY:
             self.held[chunks.start : chunks.stop] = values
         else:
             for chunk, value in zip(chunks, values, strict=True):
@@ -134,14 +131,16 @@ class _Rank(Generic[_V]):
         self.held[chunks.start : chunks.stop] = [self.add(column) for column in columns]
 
 
-def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> None:
+def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[schedule.Step], where: str) -> None:
     wires: dict[tuple[int, int], list[tuple[range, list[_V]]]] = defaultdict(list)
     for rank, step in zip(ranks, steps, strict=True):
         for send in step.sends:
             if send.to == rank.rank or not 0 <= send.to < len(ranks):
-                raise ScheduleError(f"{where}: rank {rank.rank} sends to rank {send.to}, which is not a peer")
+                raise schedule.ScheduleError(
+                    f"{where}: rank {rank.rank} sends to rank {send.to}, which is not a peer"
+                )
             if send.chunks.stop > len(rank.held):
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
                 )
             values = rank.held[send.chunks.start : send.chunks.stop]
@@ -150,13 +149,13 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
         for receive in step.receives:
             wire = wires.get((receive.source, rank.rank))
             if not wire:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {rank.rank} waits for ever for chunks {_text(receive.chunks)} from rank "
                     f"{receive.source}, who sends it nothing more in this round"
                 )
             chunks, values = wire.pop(0)
             if chunks != receive.chunks:
-                raise ScheduleError(
+                raise schedule.ScheduleError(
                     f"{where}: rank {receive.source} sends chunks {_text(chunks)} to rank {rank.rank}, "
                     f"who awaits chunks {_text(receive.chunks)}"
                 )
@@ -165,7 +164,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
             rank.fold(chunks)
     for (source, to), wire in wires.items():
         if wire:
-            raise ScheduleError(
+            raise schedule.ScheduleError(
                 f"{where}: rank {source} sends chunks {_text(wire[0][0])} to rank {to}, who receives none"
             )
 
@@ -228,7 +227,7 @@ class Cost:
     steps: int
     messages: tuple[int, ...]
     bytes_sent: tuple[int, ...]
-    _tables: tuple[Table, ...] = field(repr=False)
+    _tables: tuple[schedule.Table, ...] = field(repr=False)
     _size: Callable[[range], int] = field(repr=False)  # the bytes of a run of chunks
 
     def time(self, alpha: float, beta: float, gamma: float) -> float:
@@ -247,13 +246,15 @@ class Cost:
                     carried = port + alpha + size(receive.chunks) * beta
                     port = max(carried, left[receive.source, rank].popleft())
                 # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
-                added = sum(size(receive.chunks) for receive in step.receives if receive.how is not How.COPY)
+                added = sum(
+                    size(receive.chunks) for receive in step.receives if receive.how is not schedule.How.COPY
+                )
                 finished[rank] = max(finished[rank], port) + gamma * added
             clocks = finished
         return max(clocks)
 
 
-def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
+def cost(algorithm: schedule.Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
     if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
         raise UserError(
             f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"
@@ -261,7 +262,7 @@ def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) 
     tables, chunks = algorithm.tables(world), algorithm.chunks(world)
 
     def size(span: range) -> int:
-        begin, end = span_bounds(num_bytes // item_bytes, chunks, span)
+        begin, end = schedule.span_bounds(num_bytes // item_bytes, chunks, span)
         return (end - begin) * item_bytes
 
     return Cost(

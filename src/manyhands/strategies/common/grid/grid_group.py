@@ -75,18 +75,12 @@ class LinkGroup:
         else:
             spans = [split(flat.numel(), index, self.world) for index in range(self.world)]
             pieces = [flat[span.start : span.stop] for span in spans]
-            pieces[self.index].copy_(self._scatter_sum(pieces))
+            mine = pieces[self.index]
+            rooms = {index: torch.empty_like(mine) for index in self._others()}
+            self.exchange({index: pieces[index] for index in self._others()}, rooms)
+            mine.copy_(_sum([rooms.get(index, mine) for index in range(self.world)]))
             self._hand_out(pieces)
         return _back(tensor, flat)
-
-    def reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Collective: of one piece for each member, this one's summed over all; sizes may differ."""
-        if len(pieces) != self.world:
-            raise UserError(f"{len(pieces)} pieces for {self.world} members; give one for each")
-        if self.world == 1:
-            return pieces[0].clone()
-        mine = pieces[self.index]
-        return self._scatter_sum([_flat(piece) for piece in pieces]).view(mine.shape).to(mine.device)
 
     def all_gather(self, mine: Tensor, sizes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
         """Collective: every member's tensor, in their order; `sizes` are their shapes, where they differ."""
@@ -126,9 +120,6 @@ class LinkGroup:
                 self._waited[index] += time.monotonic_ns() - begin
         self._mailbox.flush(refused, [self.members[index] for index in sends])
 
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
-
     def traffic(self) -> Traffic:
         return self._mailbox.traffic()
 
@@ -145,12 +136,6 @@ class LinkGroup:
 
     def _others(self) -> list[int]:
         return [index for index in range(self.world) if index != self.index]
-
-    def _scatter_sum(self, pieces: Sequence[Tensor]) -> Tensor:
-        mine = pieces[self.index]
-        rooms = {index: torch.empty_like(mine) for index in self._others()}
-        self.exchange({index: pieces[index] for index in self._others()}, rooms)
-        return _sum([rooms.get(index, mine) for index in range(self.world)])
 
     def _hand_out(self, pieces: Sequence[Tensor]) -> None:
         mine = pieces[self.index]

@@ -79,11 +79,6 @@ class Outline:
             shapes={key: value.shape for key, value in state.items()},
         )
 
-    def names(self) -> dict[int, str]:
-        """The first name of each, by identity."""
-        named = (*self.parameters.items(), *self.buffers.items())
-        return {id(tensor): name for name, tensor in reversed(named)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
@@ -114,7 +109,8 @@ class HeldModel:
         self.held = tuple(held)
         self._outline, self._optimizer = outline, optimizer
         self._buffers, self._buffer_cuts = dict(buffers or {}), dict(buffer_cuts or {})
-        self._names = outline.names()
+        named = (*outline.parameters.items(), *outline.buffers.items())
+        self._names = {id(tensor): name for name, tensor in reversed(named)}  # the first one of each
         self._position = positions(optimizer)
         self._listed = [
             [self._position[id(one)] for one in group["params"]] for group in optimizer.param_groups
@@ -182,7 +178,20 @@ class HeldModel:
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
-        gathered = _gather(group, list(self._state_entries()))
+        entries = []
+        for one in self.held:
+            position = self._position.get(id(one.whole)) if one.reports else None
+            for name, value in (
+                self._optimizer.state.get(one.local, {}).items() if position is not None else ()
+            ):
+                facts = {"position": position, "name": name}
+                if not isinstance(value, Tensor):
+                    entries.append(_Entry({**facts, "value": value}, None))
+                    continue
+                is_cut = one.cut is not None and value.shape == one.local.shape
+                shape, words = (one.shape, _words(one.cut)) if is_cut else (value.shape, None)
+                entries.append(_Entry({**facts, "cut": words, "shape": list(shape)}, value))
+        gathered = _gather(group, entries)
         if gathered is None:
             return None
         state: dict[int, dict[str, Any]] = {}
@@ -199,21 +208,6 @@ class HeldModel:
             for settings, listed in zip(own["param_groups"], self._listed, strict=True)
         ]
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
-
-    def _state_entries(self) -> Iterator[_Entry]:
-        for one in self.held:
-            position = self._position.get(id(one.whole))
-            if not one.reports or position is None:
-                continue
-            for name, value in self._optimizer.state.get(one.local, {}).items():
-                facts = {"position": position, "name": name}
-                if not isinstance(value, Tensor):
-                    yield _Entry({**facts, "value": value}, None)
-                    continue
-                is_cut = one.cut is not None and value.shape == one.local.shape
-                shape = one.shape if is_cut else value.shape
-                words = _words(one.cut) if is_cut else None
-                yield _Entry({**facts, "cut": words, "shape": list(shape)}, value)
 
 
 class _Entry(NamedTuple):

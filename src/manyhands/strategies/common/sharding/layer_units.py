@@ -23,22 +23,7 @@ from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = [
-    "Action",
-    "Await",
-    "Fetch",
-    "Hand",
-    "Release",
-    "Unit",
-    "UnitFlow",
-    "UnitMemory",
-    "UnitVisits",
-    "move_buffers",
-    "piece_ranges",
-    "pieces_in",
-    "require_apart",
-    "units_of",
-]
+__all__ = ["Unit", "UnitFlow", "UnitMemory", "UnitVisits", "move_buffers", "require_apart", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
@@ -50,8 +35,7 @@ class Unit:
 
     number: int
     name: str
-    module: nn.Module | None
-    """Whose forward uses them; None where that is not one module, so that they stay through a step."""
+    module: nn.Module | None  # whose forward uses them; None if not of one: they stay through a step
     parameters: tuple[nn.Parameter, ...]
     layouts: tuple[BucketLayout, ...]
 

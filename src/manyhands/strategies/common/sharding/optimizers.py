@@ -18,7 +18,7 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 
-__all__ = ["KeptState", "is_elementwise", "kept_by", "may_fuse", "positions", "stepping_for"]
+__all__ = ["KeptState", "cannot_step", "kept_by", "may_fuse", "positions", "stepping_for"]
 
 _FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 _FUSED_DTYPES = (torch.float32, torch.float64)  # 16-bit ones would be rounded once where torch rounds often
@@ -40,11 +40,6 @@ def stepping_for(optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> St
     )
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether parameters may be cut anywhere: each item is stepped by its own gradient and state."""
-    return not cannot_step(optimizer, Stepping.IN_PIECES)
-
-
 def positions(optimizer: Optimizer) -> dict[int, int]:
     """By the identity of a parameter: its number in the optimizer's `state_dict()`."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -64,10 +59,9 @@ def may_fuse(
         return False
     reached = [parameter for parameter in parameters if parameter.grad is not None]
     states = [state.get(parameter) or {} for parameter in reached]
-    if any(parameter.dtype not in _FUSED_DTYPES for parameter in reached):
-        return False
-    if any("step" in one and one["step"].dtype != torch.float32 for one in states):
-        return False  # counted in float64, as torch does where that is the default type
+    wide = any("step" in one and one["step"].dtype != torch.float32 for one in states)
+    if wide or any(parameter.dtype not in _FUSED_DTYPES for parameter in reached):
+        return False  # steps are counted in float64, as torch does where that is the default type
     # Fused SGD takes momentum for either all or none of its parameters: one that is reached late is the odd one out.
     return not group.get("momentum") or all(states) or not any(states)
 

@@ -1,12 +1,9 @@
 """The user's optimizer, run on the pieces of the parameters that one owner has: a worker, or a shard of a server.
 
 No second optimizer is built. For the length of a step the user's own one sees other parameters: pieces of the owner's
-values, with their gradients and their state. So its settings, schedulers that change them, hooks and whatever else it
-keeps are simply the user's. Between steps it lists the model's parameters as always, and its `state` is empty: each
-owner keeps that of its pieces here.
-
-A state that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step:
-cut to the owner's pieces, the rest let go. `MergedState` puts the states of all owners together again.
+values, with their gradients and their state. So its settings, schedulers and hooks are simply the user's. Between steps
+it lists the model's parameters as always, and its `state` is empty: each owner keeps that of its pieces here. A state
+that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step.
 """
 
 from __future__ import annotations
@@ -268,9 +265,8 @@ class Part:
 class MergedState:
     """The `state` that a single process's `state_dict()` would hold, out of what the owners of parts keep.
 
-    An owner, a worker of `central` or a shard of `ps`, keeps the state of its parts of the parameters. A tensor that
-    has the parameter's shape is cut as the parameter is; anything else (Adam's count of steps) every owner has, and the
-    first one's is taken.
+    A tensor that has the parameter's shape is cut as it is; anything else (Adam's count of steps) every owner has, and
+    the first one's is taken.
     """
 
     def __init__(self) -> None:

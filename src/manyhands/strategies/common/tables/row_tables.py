@@ -1,8 +1,8 @@
 """A shard's rows of a row-sparse table: values and lazy optimizers that touch nothing but the rows of a gradient.
 
-The table of an embedding has a gradient in the rows that a batch looked up and nowhere else. Torch's dense optimizers
-walk over all of it; these walk over the rows that came. Their settings are those of the user's torch optimizer, their
-state has its names and shapes, and where every row comes in every step they are that optimizer. Rows that do not come:
+Torch's dense optimizers walk over all of a table; these walk over the rows that came. Their settings are those of the
+user's torch optimizer, their state has its names and shapes, and where every row comes in every step they are that
+optimizer. Rows that do not come:
 
 * **SGD, Adagrad, FTRL**: nothing would happen to them (without weight decay), so lazy is equal to dense, always.
 * **SGD with momentum**: the buffer of a row does not decay, and does not move it, while the row stays away.
@@ -31,16 +31,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
-from manyhands.strategies.common.tables.row_kernels import (
-    adagrad_rows,
-    adam_rows,
-    first_foreign_row,
-    ftrl_rows,
-    number_rows,
-    sgd_rows,
-    sum_rows,
-    take_rows,
-)
+from manyhands.strategies.common.tables import row_kernels as kernels
 
 __all__ = [
     "Given",
@@ -105,7 +96,7 @@ class Placement:
 
     def foreign_row(self, rows: Tensor, shard: int) -> int | None:
         owners = self._owners.numpy() if self._owners is not None else _NO_OWNERS
-        index = first_foreign_row(rows.numpy(), owners, shard, self.num_rows)
+        index = kernels.first_foreign_row(rows.numpy(), owners, shard, self.num_rows)
         return None if index < 0 else int(rows[index])
 
 
@@ -131,8 +122,7 @@ class RowGradient:
 
     rows: Tensor
     values: Tensor
-    is_vetted: bool = False
-    """Whether the rows are known to ascend and to belong to the receiving shard, so that checks can be skipped."""
+    is_vetted: bool = False  # whether rows are known to ascend and to be of the receiving shard: unchecked
 
     @staticmethod
     def total(terms: Sequence[tuple[RowGradient, float]]) -> RowGradient:
@@ -167,7 +157,7 @@ class RowTable:
         """Copy the values of these rows of the whole table, which are known to be this shard's, to an address."""
         local = self._placement.local(rows)
         row_bytes = self.values.shape[1] * self.values.itemsize
-        take_rows(self.values.data_ptr(), local.data_ptr(), address, local.numel(), row_bytes)
+        kernels.take_rows(self.values.data_ptr(), local.data_ptr(), address, local.numel(), row_bytes)
 
     def gather(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one."""
@@ -184,9 +174,9 @@ class RowTable:
         gradients = gradient.values.contiguous().numpy()
         if not gradient.is_vetted:  # a row may be named twice
             numbers, local = np.empty_like(rows), np.empty_like(rows)
-            count = number_rows(rows, numbers, local)
+            count = kernels.number_rows(rows, numbers, local)
             if count < rows.size:
-                gradients = sum_rows(gradients, numbers, count)
+                gradients = kernels.sum_rows(gradients, numbers, count)
             rows = local[:count]
         self._rule(self.values, self.state, rows, gradients, {**settings, "lr": float(settings["lr"]) * rate})
 
@@ -233,7 +223,7 @@ def _sgd(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapp
     fresh = 1.0 if is_first else 1.0 - settings["dampening"]  # as torch: the first gradient is not dampened
     numbers = _numbers(values, settings["lr"], settings["weight_decay"], momentum, fresh)
     nesterov, maximize = bool(settings["nesterov"]), bool(settings["maximize"])
-    sgd_rows(values.numpy(), speeds, rows, gradients, numbers, nesterov, maximize)
+    kernels.sgd_rows(values.numpy(), speeds, rows, gradients, numbers, nesterov, maximize)
 
 
 def _adagrad(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
@@ -243,7 +233,9 @@ def _adagrad(values: Tensor, state: State, rows: Any, gradients: Any, settings: 
     state["step"] += 1
     rate = settings["lr"] / (1 + (state["step"].item() - 1) * settings["lr_decay"])
     numbers = _numbers(values, rate, settings["weight_decay"], settings["eps"])
-    adagrad_rows(values.numpy(), state["sum"].numpy(), rows, gradients, numbers, bool(settings["maximize"]))
+    kernels.adagrad_rows(
+        values.numpy(), state["sum"].numpy(), rows, gradients, numbers, bool(settings["maximize"])
+    )
 
 
 def _adam(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
@@ -258,14 +250,14 @@ def _adam(values: Tensor, state: State, rows: Any, gradients: Any, settings: Map
     added, kept = (0.0, 1.0 - settings["lr"] * decay) if decoupled else (decay, 1.0)
     numbers = _numbers(values, rate, root, added, kept, beta1, beta2, settings["eps"])
     means, squares = state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()
-    adam_rows(values.numpy(), means, squares, rows, gradients, numbers, bool(settings["maximize"]))
+    kernels.adam_rows(values.numpy(), means, squares, rows, gradients, numbers, bool(settings["maximize"]))
 
 
 def _ftrl(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
     if not state:
         state.update(FTRL.begin(values, settings))
     numbers = _numbers(values, *(settings[name] for name in ("lr", "alpha", "beta", "l1", "l2")))
-    ftrl_rows(values.numpy(), state["z"].numpy(), state["n"].numpy(), rows, gradients, numbers)
+    kernels.ftrl_rows(values.numpy(), state["z"].numpy(), state["n"].numpy(), rows, gradients, numbers)
 
 
 Rule = Callable[[Tensor, State, Any, Any, Mapping[str, Any]], None]

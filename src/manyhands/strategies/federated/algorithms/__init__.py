@@ -7,31 +7,14 @@ from collections.abc import Callable
 from typing import Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.strategies.federated.algorithms import averaging
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm, FederatedFacts
+from manyhands.strategies.federated.algorithms.averaging import AVERAGING
 from manyhands.strategies.federated.algorithms.buff import FedBuff
 
 __all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
-ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
-    kind.word: kind
-    for kind in (
-        averaging.FedAvg,
-        averaging.FedSgd,
-        averaging.FedProx,
-        averaging.FedAdam,
-        averaging.FedYogi,
-        averaging.FedAdagrad,
-        averaging.Scaffold,
-        averaging.FedNova,
-        averaging.CoordinateMedian,
-        averaging.TrimmedMean,
-        averaging.Krum,
-        averaging.MultiKrum,
-        averaging.Ditto,
-        FedBuff,
-    )
-}
+_KINDS: Final[tuple[type[FederatedAlgorithm], ...]] = (*AVERAGING, FedBuff)
+ALGORITHMS: Final = {kind.word: kind for kind in _KINDS}
 
 
 def algorithm_named(text: str) -> FederatedAlgorithm:

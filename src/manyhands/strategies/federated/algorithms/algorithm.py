@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum, Tensors
 
 __all__ = ["FederatedAlgorithm", "FederatedFacts"]
 
@@ -34,28 +32,17 @@ class FederatedFacts:
 
 
 class FederatedAlgorithm(ABC):
-    """Federated averaging; others change the parts that they name.
-
-    Tensors come in the order of the model's parameters, then its floating-point buffers.
-    """
+    """Federated averaging; others change the parts that they name. Tensors come in the order of `held`."""
 
     word: ClassVar[str]
     about: ClassVar[str]
-    number: ClassVar[str] = ""
-    """What the number after the colon is, as `MU` of `fedprox:MU`; none: it takes no number."""
-
-    whole_batches: ClassVar[bool] = False
-    """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
+    number: ClassVar[str] = ""  # what stands after the colon, as `MU` of `fedprox:MU`; "": nothing
+    whole_batches: ClassVar[bool] = False  # whether a client takes one step on all of its data
     corrects: ClassVar[bool] = False  # whether `correct` changes gradients
     single_updates: ClassVar[bool] = False  # whether the server must see each update, and not only their sum
-    sums_only: ClassVar[bool] = False
-    """Whether the server and others learn nothing of a client but its update in a sum, which a norm bound limits.
-
-    False until an algorithm has been checked for it.
-    """
+    sums_only: ClassVar[bool] = False  # checked: nothing is learnt of a client but its update in a sum
     trains_personal: ClassVar[bool] = False
-    """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
-    `correct_personal`; what it comes to is given to `keep_personal`."""
+    """Whether a client then trains one of its own: from `personal`, with `correct_personal`, to `keep_personal`."""
     # For an estimate of memory: tensors of a model's size that each client keeps, and whether the server keeps the
     # models that clients under way began with.
     models_kept: ClassVar[int] = 0
@@ -74,31 +61,27 @@ class FederatedAlgorithm(ABC):
     def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
         """UserError where a round of so many clients is too small for it."""
 
-    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sent(self, weights: Tensors) -> Tensors:
         """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
         return weights
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         """Tensors of the shapes and types of what a client keeps in `states`; none: it keeps nothing."""
         del weights
         return ()
 
-    def keep(self, client: int, tensors: Sequence[Tensor]) -> None:
+    def keep(self, client: int, tensors: Tensors) -> None:
         """A copy of these is what a client keeps from now on; it keeps what it had where a number is not finite."""
         if all(bool(one.isfinite().all()) for one in tensors):
             self.states[client] = [one.detach().clone() for one in tensors]
 
-    def reported(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def reported(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         """On a client, after its steps: what it sends, without what it keeps."""
         change = self.layers.shared(self.report(client, start, trained, steps))
         self.layers.keep(client, trained)
         return change
 
-    def given(
-        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
-    ) -> Sequence[ClientAssignment]:
+    def given(self, number: int, chosen: Sequence[int], weights: Tensors) -> Sequence[ClientAssignment]:
         """On the server: whose updates make round `number`, and what each began with; the same on every worker."""
         return [ClientAssignment(client=client, weights=weights, number=number) for client in chosen]
 
@@ -106,17 +89,15 @@ class FederatedAlgorithm(ABC):
         """What is worth a place in the summary of the run."""
         return {}
 
-    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def begin(self, client: int, weights: Tensors) -> Tensors:
         """On a client: what its training begins with. Others may begin before it reports: keep them apart."""
         del client
         return weights
 
-    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:  # noqa: B027
+    def correct(self, client: int, parameters: Tensors, start: Tensors) -> None:  # noqa: B027
         """On a client, between backward and its optimizer's step: change the gradients in place."""
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         """On a client, after its steps: what it sends, of the shapes that `sent` says; `trained` are not its own."""
         del client, steps
         return [mine - begun for mine, begun in zip(trained, start, strict=True)]
@@ -124,28 +105,28 @@ class FederatedAlgorithm(ABC):
     def refused(self, client: int) -> None:  # noqa: B027 - most keep nothing
         """On a client whose report was not counted in this round: it restores what it had before."""
 
-    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def personal(self, client: int, weights: Tensors) -> Tensors:
         """The model that a client itself uses, where the server's is `weights`."""
         del client
         return weights
 
     def correct_personal(  # noqa: B027
-        self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]
+        self, client: int, parameters: Tensors, weights: Tensors
     ) -> None:
         """Like `correct`, while a client trains its personal model; `weights` are the server's."""
 
-    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:  # noqa: B027
+    def keep_personal(self, client: int, trained: Tensors) -> None:  # noqa: B027
         """On a client: store its trained personal model; the tensors are reused by the caller and must be copied."""
 
     def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""
         return float(update.samples)
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
+    def mean(self, found: TallySum) -> Tensors:
         """On the server: one update of all, in double precision, of the shapes that `sent` says."""
         return [one / found.weight for one in found.sums]
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         """On the server: move the weights by the mean of the updates, in place."""
         for weight, change in zip(weights, mean, strict=True):
             weight.add_(change)

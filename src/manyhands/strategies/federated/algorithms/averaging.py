@@ -5,30 +5,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 
-__all__ = [
-    "CoordinateMedian",
-    "Ditto",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedNova",
-    "FedProx",
-    "FedSgd",
-    "FedYogi",
-    "Krum",
-    "MultiKrum",
-    "Scaffold",
-    "TrimmedMean",
-]
+__all__ = ["AVERAGING"]
 
 
 class FedAvg(FederatedAlgorithm):
@@ -61,12 +47,12 @@ class FedProx(FederatedAlgorithm):
         super().__init__()
         self._mu = mu
 
-    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+    def correct(self, client: int, parameters: Tensors, start: Tensors) -> None:
         del client
         _hold_near(parameters, start, self._mu)
 
 
-def _hold_near(parameters: Sequence[Tensor], weights: Sequence[Tensor], by: float) -> None:
+def _hold_near(parameters: Tensors, weights: Tensors, by: float) -> None:
     """Add the gradient of the squared distance from these weights, times by/2."""
     for parameter, other in zip(parameters, weights, strict=False):  # buffers come after the parameters
         if parameter.grad is not None:
@@ -79,12 +65,10 @@ class FedNova(FederatedAlgorithm):
     word: ClassVar[str] = "fednova"
     about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
 
-    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sent(self, weights: Tensors) -> Tensors:
         return [*weights, torch.zeros(1, dtype=torch.float64)]
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         change = super().report(client, start, trained, steps)
         parameters = self.facts.parameters
         return [
@@ -93,7 +77,7 @@ class FedNova(FederatedAlgorithm):
             torch.tensor([steps / self.facts.most_steps], dtype=torch.float64),
         ]
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
         scaled = [one * taken for one in mean[:parameters]]
         super().step(weights, [*scaled, *mean[parameters:-1]])
@@ -118,7 +102,7 @@ class _FedOpt(FederatedAlgorithm):
         self._momentum: list[Tensor] = []
         self._second: list[Tensor] = []
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         assert self.facts.names, "an algorithm is attached before its first step"
         count = self.facts.parameters
         super().step(weights[count:], mean[count:])
@@ -187,24 +171,24 @@ class Scaffold(FederatedAlgorithm):
     def __init__(self) -> None:
         super().__init__()
         self._server: list[Tensor] = []  # c
-        self._before: dict[int, Sequence[Tensor]] = {}  # by client that trains: c_i
+        self._before: dict[int, Tensors] = {}  # by client that trains: c_i
         self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
-        self._coming: dict[int, Sequence[Tensor]] = {}  # by client that has reported: c_i⁺, until c follows
+        self._coming: dict[int, Tensors] = {}  # by client that has reported: c_i⁺, until c follows
 
-    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sent(self, weights: Tensors) -> Tensors:
         return [*weights, *weights[: self.facts.parameters]]
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return weights[: self.facts.parameters]
 
-    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def begin(self, client: int, weights: Tensors) -> Tensors:
         like = self.kept(weights)
         self._begin_server(like)
         self._before[client] = self.states.get(client) or [torch.zeros_like(one) for one in like]
         self._met[client] = [torch.zeros_like(one) for one in like]
         return weights
 
-    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+    def correct(self, client: int, parameters: Tensors, start: Tensors) -> None:
         del start
         noted, before = self._met[client], self._before[client]
         for parameter, met, mine, common in zip(parameters, noted, before, self._server, strict=True):
@@ -212,9 +196,7 @@ class Scaffold(FederatedAlgorithm):
                 met.add_(parameter.grad)
                 parameter.grad.add_(common).sub_(mine)
 
-    def report(
-        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
-    ) -> Sequence[Tensor]:
+    def report(self, client: int, start: Tensors, trained: Tensors, steps: int) -> Tensors:
         """How far weights and control variate came; the new one is kept when the round counts."""
         change = super().report(client, start, trained, steps)
         after = [met / steps for met in self._met.pop(client)]
@@ -225,13 +207,13 @@ class Scaffold(FederatedAlgorithm):
     def refused(self, client: int) -> None:
         self._coming.pop(client, None)  # its control variate stays, since c does not follow
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
+    def mean(self, found: TallySum) -> Tensors:
         """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
         mean = super().mean(found)
         tensors = len(mean) - self.facts.parameters
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
 
-    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    def step(self, weights: Tensors, mean: Tensors) -> None:
         super().step(weights, mean[: len(weights)])
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):
@@ -240,7 +222,7 @@ class Scaffold(FederatedAlgorithm):
             self.keep(client, after)
         self._coming.clear()
 
-    def _begin_server(self, like: Sequence[Tensor]) -> None:
+    def _begin_server(self, like: Tensors) -> None:
         if not self._server:
             self._server = [torch.zeros_like(one) for one in like]
 
@@ -265,17 +247,17 @@ class Ditto(FederatedAlgorithm):
         super().__init__()
         self._hold = hold
 
-    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def kept(self, weights: Tensors) -> Tensors:
         return weights
 
-    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def personal(self, client: int, weights: Tensors) -> Tensors:
         return self.states.get(client, weights)
 
-    def correct_personal(self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def correct_personal(self, client: int, parameters: Tensors, weights: Tensors) -> None:
         del client
         _hold_near(parameters, weights, self._hold)
 
-    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
+    def keep_personal(self, client: int, trained: Tensors) -> None:
         self.keep(client, trained)
 
 
@@ -294,11 +276,11 @@ class _Robust(FederatedAlgorithm):
         del update
         return 1.0
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
+    def mean(self, found: TallySum) -> Tensors:
         columns = zip(*self._chosen(found), strict=True)
         return [self._middle(torch.stack([one.double() for one in column])) for column in columns]
 
-    def _chosen(self, found: TallySum) -> Sequence[Sequence[Tensor]]:
+    def _chosen(self, found: TallySum) -> Sequence[Tensors]:
         return found.updates
 
     def _middle(self, rows: Tensor) -> Tensor:
@@ -371,7 +353,7 @@ class Krum(_Robust):
                 f"and 3), and there are {clients}; use more of them or a smaller number"
             )
 
-    def _chosen(self, found: TallySum) -> Sequence[Sequence[Tensor]]:
+    def _chosen(self, found: TallySum) -> Sequence[Tensors]:
         hostile = max(0, self._hostile - found.missing)
         rows = [
             torch.cat([one.double().flatten() for one in change[: self.facts.parameters]])
@@ -400,3 +382,9 @@ def krum_scores(rows: Tensor, hostile: int) -> Tensor:
 
 def _trimmed(rows: Tensor, each: int) -> Tensor:
     return rows.sort(0).values[each : len(rows) - each].mean(0)
+
+
+AVERAGING: Final[tuple[type[FederatedAlgorithm], ...]] = (
+    *(FedAvg, FedSgd, FedProx, FedAdam, FedYogi, FedAdagrad, Scaffold, FedNova),
+    *(CoordinateMedian, TrimmedMean, Krum, MultiKrum, Ditto),
+)

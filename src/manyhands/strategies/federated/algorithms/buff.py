@@ -24,7 +24,7 @@ from manyhands.data.randomness import mix
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Buffered
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum, Tensors
 
 __all__ = ["FedBuff", "duration_s"]
 
@@ -85,9 +85,7 @@ class FedBuff(FederatedAlgorithm):
                 "way at once; use a smaller number, or a larger fraction"
             )
 
-    def given(
-        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
-    ) -> Sequence[ClientAssignment]:
+    def given(self, number: int, chosen: Sequence[int], weights: Tensors) -> Sequence[ClientAssignment]:
         """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen
         self._versions[number] = [one.detach().clone() for one in weights]
@@ -125,11 +123,8 @@ class FedBuff(FederatedAlgorithm):
     def weight(self, update: ClientUpdate) -> float:
         return self.policy.rate(update.staleness)
 
-    def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """The sum divided by the number of updates, not by their weights: a late buffer takes a smaller step.
-
-        An update that was rejected because it is not finite counts as zero.
-        """
+    def mean(self, found: TallySum) -> Tensors:
+        """The sum by the number of updates, not by their weights: a late, or a rejected one, makes a step smaller."""
         return [one / self._size for one in found.sums]
 
     def summary(self) -> Mapping[str, Any]:

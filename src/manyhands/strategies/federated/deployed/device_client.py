@@ -24,19 +24,7 @@ from manyhands.strategies.federated.client_updates import ClientAssignment, Clie
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
-from manyhands.strategies.federated.deployed.http_client import (
-    BackOff,
-    HttpsClient,
-    Reply,
-    SendRequest,
-    Unreached,
-)
-from manyhands.strategies.federated.deployed.protocol import (
-    SMALL_BYTES,
-    MessageRejected,
-    TensorForm,
-    whole_in,
-)
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, Reply, Unreached, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
@@ -66,7 +54,7 @@ class DevicePlan:
     strategy: Federated
     seed: int
     hold_s: float  # how long the server holds back a question for work
-    form: TensorForm
+    form: protocol.TensorForm
     config: Mapping[str, Any]
 
     @classmethod
@@ -86,7 +74,7 @@ class DevicePlan:
         task = _task_over(str(name), options, data, schema)
         seed = whole_in(sent, "seed")
         model = initial_model(task, seed)
-        form = TensorForm.of(model)
+        form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
             why = "the server's model has other tensors than the one that this release makes of its task"
             raise UserError(why)
@@ -120,7 +108,7 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
     return task
 
 
-def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str) -> None:
+def enrol(send: protocol.SendRequest, state: DeviceState, token: str | None, address: str) -> None:
     if state.client is not None:
         return
     if not token:
@@ -129,7 +117,7 @@ def enrol(send: SendRequest, state: DeviceState, token: str | None, address: str
     key = public_identity(state.secret)
     signature = crypto.sign(state.secret, protocol.enrolment_text(token, key))
     request = {"token": token, "key": key.hex(), "signature": signature.hex()}
-    reply = send("POST", "/enrol", json.dumps(request).encode(), "", SMALL_BYTES)
+    reply = send("POST", "/enrol", json.dumps(request).encode(), "", protocol.SMALL_BYTES)
     answer = _answer(reply, "--enrol: the server refused")
     state.remember(server=address, run=str(answer.get("run")), client=whole_in(answer, "client"))
 
@@ -167,7 +155,7 @@ class Device:
 
     def __init__(
         self,
-        send: SendRequest,
+        send: protocol.SendRequest,
         state: DeviceState,
         plan: DevicePlan,
         *,
@@ -181,7 +169,7 @@ class Device:
         self._send, self._state, self._plan, self._notify = send, state, plan, notify
         self._clock, self._sleep, self._patience_s = clock, sleep, patience_s
         self._client = state.client
-        self._back_off = BackOff(most_s=most_pause_s, seed=self._client)
+        self._back_off = protocol.BackOff(most_s=most_pause_s, seed=self._client)
         self._model = initial_model(plan.task, plan.seed)
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
@@ -215,7 +203,7 @@ class Device:
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
                     target = f"/work?have={self._rounds + 1}&after={self._after}"
-                    self._send("GET", target, b"", self._hash, SMALL_BYTES)
+                    self._send("GET", target, b"", self._hash, protocol.SMALL_BYTES)
                 return self._rounds
             if work.get("state") == "train":
                 attempt, update = whole_in(work, "attempt", self._after + 1), self._update()
@@ -228,11 +216,10 @@ class Device:
                     self._report(attempt, update)
                 self._after = max(self._after, attempt)
 
-    def _request(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
-        """An answer, asked for until there is one; None where the server will have none of it (409, 422).
-
-        ManyhandsError where there was none for too long, or the server refuses this device.
-        """
+    def _request(
+        self, method: str, target: str, body: bytes = b"", most: int = protocol.SMALL_BYTES
+    ) -> Reply | None:
+        """An answer, retried until there is one; None for 409 and 422, ManyhandsError where it is refused or late."""
         since = self._clock()
         while True:
             try:
@@ -324,7 +311,7 @@ class Device:
         return b"" if party.stage is SecureStage.ADVERTISE else None
 
 
-def plan_for(send: SendRequest, data: Path) -> DevicePlan:
+def plan_for(send: protocol.SendRequest, data: Path) -> DevicePlan:
     try:
         sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
         return DevicePlan.read(sent, data)
@@ -378,7 +365,7 @@ class JoiningDevice:
 def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
     """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
     crypto.need_cryptography()
-    send = HttpsClient(asked.address, asked.authority)
+    send = protocol.HttpsClient(asked.address, asked.authority)
     state = DeviceState(asked.out)
     try:
         _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
@@ -402,7 +389,7 @@ def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
 
 
 def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
-    pauses, since = BackOff(most_s=asked.most_pause_s), time.monotonic()
+    pauses, since = protocol.BackOff(most_s=asked.most_pause_s), time.monotonic()
     while True:
         try:
             return call()

@@ -122,18 +122,10 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
 
-_OF_SIMULATION: Final = [
-    "partition",
-    "together",
-    "keep",
-    "personal",
-    "held_out",
-    "clip",
-    "noise",
-    "epsilon",
-    "sampling",
-    "dropout",
-]
+_OF_SIMULATION: Final = (
+    *("partition", "together", "keep", "personal", "held_out"),
+    *("clip", "noise", "epsilon", "sampling", "dropout"),
+)
 # Algorithms whose devices send an update and nothing else, and need nothing but the model.
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 _FEWEST_SECURE: Final = 3
@@ -191,17 +183,13 @@ class FederatedJob:
         # What is a simulation's as yet would be left out without a word.
         usual = Federated()
         for name in ("over", "min_reports", "deadline"):
-            if getattr(self.strategy, name) != getattr(usual, name):
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
-                    f"--{name.replace('_', '-')}"
-                )
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = f"is of simulated clients; for devices, give --{name.replace('_', '-')}"
+                raise UserError(f"federated {name}={value:g}: {why}")
         for name in _OF_SIMULATION:
-            if getattr(self.strategy, name) != getattr(usual, name):
-                raise UserError(
-                    f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
-                    "leave it out"
-                )
+            if (value := getattr(self.strategy, name)) != getattr(usual, name):
+                why = "is for simulation, and not for devices as yet; leave it out"
+                raise UserError(f"federated {name}={value}: {why}")
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from manyhands.data.store.rundir import parameter_shapes
-from manyhands.errors import UserError, printable
+from manyhands.errors import ManyhandsError, UserError, printable
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, whole_in
-from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
 from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
@@ -184,10 +184,7 @@ class DeviceApp:
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
-    """The request's body; MessageRejected before more than `most_bytes` of it are read, or if it takes too long.
-
-    What a request says of its length is compared with what comes: one in chunks could say anything.
-    """
+    """The body, of the declared length; MessageRejected before more than `most_bytes` are read, or if it is slow."""
     declared = headers.get("content-length", "")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
         raise MessageRejected(411, "the request does not say how long it is")
@@ -224,9 +221,7 @@ class ServingPlace:
     resume: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Path | None = (
-        None  # a folder with cert.pem and key.pem; None: one is made in the run directory, for `host`
-    )
+    tls: Path | None = None  # a folder with cert.pem and key.pem; None: one is made for `host`
     linger_s: float = 30.0  # how long devices are waited for after the last round, to fetch the model
 
 
@@ -257,7 +252,13 @@ def serve_devices(job: FederatedJob, place: ServingPlace, notify: Callable[[str]
             if app.server.new_tokens is not None:
                 notify(f"{app.server.new_tokens}: a token for each device, to enrol once")
             asyncio.run(_serve(app, listener, folder, place))
-            require_complete(app.server)
+            if app.server.failed is not None:
+                raise ManyhandsError(f"the server has failed: {app.server.failed}") from app.server.failed
+            if app.server.state.phase is RoundPhase.GIVEN_UP:
+                raise ManyhandsError(
+                    f"the server gave up after {app.server.state.done} rounds: too few devices came, or too few "
+                    "reported; start it again with --resume"
+                )
         finally:
             app.close()
 

@@ -8,26 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import ManyhandsError
+from manyhands.strategies.federated import client_updates
 from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.strategies.federated.client_updates import (
-    ClassSums,
-    ClientUpdate,
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
-    shaped,
-)
+from manyhands.strategies.federated.client_updates import ClassSums, ClientUpdate, TallySum, Tensors, shaped
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
@@ -39,28 +31,23 @@ from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, 
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import hash_of
 
-__all__ = ["RoundServer", "require_complete"]
+__all__ = ["RoundServer"]
 
 _MOST_LOSS = 1e9
 _LEAST_BYTES = 4096  # that a message of a secure sum may have
 
 
 class SecureAttempt:
-    """One attempt at a secure sum over HTTP: the server's state machine, with a deadline for every stage.
+    """One attempt at a secure sum over HTTP: the state machine, with a deadline for every stage."""
 
-    A device trains before it sends its first message, so the first stage lasts as long as a round does, and each of the
-    others only as long as messages take. A message that a device repeats, having missed the answer, is answered again.
-    """
-
-    def __init__(
-        self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
-    ) -> None:
+    def __init__(self, job: FederatedJob, roster: Mapping[int, bytes], weights: Tensors, at_s: float) -> None:
         self._roster = roster
         # No sum is made that would not count: with the next attempt's it would reveal more than either.
         items, minimum = sum(one.numel() for one in weights), job.terms.minimum
         self.terms = SecureTerms.draw(job.strategy.fixed_point, len(roster), items, minimum)
         self.server = SecureServer(self.terms, roster, hash_of(weights))
-        self.due_s = at_s + job.settings.deadline_s  # when the current stage ends
+        # When the current stage ends; in the first one devices train.
+        self.due_s = at_s + job.settings.deadline_s
         self._stage_s = job.settings.stage_s  # how long each stage but the first may take
         self._messages: dict[int, dict[int, bytes]] = {}  # by stage and client
         self._came: dict[tuple[int, int], bytes] = {}
@@ -87,7 +74,7 @@ class SecureAttempt:
     def receive(self, client: int, stage: int, body: bytes) -> None:
         """A client's message at a stage; ProtocolRefused where it is wrong, late, or another one than before."""
         digest = digest_of(body)
-        if (client, stage) in self._came:
+        if (client, stage) in self._came:  # a device that has missed the answer repeats its message
             if self._came[client, stage] != digest:
                 raise ProtocolRefused(f"client {client} has sent something else at this stage before")
             return
@@ -112,10 +99,7 @@ class SecureAttempt:
         return message, message is not None
 
     def advance(self, at_s: float) -> bool:
-        """Advance to the next stage if all clients have answered or the deadline has passed; whether there is a sum.
-
-        RoundAbandoned where too few clients are left; nothing is revealed then.
-        """
+        """Advance if all clients have answered or it is time; whether there is a sum. RoundAbandoned with too few."""
         if self.server.waits_for and at_s < self.due_s:
             return False
         messages = self.server.advance()
@@ -131,6 +115,7 @@ class RoundServer:
 
     _norms: dict[int, float]
     secure: SecureAttempt | None  # also read by the thread that answers requests
+    _secure_sum: TallySum | None
 
     def __init__(
         self,
@@ -190,10 +175,7 @@ class RoundServer:
         return {"client": number, "run": self._files.run}
 
     def work(self, client: int, have: int, after: int, at_s: float) -> tuple[dict[str, Any], bool]:
-        """What a client should know, and whether it should know it at once.
-
-        `have` is how many rounds its model has seen (-1: none), `after` the last attempt that it has done with.
-        """
+        """What a client with the model of round `have`, done with attempt `after`, should know, and whether at once."""
         self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
@@ -287,7 +269,7 @@ class RoundServer:
         try:
             if secure.advance(at_s):
                 flat, loss, weight = sum_of(secure.terms.fixed, secure.server.result())
-                self._sum = ClassSums.whole(shaped(flat, self._weights), weight, loss)
+                self._secure_sum = TallySum(sums=shaped(flat, self._weights), weight=weight, loss=loss)
                 survivors = secure.server.lists.survivors
                 self._do(core.SumCame(attempt=self.state.attempt, clients=survivors, at_s=at_s))
         except ProtocolRefused as refused:
@@ -348,7 +330,8 @@ class RoundServer:
 
     def _close(self, decision: core.CloseRound) -> None:
         norms = self._norms
-        total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
+        largest = client_updates.largest_class(norms.values(), self._terms.norm_ratio)
+        total = self._secure_sum or self._sum.total(largest)
         with torch.no_grad():
             mean = self._algorithm.mean(total)
             step = [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
@@ -371,17 +354,17 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{described_clients(list(decision.counted))}, whose norms a secure sum does not show"
+        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum does not show"
         if seen := {client: norms[client] for client in decision.counted if client in norms}:
-            came = described_norms(seen)
+            came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
-        require_finite(measured, self.state.done, came, weights=finite)
+        client_updates.require_finite(measured, self.state.done, came, weights=finite)
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
         self._refresh()
         if decision.rejected:
-            came = described_norms({client: norms[client] for client in decision.rejected})
+            came = client_updates.described_norms({client: norms[client] for client in decision.rejected})
             usual = statistics.median(norms.values())
             self.notify(
                 f"round {self.state.done}: rejected, since larger than norm_ratio={self._terms.norm_ratio:g} times the "
@@ -395,14 +378,4 @@ class RoundServer:
     def _forget(self) -> None:
         self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
         self._norms = {}
-        self.secure = None
-
-
-def require_complete(server: RoundServer) -> None:
-    if server.failed is not None:
-        raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
-    if server.state.phase is core.RoundPhase.GIVEN_UP:
-        raise ManyhandsError(
-            f"the server gave up after {server.state.done} rounds: too few devices came, or too few reported; start it "
-            "again with --resume"
-        )
+        self.secure = self._secure_sum = None

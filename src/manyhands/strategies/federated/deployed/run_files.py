@@ -52,9 +52,8 @@ class Enrolment:
 
     def grown(self, places: int) -> tuple[Enrolment, list[str]]:
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
-        return Enrolment(
-            (*self.places, *(DevicePlace(body_hash(token.encode())) for token in tokens))
-        ), tokens
+        added = [DevicePlace(body_hash(token.encode())) for token in tokens]
+        return Enrolment((*self.places, *added)), tokens
 
     def key_of(self, client: int) -> bytes:
         if not 0 <= client < len(self.places) or not self.places[client].key:

@@ -85,10 +85,7 @@ def public_key(secret: bytes) -> bytes:
 
 
 def agree(secret: bytes, theirs: bytes) -> bytes:
-    """X25519: what the owner of `secret` and the owner of the public key `theirs` both know.
-
-    ProtocolRefused where `theirs` is one of the few points with which every agreement is zero.
-    """
+    """X25519: what both owners know. ProtocolRefused for one of the few keys with which every agreement is zero."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     mine = X25519PrivateKey.from_private_bytes(secret)
@@ -148,10 +145,7 @@ def verify(public: bytes, signature: bytes, text: bytes) -> bool:
 
 
 def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """`length` words that look random without the key: AES-256 in counter mode from zero.
-
-    Every key is used for one mask only.
-    """
+    """`length` words that look random without the key, which is used once: AES-256 in counter mode from zero."""
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
     from cryptography.hazmat.primitives.ciphers.modes import CTR
@@ -186,10 +180,7 @@ def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.
 
 
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
-    """The secret of (point, share) pairs; ProtocolRefused where they are too few, doubled, or not of one secret.
-
-    Shares beyond the threshold are checked against the others.
-    """
+    """The secret of (point, share) pairs; ProtocolRefused where they are too few, doubled, or not all of one secret."""
     if len(shares) < threshold:
         raise ProtocolRefused(f"{len(shares)} shares, and it takes {threshold}")
     values: dict[int, int] = {}

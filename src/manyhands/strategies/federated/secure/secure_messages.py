@@ -23,13 +23,7 @@ import numpy as np
 from manyhands.errors import UserError
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words
-from manyhands.strategies.federated.secure.primitives import (
-    KEY_BYTES,
-    SHARE_BYTES,
-    SIGNATURE_BYTES,
-    ProtocolRefused,
-    digest_of,
-)
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
 __all__ = [
@@ -50,10 +44,10 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
-SEALED_BYTES: Final = 2 * SHARE_BYTES + crypto.SEAL_BYTES  # a share of both secrets of a client, for another
+SEALED_BYTES: Final = 2 * crypto.SHARE_BYTES + crypto.SEAL_BYTES  # shares of two secrets, for another client
 _Key = Annotated[bytes, KEY_BYTES]
-_Signature = Annotated[bytes, SIGNATURE_BYTES]
-_Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
+_Signature = Annotated[bytes, crypto.SIGNATURE_BYTES]
+_Shares = Mapping[U32, Annotated[bytes, crypto.SHARE_BYTES]]
 _Sealed = Mapping[U32, Annotated[bytes, SEALED_BYTES]]
 
 
@@ -130,11 +124,11 @@ class Advertisement(_Message):
     channel_key: _Key  # with which others seal shares for it
     mask_key: _Key  # with which others agree on masks
     commitment: _Key  # digest of the client's own seed
-    signature: _Signature = bytes(SIGNATURE_BYTES)  # under all of the above
+    signature: _Signature = bytes(crypto.SIGNATURE_BYTES)  # under all of the above
 
     @property
     def signed(self) -> bytes:
-        return digest_of(b"advertisement", LABEL, self.encode()[:-SIGNATURE_BYTES])
+        return digest_of(b"advertisement", LABEL, self.encode()[: -crypto.SIGNATURE_BYTES])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ client it gives away one of two things, and never both: a share of its seed if i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
@@ -26,7 +26,6 @@ from manyhands.strategies.federated.secure.fixedpoint import Words
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, SHARE_BYTES, Draw, ProtocolRefused
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
-    RoundKeys,
     SecureTerms,
     SurvivorList,
     point_of,
@@ -59,10 +58,9 @@ class SecureClient:
         model: bytes,
         draw: Draw = os.urandom,
     ) -> None:
-        """Draw its keys.
+        """Draw its keys; `identity` is its Ed25519 secret, `model` the hash of the model it was given.
 
-        `identity` is its Ed25519 secret, `roster` the public identity of every client asked, `model` the hash of the
-        model it was given. ProtocolRefused where the terms are for another number of clients.
+        `roster` has the public identity of every client asked; ProtocolRefused where the terms are for more or fewer.
         """
         if len(roster) != terms.clients or number not in roster:
             why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
@@ -71,7 +69,7 @@ class SecureClient:
         self.stage = SecureStage.ADVERTISE
         self._identity, self._roster, self._terms, self._model = identity, roster, terms, model
         self._draw = draw
-        self._keys = RoundKeys(terms, model)
+        self._keys = messages.RoundKeys(terms, model)
         self._channel_secret, self._mask_secret, self._seed = (draw(KEY_BYTES) for _ in range(3))
         self._others: dict[int, Advertisement] = {}
         self._keys_digest = b""
@@ -127,10 +125,7 @@ class SecureClient:
                     raise ProtocolRefused(f"a share came of client {client}, who is not on the list of keys")
                 key = self._keys.channel(self._agreed[client], client, self.number)
                 self._held[client] = crypto.open_sealed(key, sealed, self._keys.context(client, self.number))
-            if len(self._held) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(self._held)} clients have shared their secrets, and it takes {self._terms.threshold}"
-                )
+            self._require_enough(self._held, "clients have shared their secrets")
             fixed = self._terms.fixed
             if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
                 raise ProtocolRefused(
@@ -163,10 +158,7 @@ class SecureClient:
             for client, signature in request.signatures.items():
                 if client not in lists.survivors or not crypto.verify(self._roster[client], signature, text):
                     raise ProtocolRefused(f"client {client} did not sign this list of survivors")
-            if len(request.signatures) < self._terms.threshold:
-                raise ProtocolRefused(
-                    f"{len(request.signatures)} clients signed the survivors, and it takes {self._terms.threshold}"
-                )
+            self._require_enough(request.signatures, "clients signed the survivors")
             held, self._held = self._held, {}
             return messages.UnmaskReply(
                 seeds={client: held[client][SHARE_BYTES:] for client in lists.survivors},
@@ -184,8 +176,7 @@ class SecureClient:
 
     def _checked_keys(self, listed: messages.KeyList) -> dict[int, Advertisement]:
         found = {one.client: one for one in listed.advertisements}
-        if len(found) < self._terms.threshold:
-            raise ProtocolRefused(f"{len(found)} clients have keys, and it takes {self._terms.threshold}")
+        self._require_enough(found, "clients have keys")
         keys = [key for one in found.values() for key in (one.channel_key, one.mask_key)]
         if len(set(keys)) < len(keys):
             raise ProtocolRefused("a public key is on the list twice")
@@ -205,10 +196,12 @@ class SecureClient:
         if self.number not in lists.survivors:
             why = f"client {self.number} is not among the survivors, and answers nothing more"
             raise ProtocolRefused(why)
-        if len(lists.survivors) < self._terms.threshold:
-            why = f"{len(lists.survivors)} clients have survived, and it takes {self._terms.threshold}"
-            raise ProtocolRefused(why)
+        self._require_enough(lists.survivors, "clients have survived")
         return lists
+
+    def _require_enough(self, clients: Sized, what: str) -> None:
+        if len(clients) < self._terms.threshold:
+            raise ProtocolRefused(f"{len(clients)} {what}, and it takes {self._terms.threshold}")
 
 
 def require_signed(
@@ -315,10 +308,7 @@ class SecureServer:
             self._asked -= {client}
 
     def advance(self) -> dict[int, bytes]:
-        """No more answers are waited for: what each client is sent next, nothing after the last stage.
-
-        RoundAbandoned where fewer than the threshold have answered.
-        """
+        """What each client is sent next, nothing after the last stage; RoundAbandoned where too few have answered."""
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}")
         if len(self._came) < self._terms.threshold:
@@ -354,7 +344,7 @@ class SecureServer:
         return self._sum
 
     def _take_masks_off(self) -> None:
-        keys = RoundKeys(self._terms, self._model)
+        keys = messages.RoundKeys(self._terms, self._model)
         found = self._sum
         for client in self.lists.survivors:
             seed = self._combined(self._seed_shares[client], client)

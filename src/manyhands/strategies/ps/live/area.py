@@ -74,9 +74,9 @@ class WorkerArea:
         return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
 
     def part(self, shard: int) -> AreaPart:
-        values = self._layout.part(self.values, shard).memory
+        begin, end = self._layout.bounds[shard]
         gradient = self._layout.part(self.gradients, shard)
-        return AreaPart(flags=self.flags(shard), values=values, gradient=gradient)
+        return AreaPart(flags=self.flags(shard), values=self.values[begin:end], gradient=gradient)
 
     def flags(self, shard: int) -> Tensor:
         """One byte per piece of the shard: whether the last backward reached it."""

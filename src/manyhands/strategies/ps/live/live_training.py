@@ -23,7 +23,7 @@ from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome
@@ -100,8 +100,6 @@ class ServerTraining:
         self._job, self._most_workers, self._remote = job, most_workers, remote
         self._watchdog_s, self._begun = watchdog_s, begun
         self._stack = ExitStack()
-        self.rings: dict[int, EventRing] = {}  # by slot
-        self.server_rings: list[EventRing] = []
         self._keeper: RunKeeper | None = None
 
     def __enter__(self) -> Self:
@@ -112,17 +110,24 @@ class ServerTraining:
             self._final = stack.enter_context(
                 Segment.create(final_bytes(self._layout), "the trained parameters")
             )
-            self._buffers = os.memfd_create("manyhands:buffers", os.MFD_CLOEXEC)
-            stack.callback(os.close, self._buffers)
-            for slot in range(self._most_workers):
-                self.rings[slot] = stack.enter_context(EventRing.create(role=slot, capacity=_RING_EVENTS))
-            for place in range(self._job.strategy.num_server_processes):
-                ring = EventRing.create(role=self._most_workers + place, capacity=_RING_EVENTS)
-                self.server_rings.append(stack.enter_context(ring))
+            buffers = os.memfd_create("manyhands:buffers", os.MFD_CLOEXEC)
+            stack.callback(os.close, buffers)
+            workers, servers = self._most_workers, self._job.strategy.num_server_processes
+            rings = [
+                stack.enter_context(EventRing.create(role=role, capacity=_RING_EVENTS))
+                for role in range(workers + servers)
+            ]
+            self.files = RunFiles(
+                final=self._final.descriptor,
+                buffers=buffers,
+                rings=dict(enumerate(rings[:workers])),
+                server_rings=rings[workers:],
+            )
             if remote is not None:
-                by_rank = dict(zip(remote.ranks.workers, self.rings.values(), strict=True))
-                by_rank |= dict(zip(remote.ranks.servers, self.server_rings, strict=True))
-                stack.enter_context(remote.control_server.recording_into(by_rank))
+                ranks = (*remote.ranks.workers, *remote.ranks.servers)
+                stack.enter_context(
+                    remote.control_server.recording_into(dict(zip(ranks, rings, strict=True)))
+                )
             self._stack = stack.pop_all()
         return self
 
@@ -138,13 +143,7 @@ class ServerTraining:
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> LaunchOutcome:
         """Train to the end; `known` is the history so far, whose rows are not reported again."""
-        job, remote = self._job, self._remote
-        files = RunFiles(
-            final=self._final.descriptor,
-            buffers=self._buffers,
-            rings=self.rings,
-            server_rings=self.server_rings,
-        )
+        job, remote, files = self._job, self._remote, self.files
         layout = [
             {"shard": shard, "bytes": self._layout.range_bytes(shard)} for shard in range(self._layout.shards)
         ]
@@ -213,8 +212,8 @@ class ServerTraining:
             for name, value in values.items():
                 named[name].copy_(value)
         model.load_state_dict(dict(self._job.buffers), strict=False)
-        if os.fstat(self._buffers).st_size:
-            model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
+        if os.fstat(self.files.buffers).st_size:
+            model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self.files.buffers}")), strict=False)
         return model.cpu()
 
     def checkpoint(self, outcome: LaunchOutcome, score: float | None) -> Snapshot | None:
@@ -242,7 +241,6 @@ class ServerTraining:
         )
 
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
-        """The metrics of the trained model; None where the task has no evaluation data."""
         evaluated = self._computer.evaluate(model.to(self._computer.device))
         model.cpu()
         return evaluated[0] if evaluated is not None else None

@@ -34,12 +34,10 @@ class ServerRecords:
         self._done_ns = 0  # until when this server's time is accounted for
 
     def saved(self, begin_ns: int) -> None:
-        """Record that a snapshot, begun at `begin_ns`, is written."""
         self._done_ns = time.monotonic_ns()
         self._ring.record(EventKind.CHECKPOINT, begin_ns, self._done_ns - begin_ns)
 
     def began(self, message: object) -> int:
-        """Note that a message is about to be handled; returns the time."""
         now_ns = self._done_ns = time.monotonic_ns()
         self._received_ns = 0
         if isinstance(message, _READING) and (isinstance(message, Read) or message.pulls):

@@ -8,7 +8,7 @@ dense ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class Gradients:
         ]
         self._inline = inline
         self.areas: dict[int, WorkerArea] = {}  # the memory of workers of this host, by member
-        self._parts: dict[tuple[int, int], AreaPart] = {}
+        self.parts: dict[tuple[int, int], AreaPart] = {}  # of those areas, by member and shard
         self._dense: dict[tuple[int, int], Contribution] = {}  # of those parts
         self._received: dict[tuple[int, int], Tensor] = {}
         self._as_received: dict[tuple[int, int], tuple[Tensor, Contribution]] = {}  # without rows, by buffer
@@ -73,13 +73,8 @@ class Gradients:
             segment, self._layout, self._shared.values if self._shared is not None else None
         )
         for shard in range(self._layout.shards):
-            self._parts[member, shard] = area.part(shard)
+            self.parts[member, shard] = area.part(shard)
             self._dense.pop((member, shard), None)
-
-    def values(self, member: int, shard: int) -> Tensor | None:
-        """Where a worker wants its parameters, if it shares memory."""
-        part = self._parts.get((member, shard))
-        return part.values if part is not None else None
 
     def room_for(self, push: Push, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
         """The receive buffer for a push's payload, None for a fresh one; ProtocolError if the size is wrong."""
@@ -102,8 +97,8 @@ class Gradients:
             return None
         known = self._rooms.get((push.member, push.shard))
         if known is None or known.nbytes != num_bytes:
-            room = byte_view(self._buffer(push, num_bytes))
-            known = self._rooms[push.member, push.shard] = room
+            buffer = self._buffer(push, num_bytes)  # which may drop the room that was known
+            known = self._rooms[push.member, push.shard] = byte_view(buffer)
         return known
 
     def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
@@ -112,7 +107,7 @@ class Gradients:
         UnknownSets if it names row sets that are not known here. Rows may lie in `payload`: see `keep`.
         """
         of = push.member, push.shard
-        part = self._parts.get(of)
+        part = self.parts.get(of)
         if part is not None:
             dense = self._dense.get(of)
             if dense is None:
@@ -145,7 +140,10 @@ class Gradients:
         for key, copies_dense in self._fleeting.items():
             held = self._held.get(key)
             if held is not None:
-                rows = _copied(held.rows)
+                rows = {
+                    name: RowGradient(rows=one.rows.clone(), values=one.values.clone())
+                    for name, one in held.rows.items()
+                }
                 if copies_dense:
                     buffer = torch.cat([held.present, held.gradient.memory])
                     self._held[key] = replace(self._in_buffer(buffer, key[0]), rows=rows)
@@ -190,7 +188,7 @@ class Gradients:
         if area is not None:
             del self.areas[member]
             for shard in range(self._layout.shards):
-                self._parts.pop((member, shard), None)
+                self.parts.pop((member, shard), None)
                 self._dense.pop((member, shard), None)
             area.close()
 
@@ -210,9 +208,9 @@ class Gradients:
         self._slots[member] = slot
         for old in [old for old, place in self._slots.items() if place == slot and old < member]:
             for shard in shards:
-                for table in (self._parts, self._dense, self._received, self._rooms, self._as_received):
+                for table in (self.parts, self._dense, self._received, self._rooms, self._as_received):
                     table.pop((old, shard), None)
-            needed = {of for of, _ in (*self._parts, *self._received)}
+            needed = {of for of, _ in (*self.parts, *self._received)}
             area = self.areas.get(old)
             if old in needed:
                 continue
@@ -220,14 +218,13 @@ class Gradients:
                 begin, end = area.segment.address, area.segment.address + area.segment.num_bytes
                 if any(begin <= one.at[0] < end for one in self._held.values()):
                     continue
-            if area is not None:
                 del self.areas[old]
                 area.close()
             del self._slots[old]
 
     def close(self) -> None:
         self._held.clear()
-        self._parts.clear()
+        self.parts.clear()
         self._dense.clear()
         for area in self.areas.values():
             area.close()
@@ -259,7 +256,3 @@ class Gradients:
     def _in_buffer(self, buffer: Tensor, shard: int) -> Contribution:
         flags = self._layout.flag_bytes(shard)
         return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
-
-
-def _copied(rows: Mapping[str, RowGradient]) -> dict[str, RowGradient]:
-    return {name: RowGradient(rows=one.rows.clone(), values=one.values.clone()) for name, one in rows.items()}

@@ -22,7 +22,7 @@ from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.ps import ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.live.server_tables import final_bytes, leave_tables
-from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Averaging, ShardStore
@@ -34,8 +34,7 @@ from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security
 
-__all__ = ["CODEC", "Job", "MemberContext", "MemberResources", "Snapshots"]
-
+__all__ = ["CODEC", "Job", "MemberContext", "MemberResources"]
 
 CODEC = MessageCoder(
     {
@@ -70,20 +69,15 @@ class Job:
     workers: int  # the number of slots at the start
     timeout_s: float
     threads: int = 1
-    token: str = field(default_factory=lambda: os.urandom(32).hex())
-    """A secret that the processes of one run share."""
-
+    token: str = field(default_factory=lambda: os.urandom(32).hex())  # a secret that all processes share
     run_path: Path | None = None
     keep_checkpoints: int = 1
     resume_version: int | None = None  # resume from the shards' snapshots of this version
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """The initial buffers of workers' models, by name, when the run resumes."""
-
     skip_nonfinite: bool = False  # skip an update whose gradient is not finite, instead of ending the run
     security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
-    listens_at: str = ""
-    """A server's listening address, in the hub's form; empty: any address on this host that its link allows."""
-
+    listens_at: str = ""  # where a server listens, as the hub writes it; empty: wherever its link allows
     reached_at: str = ""  # the address at which others reach it, if different
 
     @property
@@ -109,7 +103,6 @@ class Job:
         return SharedParameters(final(), layout) if in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
-        """Create this process's hub, as `member`."""
         credentials = Credentials(
             member=member, role=role, token=self.token.encode(), fingerprint=self.fingerprint
         )
@@ -170,20 +163,6 @@ class MemberContext(Protocol):
         """A descriptor that is readable when the launcher has sent something."""
 
 
-class Snapshots(Protocol):
-    """Where a server's shards are saved during the run."""
-
-    @property
-    def kept(self) -> bool:
-        """Whether snapshots are saved at all."""
-
-    def save(self, shard: int, snapshot: ShardSnapshot) -> None:
-        """Save one; a WriteFailed leaves the older ones as they are."""
-
-    def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
-        """The newest good one, or that of `version`; None if there is none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberResources:
     """The resources of one member; the caller closes the ring and the memory that it obtains."""
@@ -192,11 +171,8 @@ class MemberResources:
     events: Callable[[], EventRing]  # the member's event ring
     shared: Callable[[], Segment]
     """The memory in which all members of a host read parameters; used under lockstep on one host only."""
-
-    snapshots: Callable[[Job], Snapshots]  # where its shards are saved; servers only
-    leave_shard: Callable[[FlatLayout, int, ShardStore], None]
-    """Hand over the parameters of a shard as the run ends; servers only."""
-
+    snapshots: Callable[[Job], ShardSnapshots]  # where its shards are saved; servers only
+    leave_shard: Callable[[FlatLayout, int, ShardStore], None]  # hand over a shard at the end; servers only
     leave_buffers: Callable[[Mapping[str, Tensor]], None]
     """Hand over the model's buffers as the run ends; workers only, and the last one wins."""
 

@@ -15,43 +15,13 @@ from typing import Any
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.supervisor import Ended
-from manyhands.places.run_commands import Command
+from manyhands.places.place import Command
 from manyhands.strategies.common.membership import KillMember, MemberJoined
 from manyhands.strategies.common.run_launcher import MemberLog, RunLauncher
 from manyhands.strategies.ps import member_events
+from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_members import Assemble, RunFiles, RunMembers
-from manyhands.strategies.ps.live.reports import (
-    ORDERS,
-    REPORTS,
-    Evaluated,
-    Finish,
-    LeaveShards,
-    LeftShard,
-    LossBook,
-    Notice,
-    PlaceGiven,
-    PlaceLost,
-    RestoreShard,
-    ServerListens,
-    ShardsLeft,
-    ShardsWelcomed,
-    StepComputed,
-    StepSkipped,
-    ViewPublished,
-    WorkerLeft,
-    WorkerReady,
-)
-from manyhands.strategies.ps.member_events import (
-    Assign,
-    Over,
-    PsAction,
-    PsEvent,
-    Publish,
-    Recovered,
-    ShardLost,
-    StartServer,
-)
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
@@ -70,11 +40,8 @@ class LaunchOutcome:
     shards: list[dict[str, Any]] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    recorded: dict[str, int] = field(default_factory=dict)
-    """The completely written files of updates/, with their number of rows."""
-
-    unrecorded: list[str] = field(default_factory=list)
-    """A sentence for each file whose recording ended early."""
+    recorded: dict[str, int] = field(default_factory=dict)  # the complete files of updates/, and their rows
+    unrecorded: list[str] = field(default_factory=list)  # a sentence for each file that ended early
 
     seconds: float = 0.0
 
@@ -94,7 +61,7 @@ class Launcher(RunLauncher[RunMembers]):
         files: RunFiles,
         assemble: Assemble,
         *,
-        losses: LossBook,
+        losses: reports.LossBook,
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
@@ -104,8 +71,8 @@ class Launcher(RunLauncher[RunMembers]):
             assemble,
             [*files.rings.values(), *files.server_rings],
             most_slots=len(files.rings),
-            reports=REPORTS,
-            orders=ORDERS,
+            reports=reports.REPORTS,
+            orders=reports.ORDERS,
             commands=commands,
             watchdog_s=watchdog_s,
         )
@@ -126,57 +93,56 @@ class Launcher(RunLauncher[RunMembers]):
         self._servers: set[int] = set()  # that have joined
         self._workers: dict[int, int] = {}  # the process of each member that has a slot
         self._places: dict[int, int] = {}  # of the servers, by member
-        self._left: dict[int, LeftShard] = {}  # by shard: what its server said when it had left it
+        self._left: dict[int, reports.LeftShard] = {}  # by shard: what its server said when it had left it
 
     def run(self) -> LaunchOutcome:
-        """Start all members, run the job to its end, and return the outcome."""
         self._run()
         return self._outcome
 
     # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, member: int, report: Any) -> None:
-        if self._closing and not isinstance(report, Notice):
+        if self._closing and not isinstance(report, reports.Notice):
             return  # the results are stored
         match report:
-            case StepComputed(clock=clock):
+            case reports.StepComputed(clock=clock):
                 self._decide(member_events.Progressed(member=member, clock=clock))
                 self._keep(self._losses.add(report, self._log.seconds))
-            case StepSkipped(clock=clock, sentence=sentence):
+            case reports.StepSkipped(clock=clock, sentence=sentence):
                 self._decide(member_events.Progressed(member=member, clock=clock))
                 self._outcome.notes.append(sentence)
                 self._log.tell("note", member, sentence=sentence)
-            case Evaluated():
+            case reports.Evaluated():
                 self._keep(self._losses.add_evaluation(report, self._log.seconds))
-            case WorkerReady():
+            case reports.WorkerReady():
                 self._workers[member] = self._process_of(member)
                 self._log.tell("joined", member)
                 self._decide(MemberJoined(member=member))
-            case ServerListens(address=address):
+            case reports.ServerListens(address=address):
                 self._addresses[member] = address
                 self._servers.add(member)
                 self._log.tell("joined", member)
                 self._decide(MemberJoined(member=member))
             case Installed() | Concluded():
                 self._decide(report)
-            case ShardsWelcomed(epoch=epoch):
+            case reports.ShardsWelcomed(epoch=epoch):
                 self._report_recovered(self._recoveries.welcomed(member, epoch))
-            case PlaceLost(sentence=sentence):
+            case reports.PlaceLost(sentence=sentence):
                 self._log.tell("fenced", member, sentence=sentence)
                 self._decide(member_events.Rejoin(member=member))
-            case ShardsLeft(shards=shards):
+            case reports.ShardsLeft(shards=shards):
                 left = {one.shard: one for one in shards}
                 self._left |= left
                 self._decide(member_events.Left(member=member, shards=tuple(left)))
-            case WorkerLeft(reason=reason):
+            case reports.WorkerLeft(reason=reason):
                 self._decide(member_events.SlotFinished(member=member, reason=reason))
-            case Notice(sentence=sentence):
+            case reports.Notice(sentence=sentence):
                 self._outcome.notes.append(sentence)
                 self._outcome.unrecorded += [sentence] if report.ends_recording else []
                 if not self._closing:
                     self._log.tell("note", member, sentence=sentence)
 
-    def _decide(self, event: PsEvent) -> None:
+    def _decide(self, event: member_events.PsEvent) -> None:
         self._do(self._membership.handle(event))
 
     def _keep(self, row: dict[str, Any] | None) -> None:
@@ -211,34 +177,32 @@ class Launcher(RunLauncher[RunMembers]):
         elif failure.reported is not None:
             raise failure.error()
 
-    # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _act(self, action: PsAction) -> None:
+    def _act(self, action: member_events.PsAction) -> None:
         match action:
-            case Publish(view=view):
+            case member_events.Publish(view=view):
                 self._publish(view)
-            case StartServer(member=member):
+            case member_events.StartServer(member=member):
                 place = self._give_place(member)
                 self._log.names[member] = self._members.start_server(member, place)
-            case Assign(member=member, as_member=number, slot=slot):
+            case member_events.Assign(member=member, as_member=number, slot=slot):
                 process = self._process_of(member)
                 self._workers.pop(member, None)
                 self._numbers[process], self._workers[number] = number, process
                 self._log.names[number], self._slots[number] = self._log.names[process], slot
-                self._send(process, PlaceGiven(slot=slot, member=number))
-            case ShardLost(shard=shard, member=member):
+                self._send(process, reports.PlaceGiven(slot=slot, member=number))
+            case member_events.ShardLost(shard=shard, member=member):
                 self._recoveries.restored(self._membership.view.epoch)
-                self._send(member, RestoreShard(shard=shard))
-            case Recovered(what=what, member=member):
+                self._send(member, reports.RestoreShard(shard=shard))
+            case member_events.Recovered(what=what, member=member):
                 self._report_recovered(self._recoveries.found(what, member))
-            case Over(shards=shards):
+            case member_events.Over(shards=shards):
                 self._report_recovered(self._recoveries.over())
                 self._over = True
                 self._left = {shard: one for shard, one in self._left.items() if shard not in shards}
                 for server in self._servers:
-                    self._send(server, LeaveShards(shards=tuple(self._missing_shards())))
+                    self._send(server, reports.LeaveShards(shards=tuple(self._missing_shards())))
 
-    def _do(self, actions: Sequence[PsAction]) -> None:
+    def _do(self, actions: Sequence[member_events.PsAction]) -> None:
         for action in actions:
             if isinstance(action, KillMember):
                 self._places.pop(action.member, None)  # it writes nothing more
@@ -250,13 +214,12 @@ class Launcher(RunLauncher[RunMembers]):
         shards, slots = [one._asdict() for one in view.shards], [one._asdict() for one in view.slots]
         self._log.view(view.epoch, shards, slots, sorted(members))
         roles = {member: self._roles[member] for member in self._places}
-        published = ViewPublished(view=view, addresses=self._addresses, roles=roles)
+        published = reports.ViewPublished(view=view, addresses=self._addresses, roles=roles)
         # Workers first: one that lost its slot must hear of it before a server serves its successor.
         for process in [*self._workers.values(), *self._servers]:
             self._send(process, published)
 
     def _missing_shards(self) -> list[int]:
-        """The shards that no server has handed over yet."""
         return [shard for shard in range(self._job.strategy.servers) if shard not in self._left]
 
     def _give_place(self, member: int) -> int:
@@ -273,8 +236,6 @@ class Launcher(RunLauncher[RunMembers]):
             self._log.recovered(
                 member, what, f"{what} is whole again after {{seconds}} s, with member {member}"
             )
-
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _stop(self) -> None:
         raise Aborted("the run was asked to stop")
@@ -293,7 +254,7 @@ class Launcher(RunLauncher[RunMembers]):
         self._closing = True
         self._outcome.shards = [self._left[shard]._asdict() for shard in sorted(self._left)]
         for server in self._servers:
-            self._send(server, Finish())
+            self._send(server, reports.Finish())
         while self._servers and time.monotonic() < deadline:
             self._poll()
         for process in self._members.members:

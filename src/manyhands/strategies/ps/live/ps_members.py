@@ -33,18 +33,8 @@ from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
 from manyhands.strategies.common.run_launcher import ChildMembers, ExternalMembers, MemberProcesses
+from manyhands.strategies.ps.live import remote
 from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.remote import (
-    BUFFERS,
-    PARTS,
-    WANTS,
-    Shipment,
-    SnapshotWanted,
-    TakePart,
-    pack_snapshot,
-    take_final,
-    unpack_snapshot,
-)
 from manyhands.strategies.ps.live.reports import REPORTS, StepComputed
 from manyhands.strategies.ps.live.server_process import serve
 from manyhands.strategies.ps.live.server_tables import final_bytes
@@ -81,9 +71,7 @@ Assemble = Callable[[Watched], AbstractContextManager[RunMembers]]
 class RunFiles(NamedTuple):
     """Memory files of the launcher, which its children inherit."""
 
-    final: int
-    """The final parameters in the flat layout; if workers read in place, the current ones throughout."""
-
+    final: int  # the final parameters, flat; if workers read in place, the current ones throughout
     buffers: int  # the final buffers of a worker's model
     rings: Mapping[int, EventRing]  # by slot
     server_rings: Sequence[EventRing]  # by server index; the successor of a dead server takes its index
@@ -152,17 +140,16 @@ class RunKeeper:
         self._run_path, self._layout, self._files, self._say = job.run_path, layout, files, say
         self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
         self._before: dict[str, int] = {}  # by record: the rows of earlier processes
-        self.computed: dict[int, str] = {}
-        """By worker that has computed something, and so has a record on some host: its name."""
+        self.computed: dict[int, str] = {}  # the name of each worker that has a record on some host
 
-    def take(self, shipment: Shipment, data: bytearray) -> None:
+    def take(self, shipment: remote.Shipment, data: bytearray) -> None:
         """Store a shipment; a full disk costs the shipment and not the run."""
         try:
             match shipment.kind:
                 case "final":
                     with Segment.attach(os.dup(self._files.final)) as segment:
                         memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
-                        take_final(self._layout, shipment.shard, data, memory)
+                        remote.take_final(self._layout, shipment.shard, data, memory)
                         del memory
                 case "buffers":
                     try:
@@ -174,17 +161,16 @@ class RunKeeper:
                     with open(f"/proc/self/fd/{self._files.buffers}", "wb") as file:
                         file.write(data)
                 case "snapshot" if self._snapshots.kept:
-                    self._snapshots.save(shipment.shard, unpack_snapshot(data))
+                    self._snapshots.save(shipment.shard, remote.unpack_snapshot(data))
                 case "record" if self._run_path is not None and shipment.file not in self._before:
                     # The successor of a member that died before the confirmation sends its record again.
                     self._before[shipment.file] = take_record(self._run_path, shipment.file, bytes(data))
         except WriteFailed as error:
             self._say(f"no {shipment}: {error}")
 
-    def snapshot(self, wanted: SnapshotWanted) -> Sequence[Any]:
-        """A shard's snapshot as buffers to send; empty if there is none."""
+    def snapshot(self, wanted: remote.SnapshotWanted) -> Sequence[Any]:
         found = self._snapshots.load(wanted.shard, wanted.version) if self._snapshots.kept else None
-        return [] if found is None else pack_snapshot(found)
+        return [] if found is None else remote.pack_snapshot(found)
 
     def lost_records(self) -> list[str]:
         """At the end: a sentence for each worker whose record never arrived."""
@@ -253,7 +239,7 @@ class RoleMembers(ExternalMembers):
 
     def _give_part(self, rank: int, member: int) -> None:
         job, serves = self._job, rank in self._ranks.servers
-        part = TakePart(
+        part = remote.TakePart(
             member=member,
             serves=serves,
             number=(self._ranks.servers if serves else self._ranks.workers).index(rank),
@@ -264,14 +250,14 @@ class RoleMembers(ExternalMembers):
             records=record_mark(Path(job.run_path)) if job.run_path is not None else None,
             buffers=bool(job.buffers) and not serves,
         )
-        self._control_server.tell(rank, PARTS.write(part))
+        self._control_server.tell(rank, remote.PARTS.write(part))
         if part.buffers:
-            self._control_server.give(rank, str(BUFFERS), list(encode_tensors(job.buffers)))
+            self._control_server.give(rank, str(remote.BUFFERS), list(encode_tensors(job.buffers)))
 
     def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
         try:
-            if payload.get("kind") == SnapshotWanted.__name__:
-                self._give_snapshot(rank, WANTS.read(payload))
+            if payload.get("kind") == remote.SnapshotWanted.__name__:
+                self._give_snapshot(rank, remote.WANTS.read(payload))
                 return []
             REPORTS.read(payload)  # validate it here, since the launcher will parse it
         except ProtocolError as error:
@@ -281,16 +267,16 @@ class RoleMembers(ExternalMembers):
             self._keeper.computed[self._member_of[rank]] = self._ranks.names[rank]
         return super()._said(rank, payload)
 
-    def _give_snapshot(self, rank: int, wanted: SnapshotWanted) -> None:
+    def _give_snapshot(self, rank: int, wanted: remote.SnapshotWanted) -> None:
         servers = self._job.strategy.servers
         if not 0 <= wanted.shard < servers or (wanted.version is not None and wanted.version < 0):
             raise ProtocolError("shard", f"version {wanted.version} of {wanted.shard}, of {servers} shards")
-        name = str(Shipment("snapshot", shard=wanted.shard))
+        name = str(remote.Shipment("snapshot", shard=wanted.shard))
         self._control_server.give(rank, name, self._keeper.snapshot(wanted))
 
     def _receive(self, rank: int, name: str, data: bytearray) -> None:
         try:
-            self._keeper.take(Shipment.parse(name, self._job.strategy.servers), data)
+            self._keeper.take(remote.Shipment.parse(name, self._job.strategy.servers), data)
         except ProtocolError as error:
             self._refuse(rank, error)
 

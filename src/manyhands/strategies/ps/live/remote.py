@@ -40,7 +40,7 @@ from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.ps.live.ps_job import Job, MemberResources
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.server_tables import final_tables
-from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
 from manyhands.strategies.ps.live.worker_process import work_with
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
@@ -79,9 +79,7 @@ class TakePart(NamedTuple):
     threads: int
     resume_version: int | None
     keeps: bool  # whether the leader keeps snapshots and records
-    records: RecordMark | None
-    """The mark by which this host checks whether it sees the leader's run directory."""
-
+    records: RecordMark | None  # by which this host checks whether it sees the run directory of the leader
     buffers: bool  # whether the initial buffers of a resumed run follow
 
 
@@ -189,7 +187,7 @@ def _resources(line: ControlConnection, job: Job, *, keeps: bool) -> MemberResou
         job=lambda: job,
         events=lambda: EventRing.attach(os.dup(line.ring.descriptor)),
         shared=shared,
-        snapshots=lambda job: _SentSnapshots(line, job.timeout_s, kept=keeps),
+        snapshots=lambda job: _SentSnapshots(line, job, kept=keeps),
         leave_shard=leave_shard,
         leave_buffers=leave_buffers,
     )
@@ -203,11 +201,12 @@ def _buffers(line: ControlConnection, timeout_s: float) -> dict[str, Tensor]:
         return dict(read_tensors(path))
 
 
-class _SentSnapshots:
+class _SentSnapshots(ShardSnapshots):
     """Snapshots that the leader keeps."""
 
-    def __init__(self, line: ControlConnection, timeout_s: float, *, kept: bool) -> None:
-        self._line, self._timeout_s, self.kept = line, timeout_s, kept
+    def __init__(self, line: ControlConnection, job: Job, *, kept: bool) -> None:
+        super().__init__(None, job.strategy.servers)
+        self._line, self._timeout_s, self.kept = line, job.timeout_s, kept
         self._leaving: dict[int, threading.Event] = {}  # by shard: whether the last one has left
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
@@ -315,9 +314,10 @@ BUFFERS: Final = Shipment("buffers")
 
 def final_chunks(layout: FlatLayout, shard: int, store: ShardStore) -> list[Any]:
     """A shard's parameters: its range of the flat layout, and its rows of every table in their order."""
-    dense = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
-    store.read_into(dense)
-    rows = [store.gather(table.name, table.placed(layout.shards).rows(shard)) for table in layout.tables]
+    dense = store.values.memory.clone()
+    rows = [
+        store.tables[table.name].gather(table.placed(layout.shards).rows(shard)) for table in layout.tables
+    ]
     return [dense.numpy(), *(one.contiguous().view(torch.uint8).numpy() for one in rows if one.numel())]
 
 

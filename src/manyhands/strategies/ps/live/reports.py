@@ -181,7 +181,6 @@ class LossBook:
         self._evaluated = {int(row["step"]) for row in rows if "metrics" in row}
 
     def add_evaluation(self, evaluation: Evaluated, at_s: float) -> dict[str, Any] | None:
-        """Add an evaluation; its row, or None if its step already has one."""
         if evaluation.step in self._evaluated:
             return None
         self._evaluated.add(evaluation.step)

@@ -70,7 +70,16 @@ class UnknownSets(Exception):
 def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
     """The payload, as buffers to be sent in order; without `said`, the values of an answer."""
     parts: list[Any] = []
-    add_part(parts, b"".join(map(_head, said)))
+    heads = []
+    for one in said:
+        match one:
+            case None:
+                heads.append(_HEAD.pack(_Kind.ABSENT, 0, b""))
+            case Named(name=name):
+                heads.append(_HEAD.pack(_Kind.NAMED, 0, name))
+            case Given(name=name, rows=rows):
+                heads.append(_HEAD.pack(_Kind.GIVEN, rows.numel(), name))
+    add_part(parts, b"".join(heads))
     for tensor in (*(one.rows for one in said if isinstance(one, Given)), *values):
         add_part(parts, tensor.detach().contiguous().view(-1).numpy())
     return parts
@@ -84,7 +93,6 @@ def most_bytes(layout: FlatLayout, shard: int) -> int:
 
 
 def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
-    """The length of the values of this many rows of each table."""
     return sum(
         round_up(count * table.width * table.dtype.itemsize, LINE_BYTES)
         for table, count in zip(tables, counts, strict=True)
@@ -153,16 +161,6 @@ def take_values(
     if payload:
         raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
     return values
-
-
-def _head(said: Said) -> bytes:
-    match said:
-        case None:
-            return _HEAD.pack(_Kind.ABSENT, 0, b"")
-        case Named(name=name):
-            return _HEAD.pack(_Kind.NAMED, 0, name)
-        case Given(name=name, rows=rows):
-            return _HEAD.pack(_Kind.GIVEN, rows.numel(), name)
 
 
 def _heads_bytes(layout: FlatLayout) -> int:

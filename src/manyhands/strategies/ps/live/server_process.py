@@ -24,22 +24,13 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
-from manyhands.strategies.ps.live.reports import (
-    ORDERS,
-    REPORTS,
-    Finish,
-    LeaveShards,
-    Notice,
-    RestoreShard,
-    ServerListens,
-    ShardsLeft,
-    ViewPublished,
-)
 from manyhands.strategies.ps.live.row_payloads import UnknownSets
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
+from manyhands.strategies.ps.live.snapshots import pack_install
 from manyhands.strategies.ps.live.stores import ShardKeeping, Stores
 from manyhands.strategies.ps.live.worker_mail import require_shard
 from manyhands.strategies.ps.log_rows import LostRow, Row, StepRow
@@ -83,7 +74,6 @@ def serve(context: RoleContext) -> Mapping[str, Any]:
 
 
 def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[str, Any]:
-    """Run a server, local or remote, from start to end."""
     begin_ns = time.monotonic_ns()
     job = resources.job()
     with resources.events() as ring:
@@ -103,12 +93,6 @@ def require_sense(message: Any, role: str, num_shards: int) -> None:
     ):
         raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
     require_shard(message.shard, num_shards)
-
-
-def _miss(message: Push | Forward, push: Push) -> None:
-    """Report a missing gradient: a worker's protocol error, or, for a forwarded push, the end of this replica."""
-    sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
-    raise ProtocolError("push", sentence) if message is push else ManyhandsError(sentence)
 
 
 class _Server:
@@ -134,13 +118,7 @@ class _Server:
         inline = job.strategy.link == "tcp"
         self._gradients = Gradients(self._layout, inline=inline, shared=shared, coding=coding)
         self._stores = Stores(
-            job,
-            self._core,
-            self._layout,
-            self._gradients,
-            coding,
-            shared=shared,
-            is_primary=self._is_primary,
+            job, self._core, self._layout, self._gradients, coding, shared=shared, is_primary=self._is_primary
         )
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
@@ -174,10 +152,9 @@ class _Server:
         self._quiet = LongWait()
 
     def run(self) -> Mapping[str, Any]:
-        """Serve until the launcher sends Finish."""
         anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
         address = self._hub.listen(self._job.listens_at or anywhere)
-        self._report(ServerListens(address=self._job.reached_at or address))
+        self._report(reports.ServerListens(address=self._job.reached_at or address))
         self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:
@@ -210,8 +187,19 @@ class _Server:
                     event.release()
                     if not more:
                         self._hub.send_off()
-                case Shared():
-                    self._take_area(event)
+                case Shared(tag=tag, segment=segment, member=member):
+                    try:
+                        if self._peers[member] != "server" and tag != member:
+                            segment.close()
+                            raise ProtocolError("tag", f"member {member} shares memory as if it were {tag}")
+                        self._gradients.add_area(tag, segment)
+                    except (ProtocolError, ValueError) as error:
+                        wrong = (
+                            error
+                            if isinstance(error, ProtocolError)
+                            else ProtocolError("segment", str(error))
+                        )
+                        self._cut(member, wrong)
                 case Joined(member=member, role=role):
                     self._met.add(member)
                     self._peers[member] = role
@@ -227,28 +215,17 @@ class _Server:
                     whom = "a connection:" if count == 1 else f"{count} connections, the last of them:"
                     self._note(f"{self._context.name} rejected {whom} {reason}")
 
-    def _take_area(self, shared: Shared) -> None:
-        if self._peers[shared.member] != "server" and shared.tag != shared.member:
-            error = ProtocolError("tag", f"member {shared.member} shares memory as if it were {shared.tag}")
-            shared.segment.close()
-            self._cut(shared.member, error)
-            return
-        try:
-            self._gradients.add_area(shared.tag, shared.segment)
-        except ValueError as error:
-            self._cut(shared.member, ProtocolError("segment", str(error)))
-
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
         for order in self._context.received():
-            match ORDERS.read(order):
-                case ViewPublished(view=view, addresses=addresses):
+            match reports.ORDERS.read(order):
+                case reports.ViewPublished(view=view, addresses=addresses):
                     self._follow(view, addresses)
-                case RestoreShard(shard=shard):
+                case reports.RestoreShard(shard=shard):
                     self._keeping.restore(shard)
-                case LeaveShards(shards=shards):
+                case reports.LeaveShards(shards=shards):
                     self._leave(shards)
-                case Finish():
+                case reports.Finish():
                     self._finished = True
         if self._context.stopping and not self._finished:
             raise Aborted("the launcher asked to stop")
@@ -260,7 +237,6 @@ class _Server:
         self._note(f"{self._context.name} ended its connection to member {member}: {error}")
 
     def _forget(self, member: int) -> None:
-        """Release the state of a connection that has ended."""
         self._dialled.discard(member)
         self._met.discard(member)
         self._gradients.lost(member)
@@ -304,18 +280,17 @@ class _Server:
             if isinstance(push, Push):
                 if not push.skip and self._core.keeps(message):
                     contribution = self._gradients.of(push, payload, by_worker=push is message)
-                    if contribution is None:
-                        _miss(message, push)
-                    elif push is message and self._refuse(member, push, contribution):
+                    if contribution is None:  # a worker's protocol error, or the end of this replica
+                        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+                        raise ProtocolError("push", sentence) if message is push else ManyhandsError(sentence)
+                    if push is message and self._refuse(member, push, contribution):
                         return
             elif isinstance(message, ReadRows):
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
         except UnknownSets as unknown:
             if not isinstance(message, _NAMING_ROWS):
                 raise ProtocolError("rows", "a forward names rows that it should give") from unknown
-            again = RowsUnknown(
-                shard=message.shard, slot=message.slot, clock=message.clock, names=unknown.names
-            )
+            again = RowsUnknown(message.shard, message.slot, message.clock, unknown.names)
             self._hub.send(member, again)
             return
         self._do(self._core.handle(message, member), contribution, payload)
@@ -411,7 +386,7 @@ class _Server:
             case Forward(entry=Push(skip=False) as push):
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
-                payload = self._keeping.packed(shard)
+                payload = pack_install(self._stores.get(shard).state(), self._keeping.waiting(shard))
         if to == self._member:  # after deaths, one server may serve several shards
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # queued messages go first
@@ -445,12 +420,10 @@ class _Server:
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher show the user a notice, if there is one."""
         if sentence is not None:
-            self._report(Notice(sentence=sentence, ends_recording=ends_recording))
+            self._report(reports.Notice(sentence=sentence, ends_recording=ends_recording))
 
     def _report(self, message: Any) -> None:
-        self._context.send(REPORTS.write(message))
-
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+        self._context.send(reports.REPORTS.write(message))
 
     def _leave(self, wanted: Collection[int]) -> None:
         """Hand over the parameters of those shards that this server serves to the launcher, and report it."""
@@ -458,4 +431,4 @@ class _Server:
             if self._is_primary(shard):
                 self._keeping.save(shard)
         shards = self._stores.leave(self._leave_shard, wanted, self._staleness)
-        self._report(ShardsLeft(shards=tuple(shards)))
+        self._report(reports.ShardsLeft(shards=tuple(shards)))

@@ -80,24 +80,22 @@ class ServerTables:
         for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
             if rows is not None:
                 num_bytes = rows.numel() * table.width * table.dtype.itemsize
-                room, address = self._room(member, number, num_bytes, has_all)
-                store.copy_rows(table.name, rows, address)
+                known = self._rooms.get((member, number))
+                if known is None or known[0].nbytes < num_bytes or not has_all:
+                    fresh = np.empty(
+                        num_bytes, np.uint8
+                    )  # else reused: fresh pages cost more than filling them
+                    known = (fresh, fresh.ctypes.data)
+                    if num_bytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
+                        self._rooms[member, number] = known
+                room, address = known
+                store.tables[table.name].copy_rows(rows, address)
                 add_part(parts, room[:num_bytes])
         return parts
 
     def forget(self, member: int) -> None:
         for key in [key for key in self._rooms if key[0] == member]:
             del self._rooms[key]
-
-    def _room(self, member: int, number: int, num_bytes: int, has_all: bool) -> tuple[NDArray[np.uint8], int]:
-        """A buffer of this size and its address; reused, as fresh pages cost more than filling them."""
-        known = self._rooms.get((member, number))
-        if known is None or known[0].nbytes < num_bytes or not has_all:
-            fresh = np.empty(num_bytes, np.uint8)
-            known = (fresh, fresh.ctypes.data)
-            if num_bytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
-                self._rooms[member, number] = known
-        return known
 
     def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
         """The row gradients that a Push carries, by table; UnknownSets as above.
@@ -144,11 +142,10 @@ def final_tables(layout: FlatLayout, memory: Tensor) -> dict[str, Tensor]:
 
 
 def leave_tables(layout: FlatLayout, shard: int, store: ShardStore, memory: Tensor) -> None:
-    """Copy a shard's rows into that memory."""
     views = final_tables(layout, memory)
     for table in layout.tables:
         own = table.placed(layout.shards).rows(shard)
-        views[table.name][own] = store.gather(table.name, own).view(len(own), *table.shape[1:])
+        views[table.name][own] = store.tables[table.name].gather(own).view(len(own), *table.shape[1:])
 
 
 def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -75,11 +75,7 @@ class ShardSnapshots:
 
     def __init__(self, run_path: Path | None, shards: int, keep: int = 1) -> None:
         self._folder = run_path / "shards" if run_path is not None else None
-        self._shards, self._keep = shards, keep
-
-    @property
-    def kept(self) -> bool:
-        return self._folder is not None
+        self._shards, self._keep, self.kept = shards, keep, run_path is not None
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
         """Write one; a WriteFailed leaves the older ones as they are."""
@@ -91,7 +87,7 @@ class ShardSnapshots:
                 optimizer=snapshot.state.optimizer,
                 extra={"batches": snapshot.state.batches, "core": snapshot.core, "held": held},
             ),
-            spare_from=max(self._common(), default=0),
+            spare_from=max(self._common(), default=0),  # the newest version that all have stays
         )
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
@@ -110,9 +106,8 @@ class ShardSnapshots:
 
     def versions(self, shard: int) -> set[int]:
         assert self._folder is not None, "without a directory there are no snapshots"
-        folder = self._folder / str(shard)
-        names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
-        return {int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()}
+        found = (path.name.removeprefix("step-") for path in (self._folder / str(shard)).glob("step-*"))
+        return {int(version) for version in found if version.isdigit()}
 
     def remove_after(self, version: int) -> None:
         """Remove all snapshots of later versions, which belong to a discarded history. WriteFailed if one remains."""
@@ -179,30 +174,27 @@ def batches_to_come(policy: Policy, cores: Sequence[Mapping[str, Any]]) -> ToCom
         return ToCome(start=lead["steps"]["step"])
     if policy.by_clock:
         return _by_clock(policy, table)
-    owed = {
+    outstanding = (
         batch
         for record in table.records.values()
         for clock, batch in record.recent.items()
         if clock >= record.next_clock
-    }
+    )
     # A lead that goes back asks the others first, and gives out nothing that one of them has seen.
     start = max(int(core["next_batch"]) for core in cores)
-    return ToCome(start=start, before=frozenset(batch for batch in owed if batch < start))
+    return ToCome(start=start, before=frozenset(batch for batch in outstanding if batch < start))
 
 
 def _by_clock(policy: Policy, table: SlotTable) -> ToCome:
     """Every slot continues at its clock, and slot and clock determine the batch."""
-    generations = table.generations
-    top = max((record.next_clock for record in table.records.values()), default=0)
-    top = max(top, generations[-1].start)
-    last = generations[-1]
+    last = table.generations[-1]
+    top = max(last.start, *(record.next_clock for record in table.records.values()), 0)
     start = policy.place(0, len(last.slots), top, (last.start, last.base)).batch
-    owed = set()
-    for index, generation in enumerate(generations):
-        end = generations[index + 1].start if index + 1 < len(generations) else top
-        for rank, slot in enumerate(generation.slots):
-            first = max(generation.start, table.records[slot].next_clock)
-            for clock in range(first, end):
-                place = policy.place(rank, len(generation.slots), clock, (generation.start, generation.base))
-                owed.add(place.batch)
-    return ToCome(start=start, before=frozenset(batch for batch in owed if batch < start))
+    ends = [*(generation.start for generation in table.generations[1:]), top]
+    outstanding = (
+        policy.place(rank, len(slots), clock, (first, base)).batch
+        for (first, base, slots), end in zip(table.generations, ends, strict=True)
+        for rank, slot in enumerate(slots)
+        for clock in range(max(first, table.records[slot].next_clock), end)
+    )
+    return ToCome(start=start, before=frozenset(batch for batch in outstanding if batch < start))

@@ -19,10 +19,10 @@ from manyhands.strategies.ps.digests import shard_digest
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
-from manyhands.strategies.ps.live.ps_job import Job, MemberContext, Snapshots
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext
 from manyhands.strategies.ps.live.reports import LeftShard
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
-from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, unpack_install
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, unpack_install
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState
 from manyhands.strategies.ps.shard_replica import ServerCore
 from manyhands.strategies.ps.shard_store import ShardStore, byte_view
@@ -76,7 +76,6 @@ class Stores:
         return store
 
     def load(self, shard: int, state: ShardState) -> None:
-        """Replace a shard's store with a new one in this state."""
         self.by_shard.pop(shard, None)
         self.get(shard).load_state(state)
 
@@ -90,10 +89,10 @@ class Stores:
                     store.read_into(self._shared.part(shard))
                     self._published[shard] = version
             return [], 0
-        own = self._gradients.values(to, shard)
-        if own is not None:
-            store.read_into(own)
-            return [], self._layout.range_bytes(shard)
+        own = self._gradients.parts.get((to, shard))
+        if own is not None:  # the worker's memory
+            store.read_into(own.values)
+            return [], own.values.nbytes
         if self._coding.codes_values:
             version, known = self._core.replicas[shard].core.version, self._encoded.get(shard)
             if known is None or known[0] != version:
@@ -140,17 +139,13 @@ class Stores:
         return shards
 
 
-# ── snapshots ────────────────────
-# Saves a server's shards to the disk and to backups, and restores them from either.
-
-
 class ShardKeeping:
-    """The snapshots of one server process; `note` shows the user a notice, if there is one."""
+    """Saves a server's shards to the disk, and restores them from there; `note` shows the user a notice, if any."""
 
     def __init__(
         self,
         context: MemberContext,
-        snapshots: Snapshots,
+        snapshots: ShardSnapshots,
         core: ServerCore,
         stores: Stores,
         gradients: Gradients,
@@ -162,10 +157,6 @@ class ShardKeeping:
         self._logs, self._records, self._note = logs, records, note
         self._snapshots = snapshots
         self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
-
-    def packed(self, shard: int) -> list[Any]:
-        """The payload of an Install: everything a backup needs."""
-        return pack_install(self._stores.get(shard).state(), self._waiting(shard))
 
     def install(self, shard: int, payload: memoryview) -> None:
         state, held = unpack_install(payload)
@@ -191,15 +182,10 @@ class ShardKeeping:
         self._context.mark(core.core.version, State.SAVING)
         self._note(self._logs.sync(shard), ends_recording=True)  # on the disk before what follows from it
         try:
-            self._snapshots.save(
-                shard,
-                ShardSnapshot(
-                    version=core.core.version,
-                    state=self._stores.get(shard).state(),
-                    held=self._waiting(shard),
-                    core=json.dumps(core.state()),
-                ),
-            )
+            state, held = self._stores.get(shard).state(), self.waiting(shard)
+            text = json.dumps(core.state())
+            snapshot = ShardSnapshot(version=core.core.version, state=state, held=held, core=text)
+            self._snapshots.save(shard, snapshot)
             self._unsaved.discard(shard)
         except WriteFailed as error:
             if shard not in self._unsaved:  # said once, until one is taken again
@@ -208,7 +194,7 @@ class ShardKeeping:
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
-    def _waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
+    def waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
         """The gradients that are committed and not in a step yet."""
         waiting = self._core.replicas[shard].core.steps.waiting
         held = self._gradients.held(shard)

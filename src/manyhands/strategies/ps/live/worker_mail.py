@@ -35,14 +35,11 @@ __all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
 
 _MAX_NUMBER = 2**32 - 1
 _FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, NotPrimary, Fenced)
-
 _ABOUT_ROWS = (ReadRows, RowValues)
 _NUMBERED = (Push, ReadRows, Parameters, RowValues)
 
-Numbered = Push | Read | Parameters | ReadRows | RowValues
 
-
-def message_number(message: Numbered, num_shards: int) -> int:
+def message_number(message: Push | Read | Parameters | ReadRows | RowValues, num_shards: int) -> int:
     """The number of an update's message to or from a shard, which both ends record; those about rows have others."""
     about_rows = isinstance(message, _ABOUT_ROWS)
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
@@ -54,7 +51,6 @@ def wire_of_link(strategy: Ps) -> int:
 
 
 def require_shard(shard: int, num_shards: int) -> None:
-    """ProtocolError for an unknown shard."""
     if not 0 <= shard < num_shards:
         raise ProtocolError("shard", f"{shard} is none of {num_shards}")
 

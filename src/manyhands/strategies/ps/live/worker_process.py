@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from manyhands.engine.computing import Computed
 from manyhands.engine.exchange import Traffic
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import StepBook
@@ -25,26 +24,14 @@ from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.strategies.ps.digests import gradient_hash
+from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
-from manyhands.strategies.ps.live.reports import (
-    ORDERS,
-    REPORTS,
-    Evaluated,
-    Notice,
-    PlaceLost,
-    ShardsWelcomed,
-    StepComputed,
-    StepSkipped,
-    ViewPublished,
-    WorkerLeft,
-    WorkerReady,
-)
 from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.hub_events import Arrived, Joined, Lost
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
@@ -74,13 +61,13 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         member = context.rank
         while True:
             with closing(_SlotSession(context, job, body, ring, slot, member)) as session:
-                context.send(REPORTS.write(WorkerReady()))
+                context.send(reports.REPORTS.write(reports.WorkerReady()))
                 left = session.run()
             if left.reason is Reason.REFUSED:
                 raise NonFinite(left.sentence)
             if left.reason is not Reason.FENCED:
                 break
-            context.send(REPORTS.write(PlaceLost(sentence=left.sentence)))
+            context.send(reports.REPORTS.write(reports.PlaceLost(sentence=left.sentence)))
             place = body.await_place(member)
             if place is None:
                 break
@@ -88,7 +75,7 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
             body.begin_anew()
         if left.reason is Reason.FINISHED:
             body.leave_buffers()
-        context.send(REPORTS.write(WorkerLeft(reason=left.reason)))
+        context.send(reports.REPORTS.write(reports.WorkerLeft(reason=left.reason)))
         ring.record(EventKind.LEAVE, time.monotonic_ns())
         context.mark(context.step, State.FINISHED)
         return {
@@ -145,6 +132,7 @@ class _SlotSession:
 
     def run(self) -> Leave:
         self._pushed_ns = self._heard_ns = time.monotonic_ns()
+        self._attend()  # orders that came before this slot was given are not announced again
         while self._left is None:
             if self._computing is not None:
                 self._compute(self._computing)
@@ -166,10 +154,10 @@ class _SlotSession:
         return self._left
 
     def _attend(self) -> None:
-        """Execute the launcher's orders."""
+        """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
         unheard, self._body.unheard = self._body.unheard, []
-        for order in (*unheard, *map(ORDERS.read, self._context.received())):
-            if not isinstance(order, ViewPublished):
+        for order in (*unheard, *map(reports.ORDERS.read, self._context.received())):
+            if not isinstance(order, reports.ViewPublished):
                 continue
             self._mail.roles, addresses = dict(order.roles), order.addresses
             self._latest = order.view
@@ -186,7 +174,6 @@ class _SlotSession:
             raise Aborted("the launcher asked to stop")
 
     def _listen(self, wait_s: float) -> None:
-        self._attend()
         for event in self._hub.poll(wait_s):
             match event:
                 case Arrived(member=member):
@@ -208,6 +195,8 @@ class _SlotSession:
                     self._dialled.discard(member)
                     self._unreached[member] = reason
                     self._body.tables.forget(member)
+                case Ready():
+                    self._attend()
         if self._again:
             again, self._again = self._again, []
             for shard in again:
@@ -254,10 +243,10 @@ class _SlotSession:
                 self._body.tables.forgotten(names)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
-            self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
+            self._report(reports.ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
     def _report(self, message: Any) -> None:
-        self._context.send(REPORTS.write(message))
+        self._context.send(reports.REPORTS.write(message))
 
     def _do(self, actions: list[ClientAction]) -> None:
         for action in actions:
@@ -329,47 +318,33 @@ class _SlotSession:
         book.compute(computed)
         book.end(computed, done.samples, done.loss)
         self._report(
-            _computed(work, done, (computed - begin) / 1e9)
+            reports.StepComputed(*work[1:], done.loss, done.share, (computed - begin) / 1e9)
             if bad is None
-            else StepSkipped(clock=work.clock, sentence=bad)
+            else reports.StepSkipped(clock=work.clock, sentence=bad)
         )
         self._context.mark(work.batch + 1, State.EXCHANGING)
         self._pushed_ns = computed
         self._begin_wait(computed)
-        if body.recorder.records and bad is None:
+        if body.recorder.log is not None and bad is None:
             self._record(compute)
         self._do(self._core.computed(weight=done.share, skip=bad is not None))
 
     def _notice(self, sentence: str | None) -> None:
         if sentence is not None:
-            self._report(Notice(sentence=sentence))
+            self._report(reports.Notice(sentence=sentence))
 
     def _record(self, compute: Compute) -> None:
-        """Record the inputs and the hash of the gradient, before it is sent."""
-        work, body = compute.work, self._body
-        row = ComputedRow(
-            process=self._context.rank,
-            slot=self._core.slot,
-            member=self._core.member,
-            clock=work.clock,
-            batch=work.batch,
-            part=work.part,
-            parts=work.parts,
-            versions=compute.versions,
-            rows_versions=self._core.rows_versions,
-            gradients=tuple(
-                gradient_hash(part.flags, part.gradient, body.tables.gradients(shard))
-                for shard, part in enumerate(body.parts)
-            ),
+        body, core = self._body, self._core
+        hashes = tuple(
+            gradient_hash(part.flags, part.gradient, body.tables.gradients(shard))
+            for shard, part in enumerate(body.parts)
         )
-        failure = body.recorder.write(row)
+        name = (self._context.rank, core.slot, core.member, *compute.work[1:])
+        failure = body.recorder.write(ComputedRow(*name, compute.versions, core.rows_versions, hashes))
         if failure is not None:
-            self._report(Notice(sentence=failure, ends_recording=True))
-
-    # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
+            self._report(reports.Notice(sentence=failure, ends_recording=True))
 
     def _read_batch(self, batch: Any) -> None:
-        """Read the rows that a batch needs, before it is computed."""
         book = StepBook(self._ring.record, self._context.step - 1, time.monotonic_ns())
         self._read_rows(self._body.tables.choose(batch))
         self._begun_ns = time.monotonic_ns()
@@ -428,16 +403,4 @@ class _SlotSession:
             self._ring.record(
                 EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
             )
-            self._report(Evaluated(step=work.batch, metrics=metrics))
-
-
-def _computed(work: Work, done: Computed, seconds: float) -> StepComputed:
-    return StepComputed(
-        clock=work.clock,
-        batch=work.batch,
-        part=work.part,
-        parts=work.parts,
-        loss=done.loss,
-        share=done.share,
-        seconds=seconds,
-    )
+            self._report(reports.Evaluated(step=work.batch, metrics=metrics))

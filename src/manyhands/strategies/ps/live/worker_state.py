@@ -52,22 +52,16 @@ class WorkerState:
         )
         self._residuals = ResidualMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
         self._load_states = job.resume_version is not None
-        self.encoded: list[torch.Tensor] = []
-        """By shard: the last gradient as encoded for sending, if that differs from the area."""
+        self.encoded: list[torch.Tensor] = []  # by shard: the last gradient as it is sent, if encoded
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
-        self.own_steps = (
-            OwnSteps(built, self._residuals, job.plan, load_states=self._load_states)
-            if job.strategy.averages
-            else None
-        )
-        """The worker's local steps, if parameters are pushed."""
+        self.own_steps: OwnSteps | None = None
+        if job.strategy.averages:
+            self.own_steps = OwnSteps(built, self._residuals, job.plan, load_states=self._load_states)
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
         self.recorder = Recorder(job.run_path, context.rank)
         self.course = Course()
-        self.messages_sent = 0
-        self.bytes_sent = 0
-        self.samples = 0
+        self.messages_sent = self.bytes_sent = self.samples = 0
 
     def encode(self, batch: int, part: int) -> str | None:
         """Round the gradients of all shards to what servers will decode, and save the residuals when due.
@@ -149,7 +143,6 @@ class WorkerState:
         return diagnose(self.model.model, self.course, what=what, since=since)
 
     def close(self) -> None:
-        """Release the shared memory and close the record."""
         self.recorder.close()
         self.model.close()
         self.area.close()
@@ -183,7 +176,6 @@ class ReplicaModel:
         self._tap = GradientTap(list(self._parameters.values()), self._taken)
 
     def close(self) -> None:
-        """Remove the hooks; autograd holds them, and with them the memory of the parameters."""
         self._tap.close()
 
     def use(self, area: WorkerArea) -> None:
@@ -264,7 +256,6 @@ class ReplicaModel:
 
     @torch.no_grad()
     def _taken(self, number: int, parameter: Tensor) -> None:
-        """Move a parameter's gradient into the area."""
         gradient, name = parameter.grad, self._names[number]
         assert gradient is not None, "the hook comes after the gradient"
         dense = gradient.to_dense() if gradient.is_sparse else gradient

@@ -52,8 +52,6 @@ class WorkerTables:
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
 
-    # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
-
     def begin(self) -> None:
         """Begin a new update: no batch is known yet, and one without samples reads nothing."""
         self._forgotten.clear()
@@ -80,7 +78,6 @@ class WorkerTables:
         ]
 
     def choose_whole(self) -> Collection[int]:
-        """Select all rows of all tables, as an evaluation does."""
         self._whole = True
         self._sizes.clear()
         return range(self._layout.shards)
@@ -90,7 +87,6 @@ class WorkerTables:
         return [by_shard[shard] for by_shard in self._rows]
 
     def request(self, member: int, shard: int) -> list[Any]:
-        """The payload of a ReadRows to server `member`."""
         return [] if self._whole else pack([self._name(member, n, shard) for n in range(len(self._rows))])
 
     def require_size(self, shard: int, num_bytes: int) -> None:
@@ -119,8 +115,6 @@ class WorkerTables:
             _put(table, parameter.detach(), where, payload[begin:end])
             begin = round_up(end, LINE_BYTES)
 
-    # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
-
     def collect(self, share: float) -> None:
         """After backward: take `share` times the gradients of the rows that were read."""
         for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
@@ -148,14 +142,11 @@ class WorkerTables:
         }
 
     def push(self, member: int, shard: int) -> list[Any]:
-        """The payload of a Push to server `member`, behind the dense gradient."""
         said = [
             None if parts is None else self._name(member, number, shard)
             for number, parts in enumerate(self._gradients)
         ]
         return pack(said, [parts[shard] for parts in self._gradients if parts is not None])
-
-    # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forgotten(self, names: Collection[str]) -> None:
         """Send these sets in full for the rest of this update: a server does not know them."""
