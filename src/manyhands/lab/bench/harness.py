@@ -31,7 +31,7 @@ __all__ = [
     "Workers",
     "be_worker",
     "host_facts",
-    "in_turn",
+    "interleaved",
     "joined_gloo",
     "percentiles",
     "ratio_text",
@@ -58,7 +58,7 @@ def be_worker(plan_type: type[Plan], run: Callable[[Plan], object]) -> None:
     run(plan)
 
 
-def in_turn(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
+def interleaved(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
     """All in every round, and another one first each time, so that nobody always runs after the same other."""
     for number in range(rounds):
         first = number % len(contenders)
