@@ -32,7 +32,7 @@ __all__ = [
     "add_workload_command",
     "argument",
     "check_writable",
-    "command_elsewhere",
+    "command_anywhere",
     "command_group",
     "command_to_resume",
     "fresh_directory",
@@ -278,7 +278,7 @@ def own_command(arguments: Sequence[str], *more: str) -> str:
     return shlex.join([*program, *given, *(word for word in more if word not in given)])
 
 
-def command_elsewhere(arguments: Sequence[str]) -> str:
+def command_anywhere(arguments: Sequence[str]) -> str:
     """The same without `--out`: where a command refuses a directory that is not empty, and this one has filled it."""
     kept: list[str] = []
     words = iter(arguments)

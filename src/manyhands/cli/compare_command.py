@@ -124,7 +124,7 @@ def _run(
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
-            f"comparison cannot be resumed, start again with: {command_options.command_elsewhere(sys.argv)}",
+            f"comparison cannot be resumed, start again with: {command_options.command_anywhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)
@@ -206,7 +206,7 @@ def _compare_sparse(asked: _SparseOptions) -> None:
         for problem in problems:
             done = _one(asked, problem, out)
             if done.interrupted:
-                again = command_options.command_elsewhere(sys.argv)
+                again = command_options.command_anywhere(sys.argv)
                 print(f"manyhands: ended by {end.name}; begin again with: {again}", file=sys.stderr)
                 raise typer.Exit(end.status)
             failed = failed or done.failed

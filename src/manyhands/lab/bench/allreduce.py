@@ -208,7 +208,7 @@ def _measure(plan: _Plan, contenders: _Contenders, meet: Callable[[], None]) -> 
                 contender.run(source, meet)
                 if not torch.equal(contender.buffer, total):
                     raise ManyhandsError(f"{contender.name} gave a wrong sum of {count} items")
-        for contender in harness.in_turn(made, repeats):
+        for contender in harness.interleaved(made, repeats):
             contender.seconds.append(contender.run(source, meet))
         for contender in made:
             seconds.setdefault(contender.name, []).append(contender.seconds)

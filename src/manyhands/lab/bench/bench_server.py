@@ -197,7 +197,7 @@ def measure(
         for _ in range(harness.WARM_UP):
             one.run()
             one.check()
-    for one in harness.in_turn(list(made.values()), rounds):
+    for one in harness.interleaved(list(made.values()), rounds):
         one.run()  # brings its memory back into the caches
         one.seconds += [one.run() for _ in range(block)]
     for one in made.values():

@@ -32,7 +32,7 @@ __all__ = [
     "be_worker",
     "from_text",
     "host_facts",
-    "in_turn",
+    "interleaved",
     "joined_gloo",
     "percentiles",
     "ratio_text",
@@ -70,7 +70,7 @@ def from_text(text: str, *kinds: type) -> Any:
     return {one.__name__: one for one in kinds}[fields.pop("kind")](**fields)
 
 
-def in_turn(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
+def interleaved(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
     """All in every round, and another one first each time, so that nobody always runs after the same other."""
     for number in range(rounds):
         first = number % len(contenders)

@@ -136,8 +136,8 @@ class WorkerEnd:
         self._server = server
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
-        self._home = job.shared_parameters(server.parameters, layout)
-        self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
+        self._shared = job.shared_parameters(server.parameters, layout)
+        self._area = WorkerArea.create(layout, self._shared.values if self._shared is not None else None)
         self._part = self._area.part(0)
         self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
         self._tables.begin()
@@ -157,8 +157,8 @@ class WorkerEnd:
     def __exit__(self, *_: object) -> None:
         self._hub.close()
         self._area.close()
-        if self._home is not None:
-            self._home.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def join(self, view: messages.View, address: str) -> None:
         (server,) = {place.primary for place in view.shards}

@@ -383,7 +383,7 @@ def measure(
         meet()
         if contender is not None:
             contender.run(harness.WARM_UP)  # DDP lays out its buckets anew after the first step
-    for contender in harness.in_turn(list(contenders.values()), plan.rounds):
+    for contender in harness.interleaved(list(contenders.values()), plan.rounds):
         meet()
         if contender is not None:
             contender.run(1)  # brings its memory back into the caches

@@ -62,8 +62,8 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
     stale = "0" if row.staleness_max == 0 else f"{_show(row.staleness_mean, '{:.2f}')}, {row.staleness_max}"
     reached = "never"
     if row.target_s:
-        away = max(row.target_s.high - row.target_s.median, row.target_s.median - row.target_s.low)
-        reached = f"{row.target_s.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "") + partly
+        spread = max(row.target_s.high - row.target_s.median, row.target_s.median - row.target_s.low)
+        reached = f"{row.target_s.median:.2f}" + (f" ±{spread:.2f}" if spread > 0 else "") + partly
     return [
         reached,
         _show(row.target_steps, "{:,.0f}"),

@@ -418,5 +418,5 @@ def _late(rows: Mapping[int, _Rows]) -> Late | None:
         float(np.median(rows[role]["compute_ns"])) for role in sorted(rows, key=lambda role: role != worker)
     )
     is_alone = share >= _LATE_SHARE and share >= 2 * second
-    is_busy_elsewhere = 0 < own_ns <= SLOW_FACTOR * float(np.median(others_ns))
-    return Late(worker=worker, others_wait=share) if is_alone and is_busy_elsewhere else None
+    has_its_own_work = 0 < own_ns <= SLOW_FACTOR * float(np.median(others_ns))
+    return Late(worker=worker, others_wait=share) if is_alone and has_its_own_work else None
