@@ -456,7 +456,9 @@ def test_a_sequence_number_that_comes_twice_is_named(consistency: str) -> None:
     again = row._replace(sequence=rows[first].sequence)
     found = check([*rows[:second], again, *rows[second + 1 :]], consistency)
     assert not found.clean
-    assert f"its sequence number {again.sequence} is already used by version 5" in found.violations[0].sentence
+    assert (
+        f"its sequence number {again.sequence} is already used by version 5" in found.violations[0].sentence
+    )
     back = row._replace(sequence=rows[first].sequence - 1)
     found = check([*rows[:second], back, *rows[second + 1 :]], consistency)
     assert f"entry {back.sequence} follows entry" in found.violations[0].sentence
