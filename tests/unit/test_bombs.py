@@ -223,7 +223,7 @@ def test_rows_of_members_of_another_kind_break_nothing(run: Path, odd: Any) -> N
         file.write(json.dumps({"event": "died", "sentence": "the last one"}) + "\n")
     page = shown(run)
     assert "the last one" in page
-    assert "members.jsonl has" in page
+    assert "members.jsonl: " in page
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
