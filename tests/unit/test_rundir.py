@@ -144,8 +144,8 @@ def test_opening_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "config.json is damaged, it is not JSON"),
-        ('{"format": "manyhands run", "vers', "config.json is damaged, it is not JSON"),
+        ("", "config.json is damaged: it is not JSON"),
+        ('{"format": "manyhands run", "vers', "config.json is damaged: it is not JSON"),
         ("[1]", "config.json is damaged: it is not a JSON object"),
         ('{"hidden_size": 768}', "config.json is not a run configuration"),
         (
