@@ -145,7 +145,7 @@ def test_the_command_decomposes_digits_by_itself_and_says_what_comes_next(tmp_pa
 
 BAD = {
     "a file that is not there": (("--path", "none.npy"), "none.npy cannot be read: No such file"),
-    "prose": (("--path", "prose.txt"), "line 1, column 1: label 'once' is no number"),
+    "prose": (("--path", "prose.txt"), "line 1, column 1: label 'once' is not a number"),
     "not a number": (("--path", "holed.npy"), "row 1, column 0 is nan, no number"),
     "a rank beyond the matrix": (
         ("--rank", "65"),

@@ -86,7 +86,7 @@ def test_files_that_were_not_written_so_are_refused(
     with pytest.raises(UserError, match="was not written by `manyhands export`"):
         read_exported(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"no such file")
-    with pytest.raises(UserError, match="is no safetensors file"):
+    with pytest.raises(UserError, match="is not a safetensors file"):
         read_exported(tmp_path / "x")
 
 

@@ -359,5 +359,5 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         SvdModel.load(tmp_path)
     (tmp_path / "svd.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="is no safetensors file"):
+    with pytest.raises(UserError, match="is not a safetensors file"):
         SvdModel.load(tmp_path)

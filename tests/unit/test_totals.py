@@ -322,7 +322,7 @@ def test_slow_worker_that_nobody_waits_for() -> None:
         for kind in (EventKind.COMPUTE, EventKind.STEP)
     ]
     assert said(totals_of(3, records), "ps consistency=async") == [
-        "worker 2 is 5.0 times slower than the median of the others from the start: nobody waits for it"
+        "worker 2 is 5.0 times slower than the median of the others from the start: no worker waits for it"
     ]
 
 
