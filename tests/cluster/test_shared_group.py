@@ -275,7 +275,7 @@ def test_ranks_that_ask_for_different_sizes_are_reported() -> None:
 
 def test_bad_input_gets_a_sentence() -> None:
     with ranks(1) as (group,), ranks(1) as (other,):
-        with pytest.raises(UserError, match="allocate comes first"):
+        with pytest.raises(UserError, match="call allocate first"):
             group.bucket(0, 1, torch.float32)
         group.allocate(1024, "a test")
         other.allocate(1024, "a test")

@@ -72,7 +72,7 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     assert run_command(monkeypatch, "train", "gbdt", "--out", "m", "--json", "s.json") == 0
     printed = capfd.readouterr().out
     assert "gbdt · binary · single · 1 worker" in printed
-    last = "  manyhands predict m breast-cancer --out predictions.txt   # what it says of rows"
+    last = "  manyhands predict m breast-cancer --out predictions.txt   # predict rows"
     assert printed.splitlines()[-2:] == ["next", last]
     summary = json.loads(Path("s.json").read_text())
     took = f"100 trees in {summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
@@ -119,7 +119,7 @@ def test_train_test_and_predict(
     [
         (["--train", "none.npy"], "none.npy cannot be read: there is no such file"),
         (["--strategy", "hogwild", "--workers", "2"], "strategy hogwild does not train gbdt"),
-        (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs rows to measure on"),
+        (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs held-out rows"),
         (["--num-leaves", "1"], "num_leaves is 1; it must be an integer of at least 2"),
         (["--categorical", "colour"], "categorical='colour': no such column"),
         (["--resume"], "--resume needs --out"),

@@ -118,7 +118,7 @@ def test_bad_files_end_with_2_and_one_line(
     assert "absent cannot be read" in complaint("train", "logreg", "--train", "absent")
     assert "there is no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
-    assert "model small is no safetensors file" in complaint("predict", "small", "small")
+    assert "model small is not a safetensors file" in complaint("predict", "small", "small")
     assert not Path("runs").exists()
     assert run_command(monkeypatch, "train", "logreg", "--train", "bad", "--skip-bad", "--out", "m") == 0
     assert "2 bad lines were left out" in capfd.readouterr().err

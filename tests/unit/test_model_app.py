@@ -356,7 +356,7 @@ def test_who_waits_when_the_server_ends_is_reported() -> None:
 
     for status, answer in asyncio.run(ask_and_close()):
         assert status == 503
-        assert "The server is ending" in json.loads(answer)["error"]
+        assert "The server is shutting down" in json.loads(answer)["error"]
 
 
 def test_workers_are_replaced_unless_none_ever_answers() -> None:

@@ -340,13 +340,13 @@ def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("digits", {"width": 1 << 24}, "is of shape .*, and its options make it"),
+        ("digits", {"width": 1 << 24}, "has shape .*, but its options give"),
         ("digits", {"width": 8, "side": 3}, "no option 'side'"),
         ("language", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
         ("language", {"layers": 10**9}, "at most 1000"),
-        ("recurrent", {"width": 1 << 24, "layers": 1}, "is of shape .*, and its options make it"),
+        ("recurrent", {"width": 1 << 24, "layers": 1}, "has shape .*, but its options give"),
         ("recurrent", {"width": 8, "layers": 1, "context": "a"}, "context is 'a'"),
-        ("recurrent", {"width": 8, "layers": 1}, "how many bytes it looks back on"),
+        ("recurrent", {"width": 8, "layers": 1}, "does not name its context length"),
         ("cats", {}, "not built in"),
     ],
 )
@@ -393,7 +393,7 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
 def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
     for predictor in (trees(tmp_path), decomposition()):
-        with pytest.raises(UserError, match="--skip-bad is of logreg; leave it out for this run"):
+        with pytest.raises(UserError, match="--skip-bad is only for logreg; leave it out for this run"):
             list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
     with pytest.raises(DataError, match=r"rows.*line 2"):
         list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))

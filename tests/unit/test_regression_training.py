@@ -277,7 +277,7 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         LogregModel.load(tmp_path)
     (tmp_path / "noise").write_bytes(b"noise" * 100)
-    with pytest.raises(UserError, match=r"model .*noise is no safetensors file"):
+    with pytest.raises(UserError, match=r"model .*noise is not a safetensors file"):
         LogregModel.load(tmp_path / "noise")
     other = {"weight": np.zeros(3, np.float32), "bias": np.zeros(1, np.float32)}
     header = {"format": "manyhands.logreg.1", "labels": "-1 1", "bits": "9", "hash": "numbers"}
@@ -301,7 +301,7 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
             "ps",
             2,
             {"l1": 0.1},
-            "learner adagrad has no l1 in strategies that work on batches; use learner=ftrl",
+            "learner adagrad does not support l1 with strategies that use batches; use learner=ftrl",
         ),
     ],
 )
