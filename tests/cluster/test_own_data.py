@@ -103,7 +103,7 @@ def test_lines_are_read_from_gzip_too_and_each_worker_finds_what_is_its_own(tmp_
     local = mh.Files(f"{tmp_path}/part-{{rank}}-of-{{world}}.gz")
     assert pickle.loads(pickle.dumps(local)) == local
     assert [list(local.stream(rank, 2)) for rank in range(2)] == [["ä0", "", "b"], ["ä1", "", "b"]]
-    with pytest.raises(UserError, match=r"worker 2 finds no file that matches '.*part-2-of-3.gz'"):
+    with pytest.raises(UserError, match=r"worker 2 found no file that matches '.*part-2-of-3.gz'"):
         local.stream(2, 3)
     (tmp_path / "part-0-of-1.gz").write_bytes(gzip.compress(b"whole lines\n" * 1000)[:-9])
     with pytest.raises(DataError, match=r"part-0-of-1.gz cannot be read"):

@@ -297,7 +297,7 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
     workers = 1 if strategy == "single" else 2
     with (
         at_most(200 << 20),
-        pytest.raises(UserError, match=r"up to 1000000000 takes .* GiB with its copies.*bits"),
+        pytest.raises(UserError, match=r"up to 1000000000 needs .* GiB with its copies.*bits"),
     ):
         train_logreg(path, strategy=strategy, workers=workers)
 

@@ -171,7 +171,7 @@ DAMAGED = {
     "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),
     "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
-    "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
+    "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature outside the 5 of the model"),
     "a loop": (lambda one: _changed(one, "left_child", "0"), "must be a child exactly once"),
     "letters": (lambda one: _changed(one, "leaf_value", "x"), "must hold numbers only"),
     "nan": (lambda one: _changed(one, "leaf_value", "nan"), "holds nan"),
@@ -213,7 +213,7 @@ def test_a_damaged_file_is_refused_with_a_sentence(name: str) -> None:
     damage, message = DAMAGED[name]
     with pytest.raises(DataError, match=message) as caught:
         parse_model(damage(text()).encode(), "m.txt")
-    assert str(caught.value).startswith("model m.txt is no gradient boosting model")
+    assert str(caught.value).startswith("model m.txt is not a gradient boosting model")
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

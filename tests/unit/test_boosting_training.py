@@ -179,9 +179,9 @@ def test_training_goes_on_with_a_model_as_if_it_had_grown_it() -> None:
     assert rest.model.trees[:3] == first.trees
     ours, theirs = (render_model(one.model).partition("parameters:")[0] for one in (rest, whole))
     assert ours == theirs
-    with pytest.raises(UserError, match="the model has 6 columns, and the table 5"):
+    with pytest.raises(UserError, match="the model has 6 columns, but the table has 5"):
         trained(replace(choice(values[:, :5], labels), start=first))
-    with pytest.raises(UserError, match="the objective of the model is 'binary sigmoid:1', and regression"):
+    with pytest.raises(UserError, match="the model's objective is 'binary sigmoid:1', but regression"):
         trained(replace(table, start=first), objective="regression")
 
 

@@ -286,7 +286,7 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
             ["--place", "block=cpu"],
             r"placement of 'block': no module has this name; .* did you mean 'blocks'\?",
         ),
-        (["--place", "blocks"], r"--place 'blocks': it must be PATTERN=DEVICE, as in"),
+        (["--place", "blocks"], r"--place 'blocks': it must be PATTERN=DEVICE, such as"),
         (["--workers", "0"], "workers=0 must be an integer of at least 1"),
         (["--strategy", "mirrord"], "did you mean 'mirrored'"),
         (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch knows no such device"),

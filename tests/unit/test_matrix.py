@@ -196,7 +196,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no numbers in npy": (lambda folder: _npy(folder, np.array([["a"]])), "holds <U1, no numbers"),
     "objects in npy": (
         lambda folder: _npy(folder, np.array([[None]], object)),
-        "holds object, no numbers; save it as float64",
+        "holds object, not numbers; save it as float64",
     ),
     "a vector": (
         lambda folder: _npy(folder, np.ones(3)),
@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 takes 4104 bytes, 4103 are there"),
     "npy without a head": (
         lambda folder: _text(folder, b"\x93NUMPY\x01\x00\xff"),
-        "the head of this npy file is damaged",
+        "the header of this npy file is damaged",
     ),
     "npy in gzip": (
         lambda folder: _text(folder, gzip.compress(_npy(folder, table()).read_bytes())),
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("writer", "label", "sentence"),
     [
-        ("libsvm", "0", "is LIBSVM text, whose labels come first"),
+        ("libsvm", "0", "is LIBSVM text, where labels start each line"),
         ("npy", "price", "columns of an npy file are numbers"),
         ("npy", "9", "has 9 columns"),
         ("parquet", "C1", "no such column; allowed: c0, .* did you mean 'c1'"),
@@ -258,5 +258,5 @@ def test_parquet_without_pyarrow_says_what_to_install(
 
 def test_sparse_rows_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     (tmp_path / "zeros").write_text("1\n-1\n")
-    with MatrixStore() as store, pytest.raises(DataError, match="no row has any entry"):
+    with MatrixStore() as store, pytest.raises(DataError, match="all rows are empty"):
         store.keep(open_matrix(tmp_path / "zeros"))

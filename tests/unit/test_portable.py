@@ -47,7 +47,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     ],
 )
 def test_a_tree_that_is_no_state_is_refused_by_name(tree: object) -> None:
-    with pytest.raises(ManyhandsError, match="no state to continue from"):
+    with pytest.raises(ManyhandsError, match="another process is invalid"):
         Loaded.of(unpack_tree(b"".join(pack_tree(tree))))
 
 

@@ -106,7 +106,7 @@ def test_the_labels_of_files(tmp_path: Path) -> None:
     assert labels_of([1], "x") is None
     assert labels_of([2], "x") == Labels(1, 2)
     for wrong, sentence in (
-        ("3", "labels -1, 1, 3; a logistic regression has two"),
+        ("3", "labels -1, 1, 3; a logistic regression needs two"),
         ("2", "labels -1, 1, 2;"),
     ):
         (tmp_path / "three").write_text(f"1 1:1\n-1 1:1\n{wrong} 1:1\n")
@@ -168,7 +168,7 @@ def test_an_absurd_index_is_refused_before_it_fills_the_memory(
     monkeypatch.setattr(training, "available_bytes", lambda: 10**9)
     (tmp_path / "absurd").write_text("1 1:1\n-1 2000000000:1\n")
     for strategy, workers in (("single", 1), ("ps", 2)):
-        with pytest.raises(UserError, match=r"up to 2000000000 takes .* only 953.7 MiB is available; hash"):
+        with pytest.raises(UserError, match=r"up to 2000000000 needs .* only 953.7 MiB is available; hash"):
             train(tmp_path / "absurd", strategy, workers)
 
 

@@ -102,7 +102,7 @@ def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
     report = " ".join(scaling_sentences(curve))
     assert "The knee is at 2 workers" in report
     assert "4 bring less than half" in report
-    assert "This machine has 2 cores; more workers than that take turns on them." in report
+    assert "This machine has 2 cores; more workers than that share them." in report
 
 
 def test_on_one_core_amdahls_law_is_not_fitted() -> None:
@@ -205,5 +205,5 @@ def test_a_directory_that_holds_something_is_left_alone(words: list[str], tmp_pa
     (tmp_path / "mine.txt").touch()
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert isinstance(done.exception, UserError), done.exception
-    assert "is not empty (it has 'mine.txt' in it); choose another" in str(done.exception)
+    assert "is not empty (it contains 'mine.txt'); choose another" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

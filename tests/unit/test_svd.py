@@ -270,7 +270,7 @@ def test_options_that_make_no_sense_are_refused(given: dict[str, Any], sentence:
 
 
 def test_a_rank_or_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(UserError, match="rank=65: a matrix of 1,797 rows and 64 columns has at most 64"):
+    with pytest.raises(UserError, match="rank=65: a matrix of 1,797 rows and 64 columns has at most rank 64"):
         truncated_svd(load_digits().data, SvdOptions(rank=65))
     needs = r"memory=1\.0 MiB is too little: rank 10 of 20,000 columns with 2 workers needs (.*); give more"
     with pytest.raises(UserError, match=needs):
@@ -326,8 +326,8 @@ def test_a_saved_model_projects_rows_as_scikit_learn_does(tmp_path: Path, center
     ("value", "sentence"),
     [
         ([1, 2], "input 0 has 2 numbers; it must be an array of numbers, one for each column, 3 in all"),
-        ("1 2 3", "input 0 is no array; it must be an array of numbers"),
-        ([1, 2, "x"], "input 0 has 'x' at place 2"),
+        ("1 2 3", "input 0 is not an array; it must be an array of numbers"),
+        ([1, 2, "x"], "input 0 has 'x' at position 2"),
         ([1, 2, float("inf")], "input 0 has a number that is not finite"),
     ],
 )

@@ -362,7 +362,7 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="add --resume to continue it, or choose another"):
         open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(
-        UserError, match="--width was 4,8,16, and is left out now; give what it was begun with"
+        UserError, match="--width was 4,8,16, and is left out now; give the settings it was started with"
     ):
         open_sweep(tmp_path / "s", plan(rate=("0.1", "0.2")), resume=True)
     (tmp_path / "s" / "sweep.json").write_text("{")

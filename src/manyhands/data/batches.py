@@ -90,7 +90,7 @@ class BatchSource:
     def fetch(self, indices: Sequence[int] | Indices) -> Any:
         """The collated batch of these samples, at least one: a worker with an empty share has no batch."""
         if len(indices) == 0:
-            raise ValueError("fetch needs at least one index; a worker with an empty share takes no batch")
+            raise ValueError("fetch needs at least one index; a worker with an empty share must not fetch")
         if self._gather is not None:
             return self._gather(np.asarray(indices, dtype=np.int64))
         wanted = [int(index) for index in indices]
@@ -116,8 +116,8 @@ def as_dataset(data: Any, field: str) -> Any:
         raise UserError(f"{field} is {data[:40]!r}; read the file first and give {_ALLOWED}")
     if isinstance(data, IterableDataset | Iterator):
         raise UserError(
-            f"{field} is {_kind(data)}, which can only be iterated, so samples of batch k cannot be "
-            f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do; training data "
+            f"{field} is {_kind(data)}, which can only be iterated, so its samples cannot be "
+            f"looked up; give {_ALLOWED}: if the samples fit in memory, use list(...) of it; training data "
             "may be an IterableDataset, too"
         )
     if isinstance(data, tuple | list) and any(isinstance(one, Tensor | np.ndarray) for one in data):

@@ -54,7 +54,7 @@ VOCABULARY = 256
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _LIMIT_BYTES = 1 << 31  # of a file of images
 _MOST_DEEP = 5
-_NO_NUMBERS = "rows of different lengths or what is no number"
+_NO_NUMBERS = "rows of different lengths or values that are not numbers"
 _PICTURES = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # Pillow has others start programs
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
@@ -145,7 +145,7 @@ def read_idx(path: Path | str, *, limit_bytes: int = 2**31) -> NDArray[Any]:
             file.offset,
         )
         if file.up_to(1):  # for gzip this also checks its checksum
-            raise file.error(end, "the file continues after its last item; it should end there")
+            raise file.error(end, "the file continues after its last item")
     array = np.frombuffer(items, dtype).reshape(shape)
     return array.astype(dtype.newbyteorder("="), copy=False)
 
@@ -173,7 +173,7 @@ def bundled_file(name: str, what: str) -> Path | None:
     """The file of a table inside scikit-learn, which `what` comes with; None where its version keeps it elsewhere."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
-        raise UserError(f"{what} come with scikit-learn, which is not installed: pip install scikit-learn")
+        raise UserError(f"{what} need scikit-learn, which is not installed: pip install scikit-learn")
     file = Path(found.submodule_search_locations[0], "datasets", "data", name)
     return file if file.exists() else None
 
@@ -212,7 +212,7 @@ def python_source_text(root: Path, max_bytes: int) -> str:
         if len(collected) >= max_bytes:
             break
     if not collected:
-        raise DataError(f"{root} holds no Python source to learn from; give a text file instead")
+        raise DataError(f"{root} holds no Python source; give a text file instead")
     # a character cut in two at the bound is dropped
     return collected[:max_bytes].decode("utf-8", errors="ignore")
 
@@ -274,14 +274,14 @@ class ImageShape:
                 raise ValueError(f"its shape is {sizes}; an image is {self.in_words}")
         # a channel of one may stand before the image
         if array.ndim > 3 and array.shape[-3] != 1:
-            raise ValueError(f"its shape is {sizes}; an image has one channel: {self.in_words}")
+            raise ValueError(f"its shape is {sizes}; an image must have one channel: {self.in_words}")
         with np.errstate(over="ignore"):  # what is beyond single precision is beyond white
             images = array.reshape(-1, side, side).astype(np.float32)
         if not len(images):
             raise ValueError("it holds no image")
         if not np.isfinite(images).all() or images.min() < 0 or images.max() > self.white:
             found = f"{float(images.min()):g} to {float(images.max()):g}"
-            raise ValueError(f"its values go from {found}; an image is {self.in_words}")
+            raise ValueError(f"its values range from {found}; an image is {self.in_words}")
         return images
 
 
@@ -290,7 +290,7 @@ def read_images(path: str, shape: ImageShape, form: str = "auto") -> NDArray[np.
     file = Path(path)
     if form == "auto":
         if file.is_dir():
-            raise DataError(f"{file} is a directory; name one file of images")
+            raise DataError(f"{file} is a directory; give one file of images")
         with DataFile(file) as opened:
             start = bytes(opened.up_to(8))
         form = "json" if start.lstrip()[:1] in (b"[", b"{") else "picture"
@@ -308,7 +308,7 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise UserError(
-            f"{file} is neither npy, idx nor JSON, and pictures are read by Pillow, which is not installed: "
+            f"{file} is not npy, idx or JSON, and pictures need Pillow, which is not installed: "
             "pip install 'manyhands[images]'"
         ) from None
     try:
@@ -330,7 +330,7 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         raise
     except UnidentifiedImageError as error:
         raise DataError(
-            f"{file} is no picture that Pillow knows, and neither npy, idx nor JSON; --format says which it should be"
+            f"{file} is not a picture that Pillow can read, nor npy, idx or JSON; give its format with --format"
         ) from error
     except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as a picture: {error}") from error
@@ -344,18 +344,18 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     try:
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"its version is {version}; (1, 0) and (2, 0) are read")
+            raise ValueError(f"its version is {version}; supported: (1, 0) and (2, 0)")
         read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
         sizes, by_columns, dtype = read_header(stream)
         # An array of another size than its header says would be read from memory that nobody has written.
         wanted, held = math.prod(sizes) * dtype.itemsize, len(content) - stream.tell()
         if dtype.hasobject or wanted != held:
             promised = f"{format_bytes(wanted)} of {dtype}"
-            raise ValueError(f"its header tells of {promised}, and {format_bytes(held)} follow")
+            raise ValueError(f"its header announces {promised}, but {format_bytes(held)} follow")
         array = np.frombuffer(content, dtype, offset=stream.tell())
         return shape.images(array.reshape(sizes, order="F" if by_columns else "C"))
     except (SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
-        raise ValueError(f"it is no npy file: {error}") from error
+        raise ValueError(f"it is not an npy file: {error}") from error
 
 
 def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
@@ -364,7 +364,7 @@ def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     try:
         value = json.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
     if isinstance(value, dict):
         value = value.get("inputs")
     if not isinstance(value, list):

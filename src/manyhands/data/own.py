@@ -128,7 +128,7 @@ class Files(WorkerData):
         paths = self.dealt(parts).paths[part::parts]
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
-            paths = _found(pattern, f"worker {part} finds no file")
+            paths = _found(pattern, f"worker {part} found no file")
         return _Samples(lambda: chain.from_iterable(self.read(Path(path)) for path in paths))
 
 
@@ -199,7 +199,7 @@ class Parties:
 
     def __init__(self, parties: Mapping[str, Any]) -> None:
         if not isinstance(parties, Mapping) or not parties:
-            raise UserError(f"Parties: give a dict of name: data, and not {parties!r:.60}")
+            raise UserError(f"Parties: give a dict of name: data, not {parties!r:.60}")
         self.names: tuple[str, ...] = tuple(map(str, parties))
         self._data = [as_dataset(data, f"party {name!r}") for name, data in parties.items()]
         self._ends = list(accumulate(len(data) for data in self._data))

@@ -150,7 +150,7 @@ class RowFile:
                 if numbered_in is not None and numbered_in != block.numbered_in:
                     raise DataError(
                         f"{self.name}, line {self.lines + 1} or later: features of two namespaces are numbers; give "
-                        "hash=all and a number of bits, and they are kept apart"
+                        "hash=all and a number of bits, to separate them"
                     )
                 numbered_in = block.numbered_in
             self.lines += block.lines

@@ -144,7 +144,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} is damaged: it holds no JSON object")
+        raise DataError(f"{file} is damaged: it does not hold a JSON object")
     return content
 
 
@@ -198,7 +198,7 @@ def require_empty(out: Path) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if taken is not None:
-        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")
+        raise UserError(f"--out {out} is not empty (it contains {taken.name!r}); choose another")
 
 
 def make_output(out: Path) -> None:
@@ -291,7 +291,7 @@ class Backlog(Generic[_T]):
         try:
             self.retry()
         except WriteFailed as error:
-            return f"{error}; the run continues, and tries again" if is_first else None
+            return f"{error}; the run continues and will try again" if is_first else None
         return None
 
     def retry(self) -> None:
@@ -377,4 +377,4 @@ class MetricsLog(Closeable):
 
 def _require_step(record: Any, error: type[UserError], where: str) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
-        raise error(f"{where} is no record of metrics: it has no integer as its `step`")
+        raise error(f"{where} is not a record of metrics: its `step` must be an integer")

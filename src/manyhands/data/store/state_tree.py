@@ -99,7 +99,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         pairs: list[Json] = [[key, item] for key, item in zip(value, items, strict=True)]
         return {"$counter" if kind is Counter else "$items": pairs}
     raise UserError(
-        f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
+        f"{path or 'the state'} is a {kind.__name__}, which a checkpoint cannot hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
 
@@ -149,12 +149,12 @@ def unpack_tree(data: bytes | bytearray) -> Any:
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         if not _LENGTH_BYTES <= end <= len(data):
-            raise ValueError(f"{end} bytes announced, {len(data)} came")
+            raise ValueError(f"{end} bytes announced, {len(data)} received")
         meta = json.loads(data[_LENGTH_BYTES:end])
         viewed = safetensors.torch.load(bytes(memoryview(data)[end:]))
         return unflatten({name: tensor.clone() for name, tensor in viewed.items()}, meta)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise ManyhandsError(f"what came is no state of a run: {error}") from error
+        raise ManyhandsError(f"the data received is not the state of a run: {error}") from error
 
 
 # A scheduler adds this to the groups of its optimizer, and may not have been built yet when the state comes back.
