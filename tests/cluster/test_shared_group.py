@@ -294,7 +294,7 @@ def test_bad_input_gets_a_sentence() -> None:
         with pytest.raises(UserError, match="another group"):
             group.launch(other.bucket(0, 4, torch.float32))
         group.launch(bucket)
-        with pytest.raises(UserError, match="under way"):
+        with pytest.raises(UserError, match="still in use"):
             group.launch(bucket)
         group.finish()
         group.close()

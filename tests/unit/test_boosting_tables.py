@@ -89,11 +89,11 @@ def test_columns_of_parquet_are_found_by_their_names(tmp_path: Path) -> None:
     rest = trained(TableChoice(train=both[1], start=found.model), trees=2)
     assert rest.model.names == found.model.names
     assert rest.train_losses[0] < found.train_losses[-1]
-    with pytest.raises(UserError, match=r"few.parquet has no column 'time_of_day', as the model has"):
+    with pytest.raises(UserError, match=r"few.parquet lacks the model's column 'time_of_day'"):
         predicted_by(found.model, written("few.parquet", "age", "y", "label", "carrier", "delayed"))
     columns["time_of_day"] = labels
     twice = open_source(written("twice.parquet", "time of day", "time_of_day", "delayed"), label="delayed")
-    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both 'time_of_day'"):
+    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both written as 'time_of_day'"):
         trained(TableChoice(train=twice))
 
 
@@ -220,7 +220,7 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("text", None, "is not a Parquet file that can be read"),
         ("twice", None, "has two columns of the same name"),
         ("label", None, "has 3 rows and 0 columns"),
-        ("words", None, "column 'a' is string, no number"),
+        ("words", None, "column 'a' is string, not a number"),
         ("t", "c", "has no column 'c'"),
         ("t", "2", "has no column '2'"),
         ("t", "--1", "has no column '--1'"),

@@ -89,7 +89,7 @@ def test_an_all_reduce_against_the_number_of_workers() -> None:
         ("1f1c", "there is no schedule '1f1c'; allowed: naive, .*did you mean '1f1b'"),
         ("rign", "did you mean 'ring'"),
         ("interleaved --stages 4 --microbatches 6", "microbatches=6 does not fit stages=4.*fit: 4 and 8"),
-        ("1f1b --workers 3", "--workers does not go with 1f1b, which is a schedule of a pipeline"),
+        ("1f1b --workers 3", "--workers does not go with 1f1b, which is a pipeline schedule"),
         ("ring --stages 3", "--stages does not go with ring, which is an all-reduce schedule"),
         ("ring --microbatches 3", "--microbatches does not go with ring"),
         ("gpipe --chunks 2", "--chunks does not go with gpipe.*`interleaved` has several"),

@@ -150,7 +150,7 @@ def test_the_task_of_the_servers_is_the_same_rule(path: Path) -> None:
         ("single", 2, 1, "single is one thread"),
         ("hogwild", 2, 8, "hogwild takes one record at a time"),
         ("tensor", 2, 1, "batch=1: tensor works on batches"),
-        ("tensor", 11, 8, "some of dim=10;"),
+        ("tensor", 11, 8, "tensor splits dim=10;"),
         ("allreduce algorithm=ring", 2, 8, "takes no algorithm"),
         ("central", 2, 8, "central does not train glove"),
         ("hogwild", 0, 1, "workers=0"),

@@ -31,7 +31,7 @@ def test_a_tree_with_tensors_comes_back_equal() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"{}", b"\0" * 8 + b"xx"])
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ManyhandsError, match="no state of a run"):
+    with pytest.raises(ManyhandsError, match="not the state of a run"):
         unpack_tree(data)
 
 

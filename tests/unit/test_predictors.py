@@ -436,7 +436,7 @@ def test_what_is_no_number_has_no_place_on_a_line(value: Any) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run directory"):
         open_predictor(tmp_path)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         open_predictor(tmp_path / "nothing")

@@ -125,7 +125,7 @@ def test_label_1_is_held_back_until_its_partner_comes(tmp_path: Path) -> None:
     rows = Reading(block_bytes=60)
     assert train_logreg(tmp_path / "late", reading=rows).model.labels == Labels(1, 2)
     (tmp_path / "late").write_text("1 1:1\n" * 50 + "0 2:1\n" * 50 + "2 1:1\n")
-    with pytest.raises(DataError, match="an example with label 2 beside 0 and 1"):
+    with pytest.raises(DataError, match="an example with label 2 besides 0 and 1"):
         train_logreg(tmp_path / "late", reading=rows)
 
 

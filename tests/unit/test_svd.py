@@ -282,19 +282,19 @@ def test_what_is_no_matrix_is_refused() -> None:
     holed = np.ones((40, 5))
     holed[17, 3] = np.nan
     for center in (False, True):
-        with pytest.raises(DataError, match="row 17, column 3 is nan, no number"):
+        with pytest.raises(DataError, match="row 17, column 3 is nan, not a number"):
             truncated_svd(holed, SvdOptions(rank=2, center=center))
     with pytest.raises(DataError, match="too large to be squared"):
         truncated_svd(np.full((4, 3), 1e200), SvdOptions(rank=2))
-    with pytest.raises(UserError, match=r"shape \(5,\) is no matrix"):
+    with pytest.raises(UserError, match=r"shape \(5,\) is not a matrix"):
         truncated_svd(np.ones(5), SvdOptions(rank=1))
     holed = np.ones((3, 50))
     holed[1, 40] = np.inf
-    with pytest.raises(DataError, match="row 1, column 40 is inf, no number"):
+    with pytest.raises(DataError, match="row 1, column 40 is inf, not a number"):
         truncated_svd(holed, SvdOptions(rank=2))
     with pytest.raises(DataError, match="too large to be squared"):
         truncated_svd(sp.csr_matrix(np.full((4, 3), 1e200)), SvdOptions(rank=2))
-    with pytest.raises(UserError, match=r"a complex128 sparse matrix of shape \(4, 4\) is no matrix"):
+    with pytest.raises(UserError, match=r"a complex128 sparse matrix of shape \(4, 4\) is not a matrix"):
         truncated_svd(sp.eye(4, dtype=complex), SvdOptions(rank=1))
     with pytest.raises(UserError, match="passes=2: the error is still"):
         truncated_svd(DRAW.normal(size=(1200, 1100)), SvdOptions(rank=5, passes=2))
@@ -351,7 +351,7 @@ def test_a_file_that_does_not_fit_the_components_is_refused(tmp_path: Path) -> N
     with pytest.raises(DataError, match="has 5 columns, but the components have 4"):
         list(model.project_file(open_matrix(tmp_path / "other.npy")))
     np.save(tmp_path / "holed.npy", np.array([[1.0, 2, 3, 4], [1, np.nan, 3, 4]]))
-    with pytest.raises(DataError, match="row 1 has a value that is no number"):
+    with pytest.raises(DataError, match="row 1 has a value that is not a number"):
         list(model.project_file(open_matrix(tmp_path / "holed.npy")))
 
 

@@ -356,7 +356,7 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(UserError, match=r"holds no sweep \(sweep.json is missing\)"):
         open_sweep(tmp_path, found, resume=True)
-    with pytest.raises(UserError, match=r"it has 'mine\.txt' in it"):
+    with pytest.raises(UserError, match=r"it contains 'mine\.txt'"):
         open_sweep(tmp_path, found, resume=False)
     open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(UserError, match="add --resume to continue it, or choose another"):
