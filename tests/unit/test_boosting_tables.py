@@ -93,7 +93,9 @@ def test_columns_of_parquet_are_found_by_their_names(tmp_path: Path) -> None:
         predicted_by(found.model, written("few.parquet", "age", "y", "label", "carrier", "delayed"))
     columns["time_of_day"] = labels
     twice = open_source(written("twice.parquet", "time of day", "time_of_day", "delayed"), label="delayed")
-    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both written as 'time_of_day'"):
+    with pytest.raises(
+        UserError, match="columns 'time of day' and 'time_of_day' are both written as 'time_of_day'"
+    ):
         trained(TableChoice(train=twice))
 
 
