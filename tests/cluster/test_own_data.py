@@ -103,7 +103,7 @@ def test_lines_are_read_from_gzip_too_and_each_worker_finds_what_is_its_own(tmp_
     local = mh.Files(f"{tmp_path}/part-{{rank}}-of-{{world}}.gz")
     assert pickle.loads(pickle.dumps(local)) == local
     assert [list(local.stream(rank, 2)) for rank in range(2)] == [["ä0", "", "b"], ["ä1", "", "b"]]
-    with pytest.raises(UserError, match=r"worker 2 found no file that matches '.*part-2-of-3.gz'"):
+    with pytest.raises(UserError, match=r"worker 2 finds no file that matches '.*part-2-of-3.gz'"):
         local.stream(2, 3)
     (tmp_path / "part-0-of-1.gz").write_bytes(gzip.compress(b"whole lines\n" * 1000)[:-9])
     with pytest.raises(DataError, match=r"part-0-of-1.gz cannot be read"):
@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             "mirrored",
             2,
             {"epochs": 1},
-            "data is each worker's own, of which nobody knows how long an epoch is",
+            "data is each worker's own, whose epochs have no known length",
         ),
         ("ps", 2, {}, "data is each worker's own: a batch of ps may be computed again"),
         ("hogwild", 2, {}, "data is each worker's own: a batch of hogwild is one worker's"),
@@ -214,7 +214,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="evaluation is each worker's own data"):
         task(mh.Files(pattern), evaluation=mh.Files(pattern))
     with pytest.raises(
-        UserError, match=r"make\(0, 1\) gave a list_iterator; it must give something that begins anew"
+        UserError, match=r"make\(0, 1\) returned a list_iterator; it must return something that starts again"
     ):
         mh.PerWorker(lambda rank, world: iter([1])).stream(0, 1)
     empty = OwnShares(mh.PerWorker(lambda rank, world: []), None, 4, 1, lambda step, part: None)

@@ -191,7 +191,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty": (lambda folder: _text(folder, b""), "is empty; give a matrix as LIBSVM text, npy or Parquet"),
     "prose": (
         lambda folder: _text(folder, b"once upon a time\n"),
-        "line 1, column 1: label 'once' is not a number",
+        "line 1, column 1: label 'once' is no number",
     ),
     "no numbers in npy": (lambda folder: _npy(folder, np.array([["a"]])), "holds <U1, not numbers"),
     "objects in npy": (
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Any, str]] = {
         r"has the shape \(3,\); a matrix has two dimensions",
     ),
     "no rows": (lambda folder: _npy(folder, np.ones((0, 3))), r"has the shape \(0, 3\)"),
-    "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 needs 4104 bytes, but it has 4103"),
+    "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 takes 4104 bytes, 4103 are there"),
     "npy without a head": (
         lambda folder: _text(folder, b"\x93NUMPY\x01\x00\xff"),
         "the header of this npy file is damaged",
@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "text in Parquet": (
         lambda folder: _parquet(folder, a=[1.0], city=["Oslo"]),
-        "column 'city' is string, not a number",
+        "column 'city' is string, no number",
     ),
     "no rows in Parquet": (lambda folder: _parquet(folder, a=np.empty(0)), "has 0 rows and 1 columns"),
 }
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("writer", "label", "sentence"),
     [
-        ("libsvm", "0", "is LIBSVM text, where labels start each line"),
+        ("libsvm", "0", "is LIBSVM text, whose labels come first"),
         ("npy", "price", "columns of an npy file are numbers"),
         ("npy", "9", "has 9 columns"),
         ("parquet", "C1", "no such column; allowed: c0, .* did you mean 'c1'"),
@@ -258,5 +258,5 @@ def test_parquet_without_pyarrow_says_what_to_install(
 
 def test_sparse_rows_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     (tmp_path / "zeros").write_text("1\n-1\n")
-    with MatrixStore() as store, pytest.raises(DataError, match="all rows are empty"):
+    with MatrixStore() as store, pytest.raises(DataError, match="no row has any entry"):
         store.keep(open_matrix(tmp_path / "zeros"))

@@ -108,7 +108,7 @@ def test_pictures_that_pillow_would_cut_off_or_have_a_program_read_are_refused(t
     with pytest.raises(DataError, match="mode I;16; save it with 8 bits a pixel"):
         read_images(str(tmp_path / "deep.png"), SHAPE)
     image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "script.eps")
-    with pytest.raises(DataError, match="is not a picture that Pillow can read"):
+    with pytest.raises(DataError, match="is not an image that Pillow can read"):
         read_images(str(tmp_path / "script.eps"), SHAPE)
 
 

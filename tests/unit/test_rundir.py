@@ -112,7 +112,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json", ".git"])
 def test_a_directory_with_something_else_in_it_is_refused_and_not_touched(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match=rf"not empty and holds no run \(it contains '{name}'\)"):
+    with pytest.raises(UserError, match=rf"not empty and holds no run \(it has '{name}' in it\)"):
         RunDirectory.create(tmp_path, CONFIG)
     assert os.listdir(tmp_path) == [name]
 
@@ -144,9 +144,9 @@ def test_opening_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "config.json is damaged, it is not JSON"),
-        ('{"format": "manyhands run", "vers', "config.json is damaged, it is not JSON"),
-        ("[1]", "config.json is damaged: it does not hold a JSON object"),
+        ("", "config.json is damaged: it is not JSON"),
+        ('{"format": "manyhands run", "vers', "config.json is damaged: it is not JSON"),
+        ("[1]", "config.json is damaged: it is not a JSON object"),
         ('{"hidden_size": 768}', "config.json is not a run configuration"),
         (
             '{"format": "manyhands run", "version": 99, "config": {}}',
@@ -266,7 +266,7 @@ def test_a_damaged_line_is_named_with_its_place(line: bytes, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("record", "named"),
-    [({"loss": 1.0}, "its `step` must be an integer"), ({"step": 1, "x": {2}}, "record.x is a set")],
+    [({"loss": 1.0}, "its `step` is not an integer"), ({"step": 1, "x": {2}}, "record.x is a set")],
 )
 def test_a_record_that_is_none_is_refused(record: Any, named: str, tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(UserError, match=named):

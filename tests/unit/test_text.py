@@ -149,7 +149,7 @@ def test_tests_and_installed_packages_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_python_without_its_source_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no Python source; give a text file instead"):
+    with pytest.raises(DataError, match="holds no Python source to learn from; give a text file instead"):
         python_source_text(tmp_path, 1000)
 
 

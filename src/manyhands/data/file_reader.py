@@ -145,7 +145,7 @@ def read_idx(path: Path | str, *, limit_bytes: int = 2**31) -> NDArray[Any]:
             file.offset,
         )
         if file.up_to(1):  # for gzip this also checks its checksum
-            raise file.error(end, "the file continues after its last item")
+            raise file.error(end, "the file continues after its last item; it should end there")
     array = np.frombuffer(items, dtype).reshape(shape)
     return array.astype(dtype.newbyteorder("="), copy=False)
 
@@ -173,7 +173,7 @@ def bundled_file(name: str, what: str) -> Path | None:
     """The file of a table inside scikit-learn, which `what` comes with; None where its version keeps it elsewhere."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
-        raise UserError(f"{what} need scikit-learn, which is not installed: pip install scikit-learn")
+        raise UserError(f"{what} come with scikit-learn, which is not installed: pip install scikit-learn")
     file = Path(found.submodule_search_locations[0], "datasets", "data", name)
     return file if file.exists() else None
 
@@ -212,7 +212,7 @@ def python_source_text(root: Path, max_bytes: int) -> str:
         if len(collected) >= max_bytes:
             break
     if not collected:
-        raise DataError(f"{root} holds no Python source; give a text file instead")
+        raise DataError(f"{root} holds no Python source to learn from; give a text file instead")
     # a character cut in two at the bound is dropped
     return collected[:max_bytes].decode("utf-8", errors="ignore")
 
@@ -274,7 +274,7 @@ class ImageShape:
                 raise ValueError(f"its shape is {sizes}; an image is {self.in_words}")
         # a channel of one may stand before the image
         if array.ndim > 3 and array.shape[-3] != 1:
-            raise ValueError(f"its shape is {sizes}; an image must have one channel: {self.in_words}")
+            raise ValueError(f"its shape is {sizes}; an image has one channel: {self.in_words}")
         with np.errstate(over="ignore"):  # what is beyond single precision is beyond white
             images = array.reshape(-1, side, side).astype(np.float32)
         if not len(images):
@@ -290,7 +290,7 @@ def read_images(path: str, shape: ImageShape, form: str = "auto") -> NDArray[np.
     file = Path(path)
     if form == "auto":
         if file.is_dir():
-            raise DataError(f"{file} is a directory; give one file of images")
+            raise DataError(f"{file} is a directory; name one file of images")
         with DataFile(file) as opened:
             start = bytes(opened.up_to(8))
         form = "json" if start.lstrip()[:1] in (b"[", b"{") else "picture"
@@ -308,16 +308,16 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise UserError(
-            f"{file} is not npy, idx or JSON, and pictures need Pillow, which is not installed: "
-            "pip install 'manyhands[images]'"
+            f"{file} is neither npy, idx nor JSON, and Pillow, which reads images, is not installed: pip install "
+            "'manyhands[images]'"
         ) from None
     try:
         with Image.open(file, formats=_PICTURES) as image:
             if image.size != (shape.side, shape.side):  # before a pixel of it is decoded
                 width, height = image.size
                 raise DataError(
-                    f"{file} has {width}×{height} pixels; the model was trained on {shape.side}×{shape.side}: make it "
-                    "that small, white on black"
+                    f"{file} has {width}×{height} pixels; the model was trained on {shape.side}×{shape.side}: resize "
+                    "it, white on black"
                 )
             if image.mode[0] in "IF":  # which Pillow would cut off at 255
                 raise DataError(
@@ -330,10 +330,10 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         raise
     except UnidentifiedImageError as error:
         raise DataError(
-            f"{file} is not a picture that Pillow can read, nor npy, idx or JSON; give its format with --format"
+            f"{file} is not an image that Pillow can read, and neither npy, idx nor JSON; give its --format"
         ) from error
     except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
-        raise DataError(f"{file} cannot be read as a picture: {error}") from error
+        raise DataError(f"{file} cannot be read as an image: {error}") from error
     return shape.images(grey * np.float32(shape.white / 255))
 
 
@@ -344,7 +344,7 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     try:
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"its version is {version}; supported: (1, 0) and (2, 0)")
+            raise ValueError(f"its version is {version}; allowed: (1, 0) and (2, 0)")
         read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
         sizes, by_columns, dtype = read_header(stream)
         # An array of another size than its header says would be read from memory that nobody has written.

@@ -32,11 +32,11 @@ __all__ = ["WRONG", "most_entries", "parse"]
 BAD_INDEX, NEGATIVE, TWICE = 10, 11, 12
 WRONG = {
     BAD_LABEL: "label {token} is not a number; a line is a label and then index:value pairs",
-    BAD_INDEX: "{token} is not an index:value pair such as 3:0.5; an index is an integer",
-    NEGATIVE: "feature {token} has a negative index; indices are integers from 0",
-    BAD_VALUE: "feature {token} must have a finite number as its value",
-    TOO_LARGE: "feature {token} has too large an index to be used without hashing; give a number of bits",
-    TWICE: "feature {token} occurs twice in this line; give each feature once",
+    BAD_INDEX: "{token} is not an index:value pair; an index is an integer, as in 3:0.5",
+    NEGATIVE: "feature {token} has a negative index; indices are integers of at least 0",
+    BAD_VALUE: "feature {token} has a value that is not a finite number",
+    TOO_LARGE: "feature {token} has an index too large for a table; give a number of bits to hash into",
+    TWICE: "feature {token} is twice in this line; give each feature once",
 }  # by code, what is wrong with a line
 
 _COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48

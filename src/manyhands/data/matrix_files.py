@@ -85,11 +85,13 @@ def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
         raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
     kind = next((kind for magic, kind in _MAPPED.items() if head.startswith(magic)), None)
     if kind is not None and is_gzip:
-        raise DataError(f"{path} is compressed with gzip and cannot be mapped; gunzip it first")
+        raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
     if kind is not None:
         return kind(path, label)
     if label is not None:
-        raise UserError(f"label={label!r}: {path} is LIBSVM text, where labels start each line; leave it out")
+        raise UserError(
+            f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
+        )
     return LibsvmMatrix(path)
 
 
@@ -193,7 +195,7 @@ class ParquetMatrix(MatrixFile):
                 f"{path} has {self.rows} rows and {len(names)} columns; give at least one of each"
             )
         if len(set(names)) < len(names):
-            raise DataError(f"{path} has two columns of the same name; rename one")
+            raise DataError(f"{path} has two columns of the same name; give each a name of its own")
         self.names = names if chosen is None else tuple(chosen)
         self.columns = len(self.names)
         kinds = [np.dtype(field.type.to_pandas_dtype()).char for field in fields]
@@ -256,7 +258,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if end - offset < num_bytes:
         raise DataError(
-            f"{path} is truncated: {shape} of {dtype} needs {num_bytes} bytes, but it has {end - offset}"
+            f"{path} is truncated: {shape} of {dtype} needs {num_bytes} bytes, but has {end - offset}"
         )
     return dtype, shape, is_column_major, offset
 
@@ -265,9 +267,7 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(
-            f"{path} is Parquet and needs pyarrow, which is not installed: pip install manyhands[parquet]"
-        ) from error
+        raise UserError(f"{path} is Parquet, which needs pyarrow; pip install manyhands[parquet]") from error
     with _arrow_errors(path):
         return parquet.ParquetFile(path)
 

@@ -70,8 +70,8 @@ class PerWorker(WorkerData):
         made = self.make(part, parts)
         if isinstance(made, Iterator) or not isinstance(made, Iterable):
             raise UserError(
-                f"PerWorker: make({part}, {parts}) gave a {type(made).__name__}; it must give something that begins "
-                "anew each time it is iterated, such as a list or an IterableDataset"
+                f"PerWorker: make({part}, {parts}) returned a {type(made).__name__}; it must return something that "
+                "starts again each time it is iterated, such as a list or an IterableDataset"
             )
         return made
 
@@ -128,7 +128,7 @@ class Files(WorkerData):
         paths = self.dealt(parts).paths[part::parts]
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
-            paths = _found(pattern, f"worker {part} found no file")
+            paths = _found(pattern, f"worker {part} finds no file")
         return _Samples(lambda: chain.from_iterable(self.read(Path(path)) for path in paths))
 
 

@@ -105,7 +105,7 @@ class MatrixStore(Closeable):
         except OSError as error:
             hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
             raise ManyhandsError(
-                f"rows of {name} could not be stored in {folder}: {error.strerror}{hint}"
+                f"rows of {name} could not be kept in {folder}: {error.strerror}{hint}"
             ) from error
 
 
@@ -122,7 +122,7 @@ def _write_sparse(folder: Path, blocks: Iterator[MatrixBlock]) -> StoredMatrix:
             out["values"].write(part.values.data)
             rows, entries, columns = rows + len(part), entries + len(part.indices), max(columns, part.size)
     if not entries:
-        raise DataError("all rows are empty; give a matrix that is not zero")
+        raise DataError("no row has any entry; give a matrix that is not zero")
     return StoredMatrix(path=str(folder), rows=rows, columns=columns, entries=entries)
 
 
@@ -194,7 +194,7 @@ class _Map:
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be mapped: {error}") from error
         if len(self._map) < offset + count * dtype.itemsize:
-            raise DataError(f"{path} became shorter since it was opened; do not change it during a run")
+            raise DataError(f"{path} has become shorter since it was opened; do not change it during a run")
         self._items: NDArray[Any] | None = np.frombuffer(self._map, dtype, count, offset)
 
     def items(self, begin: int, end: int) -> NDArray[Any]:

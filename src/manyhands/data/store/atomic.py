@@ -142,9 +142,9 @@ def read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file} cannot be read: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
+        raise DataError(f"{file} is damaged: it is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} is damaged: it does not hold a JSON object")
+        raise DataError(f"{file} is damaged: it is not a JSON object")
     return content
 
 
@@ -183,7 +183,7 @@ def _plain(value: Any, where: str) -> Any:
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
-                    raise UserError(f"{where} has the key {key!r}; the keys of JSON are strings")
+                    raise UserError(f"{where} has the key {key!r}; JSON keys must be strings")
             return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     raise UserError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold; allowed: numbers, strings, booleans, "
@@ -198,7 +198,7 @@ def require_empty(out: Path) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if taken is not None:
-        raise UserError(f"--out {out} is not empty (it contains {taken.name!r}); choose another")
+        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")
 
 
 def make_output(out: Path) -> None:
@@ -291,7 +291,7 @@ class Backlog(Generic[_T]):
         try:
             self.retry()
         except WriteFailed as error:
-            return f"{error}; the run continues and will try again" if is_first else None
+            return f"{error}; the run continues, and tries again" if is_first else None
         return None
 
     def retry(self) -> None:
@@ -377,4 +377,4 @@ class MetricsLog(Closeable):
 
 def _require_step(record: Any, error: type[UserError], where: str) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
-        raise error(f"{where} is not a record of metrics: its `step` must be an integer")
+        raise error(f"{where} is not a metrics record: its `step` is not an integer")

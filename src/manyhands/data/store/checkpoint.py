@@ -80,7 +80,7 @@ class NonFiniteSnapshot(NonFinite):
 
     def __init__(self, step: int, name: str) -> None:
         what = f"{name} is not finite at step {step}"
-        super().__init__(f"{what}; this step was not saved, and earlier checkpoints are kept")
+        super().__init__(f"{what}; no checkpoint of it was written, earlier ones are kept")
         self.name = name
 
 
@@ -131,7 +131,7 @@ class Loaded:
         """A `tree` that came from another process; ManyhandsError where it is none."""
         kinds = {"step": int, "model": dict, "optimizer": dict, "extra": dict}
         if not isinstance(tree, Mapping) or any(not isinstance(tree.get(k), v) for k, v in kinds.items()):
-            raise ManyhandsError(f"the state received from another process is invalid: {str(tree)[:60]}")
+            raise ManyhandsError(f"another process sent an invalid state: {str(tree)[:60]}")
         return cls(**{name: tree[name] for name in kinds}, score=None, path=Path(os.devnull))
 
 
@@ -188,7 +188,7 @@ class CheckpointStore:
             needed = sum(tensor.nbytes for tensor in (*model.values(), *others.values()))
             raise WriteFailed(
                 f"the checkpoint of step {snapshot.step} could not be written to {self.folder}: {reason(error)} (it "
-                f"needs {format_bytes(needed)}{room}); the checkpoints already there are kept"
+                f"needs {format_bytes(needed)}{room}); existing checkpoints are kept"
             ) from error
         found = [(step, _intact(path, step)) for step, path in self._candidates()]
         entries = [
@@ -300,7 +300,7 @@ def _read(folder: Path, step: int) -> Loaded:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # Its hash is right, so this is what was written: not damage of the disk but another program's file.
-        raise Damaged(Damage(file, f"does not have the content of a checkpoint: {error}")) from error
+        raise Damaged(Damage(file, f"does not hold a valid checkpoint: {error}")) from error
 
 
 def _intact(folder: Path, step: int) -> Manifest | None:
@@ -393,7 +393,9 @@ class Manifest:
             raise ValueError("is not JSON") from None
         match body:
             case {"format": str(name), "version": int(version)} if (name, version) != (_FORMAT, _VERSION):
-                raise ValueError(f"has format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}")
+                raise ValueError(
+                    f"is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
+                )
             case {"step": int(step), "score": None | int() | float() as score, "files": dict(entries)}:
                 files = {}
                 for name, entry in entries.items():
@@ -404,7 +406,7 @@ class Manifest:
                             raise ValueError("does not give each file a length and a hash")
                 manifest = cls(step=step, score=score, files=files)
             case _:
-                raise ValueError("is not the manifest of a checkpoint")
+                raise ValueError("is not a checkpoint manifest")
         if manifest.render() != text:
             raise ValueError("does not match its own hash")
         if set(files) != set(CONTENT_FILES):

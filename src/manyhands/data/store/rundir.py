@@ -94,7 +94,7 @@ class RunDirectory(Closeable):
                 folder.mkdir(exist_ok=True)
             sync_directory(path)
         except OSError as error:
-            raise WriteFailed(f"{path} cannot be written to: {reason(error)}") from error
+            raise WriteFailed(f"{path} cannot be filled: {reason(error)}") from error
 
     @classmethod
     def create(
@@ -178,7 +178,7 @@ class RunDirectory(Closeable):
             if isinstance(error, Hang):
                 write_atomically(self.path / _HANG, [f"{error}\n\n{error.details}\n".encode()])
         except WriteFailed as failure:
-            _log.warning("the cause of the end could not be written to the run directory: %s", failure)
+            _log.warning("the run's error could not be saved in its directory: %s", failure)
 
     def append_member(self, *events: Mapping[str, Any]) -> None:
         """Add what happened to processes to members.jsonl, now unless `unix_s` says when; WriteFailed leaves it."""
@@ -237,7 +237,7 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     if task is not None:
         raise UserError(f"{path} already holds a run of {task!r}; {instead}")
     raise UserError(
-        f"{path} is not empty and holds no run (it contains {others[0]!r}); choose another out, or empty it"
+        f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
     )
 
 
@@ -246,7 +246,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = read_object(file)
     except (FileNotFoundError, NotADirectoryError):
-        why, hint = ": no such directory", "give the directory of a run"
+        why, hint = ": there is no such directory", "give the directory of a run"
         if path.is_dir():
             below = sorted((*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
             newest = max(below, key=lambda config: config.stat().st_mtime, default=None)
@@ -260,9 +260,9 @@ def _read_config(path: Path) -> dict[str, Any]:
             if (name, version) == (_FORMAT, _VERSION):
                 return config
             raise UserError(
-                f"{file} has format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
+                f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
             )
-    raise DataError(f"{file} is not a run configuration; {path} is damaged or belongs to another program")
+    raise DataError(f"{file} is not a run configuration; {path} was made by something else, or is damaged")
 
 
 _HIDDEN = "***"

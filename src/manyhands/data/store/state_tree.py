@@ -99,7 +99,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         pairs: list[Json] = [[key, item] for key, item in zip(value, items, strict=True)]
         return {"$counter" if kind is Counter else "$items": pairs}
     raise UserError(
-        f"{path or 'the state'} is a {kind.__name__}, which a checkpoint cannot hold; allowed: None, bool, "
+        f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
 
@@ -118,7 +118,7 @@ def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
             bits = bytes.fromhex(text) if re.fullmatch("[0-9a-f]{16}", text) else bytes(8)
             (value,) = struct.unpack(">d", bits)
             if not math.isnan(value):
-                raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+                raise ValueError(f"{text[:40]!r} is not the bits of a NaN")
             return float(value)
         case {"$items": list(pairs), **others} if not others:
             return dict(_pairs(tensors, pairs))
@@ -154,7 +154,7 @@ def unpack_tree(data: bytes | bytearray) -> Any:
         viewed = safetensors.torch.load(bytes(memoryview(data)[end:]))
         return unflatten({name: tensor.clone() for name, tensor in viewed.items()}, meta)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise ManyhandsError(f"the data received is not the state of a run: {error}") from error
+        raise ManyhandsError(f"received an invalid state of a run: {error}") from error
 
 
 # A scheduler adds this to the groups of its optimizer, and may not have been built yet when the state comes back.

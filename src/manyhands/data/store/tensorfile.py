@@ -51,7 +51,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
         if not _is_dense(tensor) or tensor.dtype not in STORED:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
-                f"tensor {name!r} is a {kind}, which a checkpoint cannot hold; allowed: dense tensors of "
+                f"tensor {name!r} is a {kind}, which a checkpoint does not hold; allowed: dense tensors of "
                 f"{', '.join(map(str, STORED))}"
             )
 
@@ -192,7 +192,7 @@ def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         count = tensor.numel()
         fits = scales.shape == (-(-count // _BLOCK),) and scales.dtype == torch.float32
         if tensor.dtype != torch.int8 or not fits or not bool(torch.isfinite(scales).all()):
-            raise ValueError(f"{name} and its scales do not match")
+            raise ValueError(f"{name} does not match its scales")
         flat = tensor.reshape(-1).to(torch.float32) * scales.repeat_interleave(_BLOCK)[:count]
         weights[name] = flat.view(tensor.shape)
     return weights
