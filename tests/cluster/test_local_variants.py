@@ -240,14 +240,14 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(text: str, tmp_path: Pat
         ("local outer=nesterv", "did you mean 'nesterov'?"),
         (
             "local outer=nesterov:0.7:1",
-            "momentum=1 must lie from 0 to below 1; nesterov:0.7:0.9 is the usual",
+            "momentum=1 must be at least 0 and below 1; nesterov:0.7:0.9 is the usual",
         ),
-        ("local outer=elastic:0", "pull=0 must lie above 0, up to 1; elastic:0.9 is the usual one"),
+        ("local outer=elastic:0", "pull=0 must be above 0 and at most 1; elastic:0.9 is the usual value"),
         ("local outer=nesterov:fast", "rate 'fast' is not a number"),
-        ("local outer=mean:1", "has more numbers than mean takes"),
+        ("local outer=mean:1", "too many numbers for mean"),
         ("local outer=elastic gossip=yes", "leave one out"),
         ("local outer=elastic link=tcp codec=bf16", "leave one of the two out"),
-        ("local first=-1", "first=-1: must be an integer, 0 or more"),
+        ("local first=-1", "first=-1: must be an integer of at least 0"),
         ("local gossip=perhaps", "unknown value 'perhaps'; allowed: yes, no"),
     ],
 )

@@ -199,7 +199,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             "data is each worker's own, of which nobody knows how long an epoch is",
         ),
         ("ps", 2, {}, "data is each worker's own: a batch of ps may be computed again"),
-        ("hogwild", 2, {}, "data is each worker's own: a batch of hogwild is one worker's"),
+        ("hogwild", 2, {}, "data is each worker's own: under hogwild one worker computes each batch"),
     ):
         with pytest.raises(UserError, match=sentence):
             request(files, strategy, workers, **length)

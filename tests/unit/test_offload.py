@@ -206,7 +206,7 @@ def test_a_limit_below_the_largest_layer_says_the_need() -> None:
     ("text", "said"),
     [
         ("single device_memory=lots", "size 'lots' is not a number"),
-        ("single offload=/tmp", "only means something with device_memory"),
+        ("single offload=/tmp", "needs device_memory"),
         ("sharded device_memory=1GiB", "device_memory=1GiB"),
     ],
 )
@@ -228,7 +228,7 @@ def test_what_was_refused_leaves_no_run_behind(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="offload=/nowhere/at/all: not a folder"):
+    with pytest.raises(UserError, match="offload=/nowhere/at/all: must be a writable folder"):
         mh.fit(task(), "single device_memory=1MiB offload=/nowhere/at/all", steps=1)
 
 
@@ -254,7 +254,8 @@ def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations()
         plan_budget(480, units)
     shared = UnitBytes(name=REST, values=100, gradients=100, state=0, lasts=True)
     with pytest.raises(
-        UserError, match=r": what layers share takes 200 B .*, and what stays through a step 100 B"
+        UserError,
+        match=r": what layers share needs 200 B .*, and tensors kept for the complete step need 100 B",
     ):
         plan_budget(200, [shared])
 

@@ -76,7 +76,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("mirrored buckets=0", ["buckets=0"]),
         ("central buckets=0", ["buckets=0"]),
         ("sharded link=pigeon", ["unknown link 'pigeon'", "shared, tcp"]),
-        ("sharded codec=bf16", ["codec=bf16", "gathered as they are"]),
+        ("sharded codec=bf16", ["codec=bf16", "gathered uncompressed"]),
         ("hogwild order=lock", ["unknown order 'lock'", "free, locked, turns", "did you mean 'locked'?"]),
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
