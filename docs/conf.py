@@ -37,7 +37,10 @@ _IMAGE = re.compile(r"^!\[([^\]]*)\]\(([^)]+)\.png\)$", re.MULTILINE)
 def _two_colours(page: str, image: re.Match[str]) -> str:
     """A picture that exists in dark as well: the one that suits the reader's theme."""
     about, path = image.groups()
-    if path.endswith("-dark") or not (Path(__file__).with_name(page).parent / f"{path}-dark.png").is_file():
+    if (
+        path.endswith("-dark")
+        or not (Path(__file__).parent.joinpath(page).parent / f"{path}-dark.png").is_file()
+    ):
         return image[0]
     return "\n".join(
         f"```{{image}} {path}{suffix}.png\n:class: only-{theme}\n:alt: {about}\n```\n"

@@ -99,8 +99,7 @@ def _command(name: str) -> Callable[[Path], object]:
     """What a command of the command line does, its words thrown away."""
 
     def read(folder: Path) -> object:
-        from manyhands.cli.look_commands import explain_command, show_command
-        from manyhands.cli.trust_commands import audit_command
+        from manyhands.cli.look_commands import audit_command, explain_command, show_command
 
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             try:

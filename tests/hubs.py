@@ -167,7 +167,7 @@ def impostor(party: Party, address: str) -> socket.socket:
     """A member 9 made of a bare socket, let in by hub 1, that beats no heart."""
     shake = Handshake(Credentials(member=9, role="impostor", token=TOKEN, fingerprint="task"), expected=1)
     end = dial(address)
-    end.sendall(control(shake.knock()))
+    end.sendall(control(shake.hello()))
     challenge = CONTROL.decode(10, read_all(party, end)[HEADER_BYTES:])
     end.sendall(control(shake.handle(challenge)))
     assert party.one(1, Joined).member == 9

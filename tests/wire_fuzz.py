@@ -287,7 +287,7 @@ def handshakes(rng: random.Random) -> None:
     theirs = Credentials(member=2, role="worker", token=token, fingerprint="task")
     client, server = Handshake(theirs, expected=1), Handshake(mine, expected=None)
     ends, turn = (server, client), 0
-    message: Any = client.knock()
+    message: Any = client.hello()
     victim = rng.randrange(4)
     while message is not None:
         data = frame(CONTROL, message, OF_TRANSPORT)
@@ -384,8 +384,8 @@ class LiveHub:
                 send(end, data + damaged(a_frame(rng), rng, lambda: a_frame(rng)))
             else:
                 shake = Handshake(Credentials(member=9, role="", token=TOKEN, fingerprint="task"), expected=1)
-                knock = frame(CONTROL, shake.knock(), OF_TRANSPORT)
-                send(end, damaged(knock, rng, lambda: a_frame(rng)))
+                hello = frame(CONTROL, shake.hello(), OF_TRANSPORT)
+                send(end, damaged(hello, rng, lambda: a_frame(rng)))
             end.shutdown(socket.SHUT_WR)
             if rng.random() < 0.5:  # else it leaves without hearing why
                 self.await_that(is_gone)
@@ -393,7 +393,7 @@ class LiveHub:
 
     def _come_in(self, end: socket.socket) -> None:
         shake = Handshake(Credentials(member=9, role="worker", token=TOKEN, fingerprint="task"), expected=1)
-        send(end, frame(CONTROL, shake.knock(), OF_TRANSPORT))
+        send(end, frame(CONTROL, shake.hello(), OF_TRANSPORT))
         heard = bytearray()
         end.setblocking(False)
 
@@ -475,7 +475,7 @@ def _strange(rng: random.Random, ports: list[int]) -> bool:
     shake = Handshake(Credentials(member=9, role="", token=rng.randbytes(32), fingerprint="task"), expected=1)
     try:
         with dialled(f"tcp:127.0.0.1:{rng.choice(ports)}") as end:
-            send(end, damaged(frame(CONTROL, shake.knock(), OF_TRANSPORT), rng, lambda: a_frame(rng)))
+            send(end, damaged(frame(CONTROL, shake.hello(), OF_TRANSPORT), rng, lambda: a_frame(rng)))
             end.shutdown(socket.SHUT_WR)
             report = end.recv(4096)
     except ConnectionResetError:

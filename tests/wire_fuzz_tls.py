@@ -60,8 +60,8 @@ class SecureHub(LiveHub):
             send(end, data)
             if flight == "hello":
                 self._hear(end, tls, arrived)
-        knock = frame(CONTROL, Handshake(_NINE, expected=1).knock(), OF_TRANSPORT)
-        tls.write(damaged(knock, rng, lambda: a_frame(rng)) or b"\0" if where == "inside" else knock)
+        hello = frame(CONTROL, Handshake(_NINE, expected=1).hello(), OF_TRANSPORT)
+        tls.write(damaged(hello, rng, lambda: a_frame(rng)) or b"\0" if where == "inside" else hello)
         sealed = leaving.read()
         send(end, damaged(sealed, rng, lambda: a_frame(rng)) if where == "sealed" else sealed)
 

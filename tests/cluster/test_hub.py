@@ -362,9 +362,9 @@ def test_the_token_never_travels(party: Party) -> None:
     one = party.add(1)
     shake = Handshake(Credentials(member=2, role="", token=TOKEN, fingerprint="task"), expected=1)
     with dial(one.listen("unix")) as end:
-        knock = control(shake.knock())
-        end.sendall(knock)
-        data = knock + read_all(party, end)
+        hello = control(shake.hello())
+        end.sendall(hello)
+        data = hello + read_all(party, end)
         assert TOKEN not in data
         assert TOKEN.hex().encode() not in data
         assert "token" not in repr(Credentials(member=2, role="", token=TOKEN, fingerprint="task"))
@@ -374,7 +374,7 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
     mine = Credentials(member=1, role="", token=TOKEN, fingerprint="task")
     theirs = replace(mine, member=2)
     client, server = Handshake(theirs, expected=1), Handshake(mine, expected=None)
-    proof = client.handle(server.handle(client.knock()))
+    proof = client.handle(server.handle(client.hello()))
     assert isinstance(proof, Proof)
     for change in (
         {},  # as it was, at another connection
@@ -384,7 +384,7 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
         {"expected": 3},
     ):
         again = Handshake(mine, expected=None)
-        challenge = again.handle(client.knock())
+        challenge = again.handle(client.hello())
         with pytest.raises(ProtocolError, match="token"):
             again.handle(proof._replace(**change))
         with pytest.raises(ProtocolError, match="token"):
@@ -461,7 +461,7 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
         (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of order"),
         (control(Refusal(field="x", reason="\x1b[2J")), "it refused"),
         (raw(5, b"\1\0\0\0x\3\0\0\0\xed\xa0\x80"), "is not UTF-8"),
-        (raw(9, bytes(63)), "Knock.seal"),
+        (raw(9, bytes(63)), "HandshakeHello.seal"),
         (raw(9, bytes(65)), "ends 1 bytes before its body"),
         (GOOD, "before the handshake"),
     ],

@@ -48,11 +48,11 @@ def party() -> Iterator[Party]:
 def sayings() -> list[bytes]:
     """First messages of somebody who knows everything but the token."""
     wrong = Handshake(replace(MEMBER, token=b"some other secret"), expected=1)
-    knock = wrong.knock()
+    hello = wrong.hello()
     old = [7, "worker", __version__, "task", "ab" * 32]
     return [
-        control(knock),
-        control(knock._replace(seal=bytes(32))),
+        control(hello),
+        control(hello._replace(seal=bytes(32))),
         raw(9, bytes(64)),
         raw(9, b"\xff" * 63),
         raw(1, json.dumps(old).encode()),
@@ -127,13 +127,13 @@ def test_a_recorded_handshake_gets_a_challenge_and_no_further(party: Party, how:
     address = one.listen(how)
     shake = Handshake(MEMBER, expected=1)
     with dial(address) as end:
-        end.sendall(knock := control(shake.knock()))
+        end.sendall(hello := control(shake.hello()))
         challenge = CONTROL.decode(10, read_all(party, end)[HEADER_BYTES:])
         end.sendall(proof := control(shake.handle(challenge)))
         assert party.one(1, Joined).member == 2
     assert party.one(1, Lost).member == 2
     with dial(address) as end:
-        end.sendall(knock + proof)
+        end.sendall(hello + proof)
         assert "'token'" in party.one(1, Rejected).reason
         told = read_end(end)
     assert told.endswith(control(NO_PROOF)) or told == b""
@@ -206,7 +206,7 @@ def test_a_member_that_was_pushed_out_dials_again(party: Party) -> None:
     clock = Clock()
     one, two = party.add(1, clock=clock), party.add(2)
     address = one.listen("tcp")
-    two.connect(1, address)  # it has not knocked, for nobody polls it
+    two.connect(1, address)  # it has sent nothing, for nobody polls it
     with ExitStack() as stack:
         for _ in range(400):
             stack.enter_context(dial(address))
@@ -382,7 +382,7 @@ def test_a_mistake_of_ours_before_the_proof_ends_that_connection_and_is_named(
     one, two = party.pair("tcp")
     monkeypatch.setattr(Handshake, "handle", broken)
     with dial(one.listen("tcp")) as end:
-        end.sendall(control(Handshake(MEMBER, expected=1).knock()))
+        end.sendall(control(Handshake(MEMBER, expected=1).hello()))
         reason = party.one(1, Rejected).reason
     assert reason.startswith("a defect of this library")
     assert "KeyError('a mistake of ours')" in reason

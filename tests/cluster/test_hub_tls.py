@@ -179,14 +179,14 @@ def hello() -> bytes:
     return out.read()
 
 
-KNOCK = control(
-    Handshake(Credentials(member=2, role="r", token=TOKEN, fingerprint="task"), expected=1).knock()
+HELLO = control(
+    Handshake(Credentials(member=2, role="r", token=TOKEN, fingerprint="task"), expected=1).hello()
 )
 GARBAGE = {
     "zeros": bytes(4096),
     "noise": os.urandom(4096),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a knock in the clear": KNOCK,
+    "a hello in the clear": HELLO,
     "an alert": b"\x15\x03\x03\x00\x02\x02\x28",
     "a record of 65535": b"\x16\x03\x01\xff\xff" + bytes(100),
     "hello twice": hello() * 2,

@@ -215,7 +215,7 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
         following, _ = together(lambda: join_group(second, TERMS, "a", **call), hears)
         stack.callback(following.connection.close)
         assert leading.control_server.members == (1,)
-        # On loopback nobody can knock who is another user: nothing listens at the port itself.
+        # On loopback no other user can connect: nothing listens at the port itself.
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):
             pass
         with pytest.raises(UserError, match="cannot listen there"):

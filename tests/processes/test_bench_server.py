@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.lab.bench.bench_server import HAS_RAY, format_table, run_bench
+from manyhands.lab.bench.harness import from_text, to_text
 from manyhands.lab.bench.server_work import Flat, RowWork, TimedExchange
 
 SMALL = (
@@ -89,7 +90,7 @@ def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("exchange", SMALL)
 def test_exchanges_travel_as_text_and_know_a_wrong_answer(exchange: TimedExchange) -> None:
-    assert TimedExchange.from_json(exchange.to_json()) == exchange
+    assert from_text(to_text(exchange), Flat, RowWork) == exchange
     right = exchange.expected(5)
     assert exchange.agrees(right, 5)
     assert not exchange.agrees(exchange.expected(4), 5)

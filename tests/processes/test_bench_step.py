@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.lab.bench.harness import from_text, to_text
 from manyhands.lab.bench.step import (
     WORKLOADS,
     BenchWorkload,
@@ -92,7 +93,7 @@ def test_bad_input_gets_a_sentence() -> None:
 
 @pytest.mark.parametrize("workload", [*SMALL, Cnn(side=8), *WORKLOADS.values()])
 def test_workloads_travel_as_text(workload: BenchWorkload) -> None:
-    assert BenchWorkload.from_json(workload.to_json()) == workload
+    assert from_text(to_text(workload), Mlp, Cnn, Language) == workload
 
 
 @pytest.mark.parametrize(("word", "millions"), [("mlp", 25.1), ("cnn", 0.097), ("language", 3.24)])

@@ -249,7 +249,8 @@ def test_compare_ends_with_its_report(
         "allreduce",
         "ps consistency=async",
     ]
-    assert all(row["reached"] == 1 for row in figures["strategies"])
+    # The target is what the better half ends with, so that one of the others may miss it.
+    assert sum(row["reached"] for row in figures["strategies"]) >= 2
     assert (out / "report.html").exists()
 
 

@@ -344,7 +344,7 @@ def test_leaving_by_an_error_ends_everyone_and_one_who_does_not_stop_is_killed()
         raise KeyError("mine")
     assert 0.5 < time.monotonic() - start < 30.0
     assert not Path(f"/proc/{pid}").exists()
-    with pytest.raises(RuntimeError, match="as a context manager"):
+    with pytest.raises(RuntimeError, match="is a context manager"):
         supervisor.start(role("worker 2"))
 
 

@@ -30,7 +30,7 @@ from manyhands.lab.compare.comparison import (
 )
 from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Prices, Spread, figures
 from manyhands.lab.compare.findings import paragraph
-from manyhands.lab.compare.run_comparison import Stops
+from manyhands.lab.compare.run_comparison import time_stopped
 from manyhands.observe.draw.paper import PART_COLOURS
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.hogwild.strategy import Hogwild
@@ -233,15 +233,15 @@ def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
 
 
 def test_the_clock_stands_still_for_evaluations() -> None:
-    stops = Stops.of({5: {0: 0.5, 1: 0.4}, 10: {0: 0.25}}, 2, together=True)
-    assert [stops.before_s(step, inclusive=False) for step in (1, 5, 6, 10, 11)] == [0, 0, 0.5, 0.5, 0.75]
-    assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.5, 0.75]
-    assert Stops({}).before_s(7, inclusive=True) == 0
+    stopped_s = time_stopped({5: {0: 0.5, 1: 0.4}, 10: {0: 0.25}}, 2, together=True)
+    assert [stopped_s(step) for step in (1, 5, 6, 10, 11)] == [0, 0, 0.5, 0.5, 0.75]
+    assert [stopped_s(step + 1) for step in (4, 5, 10)] == [0, 0.5, 0.75]
+    assert time_stopped({}, 2, together=True)(8) == 0
 
 
 def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> None:
-    stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
-    assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
+    stopped_s = time_stopped({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
+    assert [stopped_s(step + 1) for step in (4, 5, 10)] == [0, 0.25, 0.375]
     rendezvous = ("allreduce", "ps", "hogwild")
     assert all(Strategy.parse(text).facts.meets_to_evaluate for text in rendezvous)
     assert not Strategy.parse("ps consistency=async").facts.meets_to_evaluate

@@ -12,7 +12,7 @@ from manyhands.observe.analyse.participants import PartiesHistory
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import PartiesView
 from manyhands.observe.draw.page import sections
-from manyhands.observe.draw.parties_section import skew_picture
+from manyhands.observe.draw.run_sections import skew_picture
 from manyhands.strategies.federated.client_data import Samples
 from manyhands.strategies.federated.client_measures import (
     measured,

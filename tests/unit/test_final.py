@@ -8,8 +8,8 @@ import pytest
 from manyhands.lab.compare.figures import Measured, Point
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.draw.notebook import facts_of, loss_curve
+from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind
-from manyhands.observe.record.final import final_loss, final_metrics
 
 LOSSES = {1: 2.0, 3: 1.25, 4: 0.5, 2: 1.5}
 """By step, in the order in which they arrived: two workers that do not wait for each other."""

@@ -134,6 +134,31 @@ def test_a_file_name_means_one_thing() -> None:
     assert {name: found for name, found in homes.items() if len(found) > 1 and name not in ROLES} == {}
 
 
+PRIVATE = """
+afar asking away beats bell board company courier crew crowd elsewhere front hearing heart home knock lighter
+mailbag meeting movers owed owes passage players playing pulse recall remarked riding shelf standing strangers
+surroundings telling ties told underneath vigil whereabouts wish
+"""
+"""Words of our own that names once had; the field has words for all of them (docs/concepts.md has the few we keep)."""
+
+
+def test_no_name_has_a_word_that_only_we_understand() -> None:
+    found = defaultdict(set)
+    for module in modules():
+        for node in ast.walk(ast.parse(source(module))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    pass
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    pass
+                case _:
+                    continue
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+            for word in words.intersection(PRIVATE.split()):
+                found[word].add(module)
+    assert dict(found) == {}
+
+
 def test_the_top_of_the_package_is_a_list_that_one_can_remember() -> None:
     entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__", "py.typed"}
     assert len(entries) <= 22

@@ -22,8 +22,8 @@ from manyhands.engine.request import Options
 from manyhands.errors import UserError
 from manyhands.observe.analyse.slow_workers import Straggler
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
+from manyhands.observe.draw.bars import LivePicture, RunPicture, split_bar
 from manyhands.observe.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
-from manyhands.observe.draw.terminal_progress import LivePicture, RunPicture, split_bar
 from manyhands.observe.draw.time_table import end_table
 from manyhands.workloads.tasks import build
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from manyhands.cli.command_options import command_elsewhere, command_to_resume, own_command
+from manyhands.cli.command_options import command_anywhere, command_to_resume, own_command
 from manyhands.cli.runs import ended_by_signal
 from manyhands.places.local.signals import as_exception, counted_signals, ending, signal_of
 
@@ -73,7 +73,7 @@ def test_the_command_to_go_on_can_be_typed_as_it_is() -> None:
     assert command_to_resume([*given, "--out", "x"], Path("x")).endswith(" --out x --resume")
     assert command_to_resume([*given, "--out=x", "--resume"], Path("x")).endswith(" --out=x --resume")
     elsewhere = ["manyhands", "launch", "--out", "x", "s.py", "--out=y", "--", "--out", "its own"]
-    assert command_elsewhere(elsewhere) == "manyhands launch s.py -- --out 'its own'"
+    assert command_anywhere(elsewhere) == "manyhands launch s.py -- --out 'its own'"
     module = ["/lib/manyhands/__main__.py", "train"]
     assert own_command(module) == f"{sys.executable} -m manyhands train"
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, UserError
-from manyhands.lab.compare.comparison import Progress, lower_is_better
+from manyhands.lab.compare.comparison import Progress
 from manyhands.lab.sweep.run_sweep import (
     cores_of,
     open_sweep,
@@ -26,9 +26,17 @@ from manyhands.lab.sweep.run_sweep import (
     run_sweep,
     sweep_rows,
 )
-from manyhands.lab.sweep.sweep_report import SweepRow, best_first, sentences, sweep_cells, sweep_page
+from manyhands.lab.sweep.sweep_report import (
+    ParallelAxis,
+    SweepRow,
+    best_first,
+    parallel_coordinates,
+    sentences,
+    sweep_cells,
+    sweep_page,
+)
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
-from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
+from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.workloads.tasks import TASKS
 
 

@@ -32,7 +32,7 @@ __all__ = [
     "add_workload_command",
     "argument",
     "check_writable",
-    "command_elsewhere",
+    "command_anywhere",
     "command_group",
     "command_to_resume",
     "fresh_directory",
@@ -111,8 +111,7 @@ def task_commands(
 ) -> typer.Typer:
     """A command for each built-in task, whose `name` and `help` may stand in `help_text`.
 
-    `run` gets the task, its own options that were given, as `parse` reads them, and those that every task has: of the
-    dataclass that the last parameter is annotated with.
+    `run` gets the task, its own options as `parse` reads them, and the dataclass of those that every task has.
     """
 
     def begin(entry: Any, given: dict[str, Any], common: Any) -> None:
@@ -138,8 +137,7 @@ def add_workload_command(
 ) -> None:
     """Offer a workload's name as a command, with its own options before the `common` ones.
 
-    `run` gets the own options that were given, and the common ones. An option that is both has the workload's default,
-    and its value is for both.
+    `run` gets the own options that were given, and the common ones. An option that is both has the workload's default.
     """
     from manyhands.workloads.task_options import options_of
 
@@ -280,7 +278,7 @@ def own_command(arguments: Sequence[str], *more: str) -> str:
     return shlex.join([*program, *given, *(word for word in more if word not in given)])
 
 
-def command_elsewhere(arguments: Sequence[str]) -> str:
+def command_anywhere(arguments: Sequence[str]) -> str:
     """The same without `--out`: where a command refuses a directory that is not empty, and this one has filled it."""
     kept: list[str] = []
     words = iter(arguments)

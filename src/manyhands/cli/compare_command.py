@@ -91,11 +91,7 @@ def _run(
     common: _CompareOptions,
     length: Mapping[str, int | None],
 ) -> None:
-    """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
-
-    The score that comes with it is measured of each trained model. `length` is in steps or epochs, and in rounds;
-    nothing: as the task says.
-    """
+    """Compare strategies on the task that `build` makes and scores; an empty `length`: as the task says."""
     from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
     from manyhands.lab.compare.figures import Prices
@@ -128,7 +124,7 @@ def _run(
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
-            f"comparison cannot be resumed, start again with: {command_options.command_elsewhere(sys.argv)}",
+            f"comparison cannot be resumed, start again with: {command_options.command_anywhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)
@@ -210,7 +206,7 @@ def _compare_sparse(asked: _SparseOptions) -> None:
         for problem in problems:
             done = _one(asked, problem, out)
             if done.interrupted:
-                again = command_options.command_elsewhere(sys.argv)
+                again = command_options.command_anywhere(sys.argv)
                 print(f"manyhands: ended by {end.name}; begin again with: {again}", file=sys.stderr)
                 raise typer.Exit(end.status)
             failed = failed or done.failed
@@ -272,24 +268,19 @@ def _one(asked: _SparseOptions, problem: SparseProblem, out: Path) -> Comparison
 
 
 def _leave_sparse(asked: _SparseOptions, rows: list[DensityRow], out: Path) -> None:
-    from manyhands.lab.compare.update_density import (
-        DENSITY_HEAD,
-        density_cells,
-        density_page,
-        density_sentences,
-    )
+    from manyhands.lab.compare import update_density as density
     from manyhands.observe.draw.time_table import words_table
 
-    found, workers = density_sentences(rows), f"{asked.workers} worker{'s' * (asked.workers != 1)}"
+    found, workers = density.density_sentences(rows), f"{asked.workers} worker{'s' * (asked.workers != 1)}"
     title = f"Update density · {asked.features:,} features · {workers}"
     about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
     leave_findings(
         out,
         asked.json,
-        [words_table(title, DENSITY_HEAD, density_cells(rows))],
+        [words_table(title, density.DENSITY_HEAD, density.density_cells(rows))],
         found,
         {**about, "rows": [asdict(row) for row in rows], "told": found},
-        lambda command, facts: density_page(title, rows, found, command, facts),
+        lambda command, facts: density.density_page(title, rows, found, command, facts),
     )
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     hogwild = ("--strategy", "hogwild", "--no-bias")

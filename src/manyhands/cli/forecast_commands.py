@@ -86,7 +86,7 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Si
     )
     task = entry.build(**task_options)
     out = common.out or command_options.fresh_directory(f"simulated-{entry.name}")
-    with ended_by_signal(lambda: f"begin again with: {command_options.command_elsewhere(sys.argv)}"):
+    with ended_by_signal(lambda: f"begin again with: {command_options.command_anywhere(sys.argv)}"):
         run = fit_simulated(
             task,
             common.strategy,
@@ -152,7 +152,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
     out = common.out or command_options.fresh_directory(f"scaling-{entry.name}")
     require_empty(out)
     with (
-        ended_by_signal(lambda: f"begin again with: {command_options.command_elsewhere(sys.argv)}"),
+        ended_by_signal(lambda: f"begin again with: {command_options.command_anywhere(sys.argv)}"),
         progress_line() as report,
     ):
         rates, waiting = curves.measure_scaling(words, strategy, counts, out, settings, child_command, report)

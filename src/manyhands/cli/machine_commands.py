@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.command_options import AllowOverload, argument, command_elsewhere, from_options, option
+from manyhands.cli.command_options import AllowOverload, argument, command_anywhere, from_options, option
 from manyhands.errors import UserError, nearest
 
 __all__ = ["certificates_command", "doctor_command", "launch_command", "role_command"]
@@ -51,7 +51,7 @@ def launch_command(asked: _LaunchOptions) -> None:
 
     events = f"the events up to now are in {asked.out}, and " if asked.out is not None else ""
     kept = f"all workers have stopped; {events}what the script saved itself is kept"
-    with ended_by_signal(lambda: f"{kept}; start again with: {command_elsewhere(sys.argv)}"):
+    with ended_by_signal(lambda: f"{kept}; start again with: {command_anywhere(sys.argv)}"):
         summary = launch(
             asked.script,
             asked.arguments or [],

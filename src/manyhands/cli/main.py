@@ -91,11 +91,11 @@ GROUPS = {
     },
     "Trust": {
         "audit": LazyCommand(
-            "trust_commands:audit_command",
+            "look_commands:audit_command",
             "Check from a run's records that every batch was applied once and that no read was staler than allowed.",
         ),
         "replay": LazyCommand(
-            "trust_commands:replay_command",
+            "look_commands:replay_command",
             "Execute the recorded order of a run again: the same weights, or the first update that differs.",
         ),
         "doctor": LazyCommand(

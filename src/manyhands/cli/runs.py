@@ -100,10 +100,7 @@ def leave_report(out: Path, table: TaskTable | None = None) -> None:
 
 @contextmanager
 def ended_by_signal(kept: Callable[[], str] | None = None) -> Iterator[SignalEnding]:
-    """While this lasts, Ctrl-C, SIGTERM and SIGHUP end the command.
-
-    `kept` is called then and says what is left and how to continue; None: somebody has said so already.
-    """
+    """While this lasts, Ctrl-C, SIGTERM and SIGHUP end the command; `kept` then says what is left, if nobody has."""
     from manyhands.places.local.signals import ending, signal_of
 
     try:
@@ -217,10 +214,7 @@ def leave_findings(
     figures: Mapping[str, Any],
     page: Callable[[str, Mapping[str, str]], str],
 ) -> None:
-    """Write report and figures into `out`, the figures also where asked for; print the tables and what they show.
-
-    `page` makes the report of the command and the facts of the machine, which are among the figures, too.
-    """
+    """Write report (by `page`) and figures into `out` and to `json_file`; print the tables and what they show."""
     from manyhands.data.store.atomic import write_atomically
     from manyhands.lab.compare.compare_report import machine
 

@@ -121,13 +121,7 @@ def _print_drawing(table: Schedule) -> None:
 
 
 def _allreduce(algorithm: Algorithm, asked: _ScheduleOptions) -> None:
-    from manyhands.strategies.common.collectives.collective_drawing import (
-        as_svg,
-        as_text,
-        costs_text,
-        example,
-        watch,
-    )
+    from manyhands.strategies.common.collectives import collective_drawing as drawing
 
     asked.refuse("a schedule of an all-reduce: say --workers", "stages", "microbatches", "chunks")
     worlds = _numbers("4" if asked.workers is None else asked.workers)
@@ -143,15 +137,15 @@ def _allreduce(algorithm: Algorithm, asked: _ScheduleOptions) -> None:
     if len(worlds) == 1:
         print(
             "`5` is a worker's own number, `(26)` a partial sum, `[37]` the sum of all; `0→1:b` sends b to worker 1."
-            f"\n\n{as_text(watch(algorithm, example(worlds[0])))}"
+            f"\n\n{drawing.as_text(drawing.watch(algorithm, drawing.example(worlds[0])))}"
         )
-    print(costs_text(algorithm, worlds, num_bytes, RATES))
+    print(drawing.costs_text(algorithm, worlds, num_bytes, RATES))
     print(
         f"An all-reduce of {format_bytes(num_bytes)}; a message takes 20 µs and its bytes at 2 GB/s, bytes are added "
         "at 10 GB/s.\nA worker sends and receives one message at a time."
     )
     if asked.svg is not None:
-        _write_svg(asked.svg, as_svg(watch(algorithm, example(worlds[0]))))
+        _write_svg(asked.svg, drawing.as_svg(drawing.watch(algorithm, drawing.example(worlds[0]))))
 
 
 def _numbers(text: str) -> list[int]:

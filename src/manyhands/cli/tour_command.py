@@ -53,7 +53,7 @@ def _walk(lesson: Lesson, *, asks: bool) -> None:
     _show(f"# {lesson.number}. {lesson.title}")
     for step in lesson.steps:
         if not isinstance(step, LessonCommand):
-            _show(f"{step.text}\n")
+            _show(f"{step}\n")
             continue
         typer.echo(str(step))
         if asks and not typer.confirm("run it?", default=True):

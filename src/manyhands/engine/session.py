@@ -24,7 +24,7 @@ from manyhands.engine.request import Request
 from manyhands.engine.run import History, PassLosses, Run
 from manyhands.engine.training import Result, Stage, Training, training_class
 from manyhands.errors import Aborted, CorruptCheckpoint, ManyhandsError, NonFinite, UserError
-from manyhands.observe.record.final import final_loss, final_metrics
+from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.places.local.host import check_capacity, threads_per_role
 from manyhands.places.local.signals import signal_of
 from manyhands.strategies.registry import STRATEGIES

@@ -32,8 +32,8 @@ class StrategyEntry:
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that its processes need."""
-        homes = (self.value, *(self.roles or (self.training,)), self.kernel)
-        return tuple(f"manyhands.{home.partition(':')[0]}" for home in homes if home)
+        targets = (self.value, *(self.roles or (self.training,)), self.kernel)
+        return tuple(f"manyhands.{target.partition(':')[0]}" for target in targets if target)
 
     def load_value(self) -> Any:
         """The class of the value."""
@@ -41,12 +41,12 @@ class StrategyEntry:
 
     def load_training(self, *, compiled: bool = False) -> Any:
         """The class that trains by it; of compiled tasks, None where it has none."""
-        home = self.kernel if compiled else self.training
-        return _load(home) if home else None
+        target = self.kernel if compiled else self.training
+        return _load(target) if target else None
 
 
-def _load(home: str) -> Any:
-    module, _, name = home.partition(":")
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
     return getattr(import_module(f"manyhands.{module}"), name)
 
 

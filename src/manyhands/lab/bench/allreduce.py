@@ -1,11 +1,10 @@
 """All-reduce on one host, beside torch's Gloo: ours in a shared bucket and every schedule over shared-memory links;
-and the backend `manyhands` of torch.distributed, as a program calls it.
+and the backend `manyhands` of torch.distributed, as a program calls it (`async`: with `async_op=True` and a wait).
 
 All contenders run in the same worker processes (`python -m manyhands.lab.bench.allreduce PLAN`), on the same data, in
-turn, so that a busy minute of the machine hits all of them. Before each run every rank fills its own part afresh (as a
-backward pass does, so the data lies in that rank's cache) and all meet at a barrier; a run takes as long as its slowest
-rank. Every contender's result is first compared with the exact sum. Gloo gets its best case: a preallocated tensor, the
-loopback interface, connections that are warm. `async` is the call of the backend with `async_op=True` and a wait.
+turn, so that a busy minute of the machine hits all of them. Before each run every rank fills its own part afresh and
+all meet at a barrier; a run takes as long as its slowest rank. Every result is first compared with the exact sum.
+Gloo gets its best case: a preallocated tensor, the loopback interface, connections that are warm.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure, and return a dictionary ready for JSON; raises if a worker fails or `timeout_s` passes.
 
-    `repeats` counts for sizes up to 1 MiB; larger ones get fewer, at least 7. Per size and contender there
-    are microseconds (median, 10th and 90th percentile) and how many times faster than Gloo it is.
+    `repeats` counts for sizes up to 1 MiB; larger ones get fewer, at least 7.
     """
     _check(workers, sizes_bytes, repeats)
     for name in schedules:
@@ -210,7 +208,7 @@ def _measure(plan: _Plan, contenders: _Contenders, meet: Callable[[], None]) -> 
                 contender.run(source, meet)
                 if not torch.equal(contender.buffer, total):
                     raise ManyhandsError(f"{contender.name} gave a wrong sum of {count} items")
-        for contender in harness.in_turn(made, repeats):
+        for contender in harness.interleaved(made, repeats):
             contender.seconds.append(contender.run(source, meet))
         for contender in made:
             seconds.setdefault(contender.name, []).append(contender.seconds)

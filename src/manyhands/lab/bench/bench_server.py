@@ -88,7 +88,7 @@ def run_bench(
         harness.Workers("manyhands.lab.bench.bench_server") as processes,
     ):
         plan = ServerPlan(
-            exchanges=[one.to_json() for one in exchanges],
+            exchanges=[harness.to_text(one) for one in exchanges],
             rounds=rounds,
             blocks=blocks,
             with_ray=HAS_RAY,
@@ -197,7 +197,7 @@ def measure(
         for _ in range(harness.WARM_UP):
             one.run()
             one.check()
-    for one in harness.in_turn(list(made.values()), rounds):
+    for one in harness.interleaved(list(made.values()), rounds):
         one.run()  # brings its memory back into the caches
         one.seconds += [one.run() for _ in range(block)]
     for one in made.values():
@@ -220,14 +220,10 @@ def _ours_and_ray(plan: ServerPlan, exchange: TimedExchange, stack: ExitStack) -
         yield stack.enter_context(closing(RayPeer(exchange, in_place=in_place)))
 
 
-def _by_rpc(exchange: TimedExchange, stack: ExitStack) -> Iterator[ServerContender]:
-    yield stack.enter_context(closing(RpcPeer(exchange)))
-
-
 def _measure_all(plan: ServerPlan, contenders: Contenders) -> list[dict[str, list[float]]]:
     seconds = []
     for text, block in zip(plan.exchanges, plan.blocks, strict=True):
-        exchange = TimedExchange.from_json(text)
+        exchange = harness.from_text(text, Flat, RowWork)
         with ExitStack() as stack:
             seconds.append(measure(exchange, list(contenders(exchange, stack)), plan.rounds, block))
     return seconds
@@ -288,7 +284,7 @@ def main(plan: ServerPlan) -> None:
         seconds = _measure_all(plan, partial(_ours_and_ray, plan))
     memory = measure_memory(plan.memory_bytes, plan.timeout_s) if plan.memory_bytes else []
     with rpc_running(plan.folder, plan.timeout_s):
-        by_rpc = _measure_all(plan, _by_rpc)
+        by_rpc = _measure_all(plan, lambda one, stack: iter([stack.enter_context(closing(RpcPeer(one)))]))
     both = [{**one, **other} for one, other in zip(seconds, by_rpc, strict=True)]
     print(json.dumps({"seconds": both, "memory": memory}))
 

@@ -30,12 +30,14 @@ __all__ = [
     "WorkerPlan",
     "Workers",
     "be_worker",
+    "from_text",
     "host_facts",
-    "in_turn",
+    "interleaved",
     "joined_gloo",
     "percentiles",
     "ratio_text",
     "time_text",
+    "to_text",
 ]
 
 WARM_UP = 3  # runs of each contender that are not measured
@@ -58,7 +60,17 @@ def be_worker(plan_type: type[Plan], run: Callable[[Plan], object]) -> None:
     run(plan)
 
 
-def in_turn(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
+def to_text(value: Any) -> str:
+    """A dataclass with its kind, as a plan carries it; `from_text` reads one of these kinds."""
+    return json.dumps({"kind": type(value).__name__, **asdict(value)})
+
+
+def from_text(text: str, *kinds: type) -> Any:
+    fields = json.loads(text)
+    return {one.__name__: one for one in kinds}[fields.pop("kind")](**fields)
+
+
+def interleaved(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
     """All in every round, and another one first each time, so that nobody always runs after the same other."""
     for number in range(rounds):
         first = number % len(contenders)

@@ -1,8 +1,8 @@
 """How fast trained models answer: over precision, batch and workers, without a network in between.
 
 Every worker is a process with the whole model, as `manyhands serve` has them; they begin at the same moment and compute
-batches of inputs, which they have in memory, for a while. Reported are the inputs of all workers a second, how long one
-batch takes (p50, p95), and how many of the model's choices are those of single precision.
+batches of inputs for a while. Reported are the inputs of all workers a second, how long one batch takes (p50, p95), and
+how many of the model's choices are those of single precision.
 """
 
 from __future__ import annotations
@@ -151,7 +151,12 @@ def _work(
     with torch.inference_mode():
         computing(mine)  # what is done once is not measured
         context.send({"ready": True})
-        time.sleep(max(0.0, _beginning(context) - time.monotonic()))
+        deadline = time.monotonic() + _WAIT_S
+        while not (received := list(context.received())):
+            if time.monotonic() > deadline:
+                raise ManyhandsError("nobody said when to begin")
+            time.sleep(0.002)
+        time.sleep(max(0.0, float(received[0]["begin"]) - time.monotonic()))
         took: list[float] = []
         started = time.perf_counter()
         while len(took) < _LEAST_BATCHES or time.perf_counter() - started < seconds:
@@ -162,15 +167,6 @@ def _work(
     # Whole microseconds, counted: of a million batches each would be too much for one message.
     counted = Counter(round(one * 1e6) for one in took)
     return {"inputs_per_s": batch * len(took) / elapsed, "took_us": sorted(counted.items())}
-
-
-def _beginning(context: RoleContext) -> float:
-    deadline = time.monotonic() + _WAIT_S
-    while time.monotonic() < deadline:
-        for message in context.received():
-            return float(message["begin"])
-        time.sleep(0.002)
-    raise ManyhandsError("nobody said when to begin")
 
 
 def format_table(result: Mapping[str, Any]) -> str:

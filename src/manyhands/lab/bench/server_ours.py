@@ -23,6 +23,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Started, Supervisor
+from manyhands.strategies.ps import ps_messages as messages
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
 from manyhands.strategies.ps.live.area import WorkerArea
@@ -31,17 +32,6 @@ from manyhands.strategies.ps.live.reports import ORDERS, REPORTS, ServerListens,
 from manyhands.strategies.ps.live.server_process import serve
 from manyhands.strategies.ps.live.server_tables import final_bytes
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
-from manyhands.strategies.ps.ps_messages import (
-    Message,
-    Parameters,
-    Push,
-    ReadRows,
-    RowsUnknown,
-    RowValues,
-    ShardView,
-    SlotView,
-    View,
-)
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
 from manyhands.transport.hub.hub import Hub
@@ -90,10 +80,12 @@ class OurServer:
             stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
             address = self._await_address(supervisor, time.monotonic() + self._job.timeout_s)
             members = range(_FIRST_WORKER, _FIRST_WORKER + self._job.workers)
-            view = View(
+            view = messages.View(
                 epoch=1,
-                shards=(ShardView(shard=0, epoch=1, primary=_SERVER),),
-                slots=tuple(SlotView(slot=slot, member=member) for slot, member in enumerate(members)),
+                shards=(messages.ShardView(shard=0, epoch=1, primary=_SERVER),),
+                slots=tuple(
+                    messages.SlotView(slot=slot, member=member) for slot, member in enumerate(members)
+                ),
             )
             published = ViewPublished(view=view, addresses={_SERVER: address}, roles={})
             supervisor.tell(_SERVER, ORDERS.write(published))
@@ -144,8 +136,8 @@ class WorkerEnd:
         self._server = server
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
-        self._home = job.shared_parameters(server.parameters, layout)
-        self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
+        self._shared = job.shared_parameters(server.parameters, layout)
+        self._area = WorkerArea.create(layout, self._shared.values if self._shared is not None else None)
         self._part = self._area.part(0)
         self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
         self._tables.begin()
@@ -165,10 +157,10 @@ class WorkerEnd:
     def __exit__(self, *_: object) -> None:
         self._hub.close()
         self._area.close()
-        if self._home is not None:
-            self._home.close()
+        if self._shared is not None:
+            self._shared.close()
 
-    def join(self, view: View, address: str) -> None:
+    def join(self, view: messages.View, address: str) -> None:
         (server,) = {place.primary for place in view.shards}
         self._hub.connect(server, address)
         self._listen_until(lambda: server in self._hub.members())
@@ -211,9 +203,9 @@ class WorkerEnd:
             for event in self._hub.poll(_LOOK_S):
                 match event:
                     case Arrived(message=message):
-                        if isinstance(message, RowValues):
+                        if isinstance(message, messages.RowValues):
                             self._tables.take(message.shard, event.payload)
-                        elif isinstance(message, RowsUnknown):
+                        elif isinstance(message, messages.RowsUnknown):
                             self._tables.forgotten(message.names)
                         self._do(self._core.handle(message, event.member))
                         event.release()
@@ -232,19 +224,19 @@ class WorkerEnd:
                 case _:
                     raise ManyhandsError(f"the server does not serve: {action}")
 
-    def _payload(self, to: int, message: Message) -> list[Any]:
+    def _payload(self, to: int, message: messages.Message) -> list[Any]:
         match message:
-            case Push():
+            case messages.Push():
                 part = self._part
                 inline = [] if self._is_shared else [part.flags.numpy(), part.gradient.memory.numpy()]
                 return inline + self._tables.push(to, message.shard) if self._tables.exist else inline
-            case ReadRows():
+            case messages.ReadRows():
                 return self._tables.request(to, message.shard)
             case _:
                 return []
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
-        if isinstance(message, Parameters) and self._part.values.nbytes == num_bytes:
+        if isinstance(message, messages.Parameters) and self._part.values.nbytes == num_bytes:
             return memoryview(self._part.values.numpy())  # type: ignore[arg-type]
         return None

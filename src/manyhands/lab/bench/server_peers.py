@@ -1,9 +1,8 @@
 """What a user would write instead of a parameter server: a Ray actor, and a function called by torch.distributed.rpc.
 
-One call pushes and brings the parameters back, and everything is warm. Ray passes large arrays through its shared
-memory, and they are read there without a copy at either end. Its actor comes twice: as its documentation writes a
-parameter server (a module, an optimizer, gradients added up by numpy), which is the measure, and as somebody would who
-knows that SGD is one line: in place. Torch's rpc gets the latter.
+One call pushes and brings the parameters back, and everything is warm; Ray passes large arrays through its shared
+memory. Its actor comes twice: as its documentation writes a parameter server, which is the measure, and in place, as
+somebody would who knows that SGD is one line. Torch's rpc gets the latter.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ import torch.distributed.rpc as rpc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.lab.bench.harness import WorkerPlan, Workers, be_worker
-from manyhands.lab.bench.server_work import Array, PushPull, TimedExchange
+from manyhands.lab.bench.harness import WorkerPlan, Workers, be_worker, from_text, to_text
+from manyhands.lab.bench.server_work import Array, Flat, PushPull, RowWork, TimedExchange, by_module
 
 __all__ = ["RAY", "RAY_IN_PLACE", "RayPeer", "RpcPeer", "ray_running", "rpc_running"]
 
@@ -63,8 +62,8 @@ class _Actor:
 
     def __init__(self, exchange: str, in_place: bool) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
-        described = TimedExchange.from_json(exchange)
-        self._push_pull = described.in_place() if in_place else described.by_module()
+        described = from_text(exchange, Flat, RowWork)
+        self._push_pull = described.in_place() if in_place else by_module(described)
 
     def push_pull(self, *pushed: NDArray[Any]) -> NDArray[Any]:
         answer: NDArray[Any] = self._push_pull(*map(torch.from_numpy, pushed)).numpy()
@@ -77,7 +76,7 @@ class RayPeer:
     def __init__(self, exchange: TimedExchange, *, in_place: bool) -> None:
         self.name = RAY_IN_PLACE if in_place else RAY
         self._ray: Any = importlib.import_module("ray")
-        self._actor = self._ray.remote(_Actor).remote(exchange.to_json(), in_place)
+        self._actor = self._ray.remote(_Actor).remote(to_text(exchange), in_place)
         self._pushed: Sequence[NDArray[Any]] = ()
         self.pulled: Array = np.empty(0, np.float32)
 
@@ -100,7 +99,7 @@ _served: dict[str, PushPull] = {}
 
 def begin_serving(exchange: str) -> None:
     torch.set_num_threads(1)
-    _served[exchange] = TimedExchange.from_json(exchange).in_place()
+    _served[exchange] = from_text(exchange, Flat, RowWork).in_place()
 
 
 def end_serving(exchange: str) -> None:
@@ -152,7 +151,7 @@ class RpcPeer:
     name = "torch rpc"
 
     def __init__(self, exchange: TimedExchange) -> None:
-        self._exchange = exchange.to_json()
+        self._exchange = to_text(exchange)
         self._pushed: Sequence[Tensor] = ()
         self.pulled: Array = np.empty(0, np.float32)
         rpc.rpc_sync(_SERVER, begin_serving, args=(self._exchange,))

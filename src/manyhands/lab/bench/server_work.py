@@ -1,16 +1,13 @@
 """What the server benchmark exchanges: a gradient goes to a server, its optimizer steps, parameters come back.
 
-Each is a value that travels as JSON. It knows three things: the task that our own server is given, what a user would
-write to hold the parameters (`PushPull`), and what must come back after any number of steps, computed by numpy alone.
-The sizes are fields, so a test can have small ones.
+Each is a value that travels as JSON: the task that our own server is given, what a user would write to hold the
+parameters (`PushPull`), and what must come back after any number of steps, computed by numpy alone.
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +19,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.task import Task
 
-__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "PushPull", "RowWork", "TimedExchange"]
+__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "PushPull", "RowWork", "TimedExchange", "by_module"]
 
 ITEM_BYTES = np.dtype(np.float32).itemsize
 PARAMETER = "parameter"
@@ -35,88 +32,14 @@ PushPull = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedExchange(ABC):
-    """Something to push and to pull, again and again; steps count from 1."""
-
-    kind: ClassVar[str]
-    name: str
-
-    @property
-    @abstractmethod
-    def gradient_bytes(self) -> int:
-        """The size of one gradient, and of what comes back."""
-
-    @property
-    @abstractmethod
-    def about(self) -> str: ...  # for the table
-
-    @property
-    @abstractmethod
-    def period(self) -> int: ...  # after how many steps the same is pushed again
-
-    @abstractmethod
-    def task(self) -> Task:
-        """For our own server: a model of nothing but the parameters, and the optimizer."""
-
-    @abstractmethod
-    def in_place(self) -> PushPull:
-        """Written for speed, without an optimizer, by who knows that only some rows change."""
-
-    def by_module(self) -> PushPull:
-        """As one writes it, with a module and its optimizer.
-
-        The shape of the parameter server in Ray's documentation ("Parameter Server" among its examples): gradients of
-        all workers are added up and given to the optimizer, and the weights go back.
-        """
-        task = self.task()
-        model = task.model()
-        weight, optimizer = model.get_parameter(PARAMETER), task.optimizer(model.parameters())
-
-        def push_pull(*pushed: Tensor) -> Tensor:
-            *rows, gradient = pushed
-            optimizer.zero_grad()
-            if rows:
-                weight.grad = torch.sparse_coo_tensor(
-                    rows[0][None], gradient, weight.shape, check_invariants=False
-                )
-            else:
-                weight.grad = torch.from_numpy(np.stack([gradient.numpy()]).sum(axis=0))
-            optimizer.step()
-            weights = weight.detach()
-            return weights[rows[0]] if rows else weights
-
-        return push_pull
-
-    @abstractmethod
-    def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
-        """What a worker sends in a step: the gradient, after the rows that it is of where it is not of all."""
-
-    @abstractmethod
-    def expected(self, steps: int) -> Array:
-        """What comes back from the last of so many steps."""
-
-    def agrees(self, pulled: Array, steps: int) -> bool:
-        return np.array_equal(pulled, self.expected(steps))
-
-    def to_json(self) -> str:
-        return json.dumps({"kind": self.kind, **asdict(self)})
-
-    @staticmethod
-    def from_json(text: str) -> TimedExchange:
-        fields = json.loads(text)
-        kinds: dict[str, type[TimedExchange]] = {one.kind: one for one in (Flat, RowWork)}
-        return kinds[fields.pop("kind")](**fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flat(TimedExchange):
+class Flat:
     """All parameters, by plain SGD; the result is known to the bit."""
 
-    kind: ClassVar[str] = "flat"
     rate: ClassVar[float] = 1 / _PARTS
     about: ClassVar[str] = "SGD"
     period: ClassVar[int] = 1
 
+    name: str
     num_bytes: int
 
     def __post_init__(self) -> None:
@@ -136,6 +59,9 @@ class Flat(TimedExchange):
     def expected(self, steps: int) -> Array:
         return self._pattern(13, 0) - np.float32(steps / _PARTS) * self._pattern(12, 1)
 
+    def agrees(self, pulled: Array, steps: int) -> bool:
+        return np.array_equal(pulled, self.expected(steps))
+
     def task(self) -> Task:
         return _task(lambda: torch.from_numpy(self.expected(0)), partial(torch.optim.SGD, lr=self.rate))
 
@@ -148,13 +74,13 @@ class Flat(TimedExchange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowWork(TimedExchange):
+class RowWork:
     """Some rows of a large table, by AdaGrad: in turn one of a few sets of rows, as epochs bring them again."""
 
-    kind: ClassVar[str] = "rows"
     rate: ClassVar[float] = 1 / 16
     epsilon: ClassVar[float] = 1e-10
 
+    name: str
     table_rows: int
     width: int
     rows: int
@@ -222,6 +148,37 @@ class RowWork(TimedExchange):
 
     def _gradient(self, rows: NDArray[np.int64]) -> Array:
         return np.repeat((rows % 7 + 1).astype(np.float32)[:, None], self.width, axis=1)
+
+
+TimedExchange = Flat | RowWork
+"""Something to push and to pull, again and again; steps count from 1.
+
+`pushed` is what a worker sends in a step: the gradient, after the rows that it is of where it is not of all; the same
+again after `period` steps. `expected` comes back from the last of so many steps. `task` is for our own server: a model
+of nothing but the parameters; `in_place` is written for speed, without an optimizer.
+"""
+
+
+def by_module(exchange: TimedExchange) -> PushPull:
+    """As the parameter server of Ray's documentation: a module and its optimizer, the gradients added up."""
+    task = exchange.task()
+    model = task.model()
+    weight, optimizer = model.get_parameter(PARAMETER), task.optimizer(model.parameters())
+
+    def push_pull(*pushed: Tensor) -> Tensor:
+        *rows, gradient = pushed
+        optimizer.zero_grad()
+        if rows:
+            weight.grad = torch.sparse_coo_tensor(
+                rows[0][None], gradient, weight.shape, check_invariants=False
+            )
+        else:
+            weight.grad = torch.from_numpy(np.stack([gradient.numpy()]).sum(axis=0))
+        optimizer.step()
+        weights = weight.detach()
+        return weights[rows[0]] if rows else weights
+
+    return push_pull
 
 
 def _task(values: Callable[[], Tensor], optimizer: Any, sparse: Any = None) -> Task:

@@ -18,7 +18,6 @@ import math
 import os
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -57,29 +56,7 @@ _EPOCH_BATCHES = 8  # made-up data come round again soon, so that the loss visib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchWorkload(ABC):
-    """Something to train, with `batch` samples per worker in every step."""
-
-    word: ClassVar[str]
-    optimizer: ClassVar[str]  # what updates the weights, for the report
-
-    batch: int
-
-    @abstractmethod
-    def task(self, workers: int) -> Task:
-        """The task, with the global batch of `workers`; the same on every rank."""
-
-    def to_json(self) -> str:
-        return json.dumps({"word": self.word, **asdict(self)})
-
-    @staticmethod
-    def from_json(text: str) -> BenchWorkload:
-        fields = json.loads(text)
-        return type(WORKLOADS[fields.pop("word")])(**fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp(BenchWorkload):
+class Mlp:
     """A perceptron with many weights and a small batch: little but communication and the optimizer."""
 
     word: ClassVar[str] = "mlp"
@@ -102,7 +79,7 @@ class Mlp(BenchWorkload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cnn(BenchWorkload):
+class Cnn:
     """The classifier of `digits` and `mnist` on larger images: few weights and much arithmetic."""
 
     word: ClassVar[str] = "cnn"
@@ -119,7 +96,7 @@ class Cnn(BenchWorkload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language(BenchWorkload):
+class Language:
     """The transformer of `language` with a few million weights, on the text of Python's standard library."""
 
     word: ClassVar[str] = "language"
@@ -144,6 +121,7 @@ class Language(BenchWorkload):
         )
 
 
+BenchWorkload = Mlp | Cnn | Language  # something to train, with `batch` samples per worker in every step
 WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
 
 
@@ -207,10 +185,7 @@ def run_bench(
     timeout_s: float = 300.0,
     allow_overload: bool = False,
 ) -> dict[str, Any]:
-    """Measure `steps` steps of each contender, and return a dictionary ready for JSON.
-
-    Raises if a worker fails, if a workload takes longer than `timeout_s`, or if losses disagree.
-    """
+    """Measure `steps` steps of each contender, as JSON; raises if a worker fails or is late, or losses disagree."""
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
         raise UserError(f"workers={workers}: exchanging gradients takes at least 2")
@@ -318,7 +293,7 @@ def _run_workers(
                 rendezvous=rendezvous,
                 groups=dict(zip(STRATEGIES, groups, strict=True)),
                 store=str(Path(folder) / "store"),
-                workload=workload.to_json(),
+                workload=harness.to_text(workload),
                 rounds=rounds,
                 block=block,
                 threads=threads_per_role(workers),
@@ -332,8 +307,7 @@ def _run_workers(
 class StepContender:
     """One way to train: its own model and optimizer, its place in the data, and how it takes a step.
 
-    With an `exchange`, a strategy of ours as the training loop steps it; without, torch's DistributedDataParallel on
-    the default process group, with its fastest settings.
+    With an `exchange`, a strategy of ours; without, torch's DistributedDataParallel with its fastest settings.
     """
 
     def __init__(
@@ -382,7 +356,7 @@ class StepContender:
 
 def _contenders(plan: StepPlan, exchanges: Mapping[str, Exchange]) -> dict[str, StepContender | None]:
     """All of them; those that this rank has no part in are None."""
-    task = BenchWorkload.from_json(plan.workload).task(plan.world)
+    task = harness.from_text(plan.workload, Mlp, Cnn, Language).task(plan.world)
     source = BatchSource(task.data, task.collate)
     batches = BatchPlan(len(source), task.batch_size, _SEED)
 
@@ -409,7 +383,7 @@ def measure(
         meet()
         if contender is not None:
             contender.run(harness.WARM_UP)  # DDP lays out its buckets anew after the first step
-    for contender in harness.in_turn(list(contenders.values()), plan.rounds):
+    for contender in harness.interleaved(list(contenders.values()), plan.rounds):
         meet()
         if contender is not None:
             contender.run(1)  # brings its memory back into the caches

@@ -1,8 +1,7 @@
 """A slower network on one host: the whole command in a network namespace of its own, whose loopback is shaped.
 
-The namespace has one device, `lo`, with a token bucket (`tc … tbf`) in front of it: what goes through TCP within the
-namespace, in all directions together, is held to the rate. Nothing outside is touched, and all of it is gone with the
-last process. It needs Linux with `unshare` and iproute2 (`ip`, `tc`), and either root or user namespaces.
+A token bucket (`tc … tbf`) before `lo` holds what goes through TCP within the namespace to the rate. Nothing outside is
+touched. It needs Linux with `unshare` and iproute2 (`ip`, `tc`), and either root or user namespaces.
 """
 
 from __future__ import annotations

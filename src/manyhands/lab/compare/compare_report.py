@@ -62,8 +62,8 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
     stale = "0" if row.staleness_max == 0 else f"{_show(row.staleness_mean, '{:.2f}')}, {row.staleness_max}"
     reached = "never"
     if row.target_s:
-        away = max(row.target_s.high - row.target_s.median, row.target_s.median - row.target_s.low)
-        reached = f"{row.target_s.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "") + partly
+        spread = max(row.target_s.high - row.target_s.median, row.target_s.median - row.target_s.low)
+        reached = f"{row.target_s.median:.2f}" + (f" ±{spread:.2f}" if spread > 0 else "") + partly
     return [
         reached,
         _show(row.target_steps, "{:,.0f}"),
@@ -166,29 +166,32 @@ def report(
         title="What a run's users may rely on",
         words=range(len(PROMISES) + 1),
     )
+    scores = []
+    if found.scores:
+        cells_of = [[row.name, *score_cells(found, row)] for row in found.rows]
+        scored = paper.data_table(
+            ["strategy", *found.scores], cells_of, title="Medians over the repeats, and their range"
+        )
+        scores = [paper.section("scores", "What the models are worth", scored, "wide")]
+    about = (
+        "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
+        f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
+        "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
+    )
+    about = " ".join([about, *sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""})])
     # Beside the two curves of a metric there is room for how it was made.
     kind = "wide" if found.target is None else ""
     parts = [
         paper.findings_section(sentences),
         paper.section("table", "Side by side", table, "wide"),
-        *_scores(found),
+        *scores,
         *_curves("loss", rows, losses=True),
         paper.section("time", "Where the workers' time went", _shares(rows)),
         *(_curves(found.target.metric, rows, losses=False) if found.target is not None else ()),
-        paper.made_section(command, facts, _about(found), *notes, kind=kind),
+        paper.made_section(command, facts, about, *notes, kind=kind),
         paper.section("promises", "What each promises", promised, "wide"),
     ]
     return paper.document(title, parts)
-
-
-def _scores(found: Figures) -> list[str]:
-    if not found.scores:
-        return []
-    cells = [[row.name, *score_cells(found, row)] for row in found.rows]
-    table = paper.data_table(
-        ["strategy", *found.scores], cells, title="Medians over the repeats, and their range"
-    )
-    return [paper.section("scores", "What the models are worth", table, "wide")]
 
 
 _AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (
@@ -250,12 +253,3 @@ def _shares(rows: Sequence[CompareRow]) -> str:
         colours=[paper.PART_COLOURS["compute"], paper.PART_COLOURS["waiting"]],
     )
     return bars + paper.quiet("Of the time that workers accounted for, medians over the repeats.")
-
-
-def _about(found: Figures) -> str:
-    clock = (
-        "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
-        f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
-        "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
-    )
-    return " ".join([clock, *sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""})])

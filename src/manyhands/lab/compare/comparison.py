@@ -1,8 +1,5 @@
 """What a comparison runs, in which order, and what it measures the time to; nothing is run here.
 
-    repeat 0:  allreduce   central   ps   hogwild
-    repeat 1:  allreduce   central   ps   hogwild
-
 Repeats are interleaved, so that a machine which grows slower or faster over the minutes does so for all alike.
 """
 
@@ -25,7 +22,6 @@ __all__ = [
     "Trial",
     "check_separators",
     "default_target",
-    "lower_is_better",
     "parse_strategies",
     "trials",
     "workers_of",
@@ -136,10 +132,7 @@ def workers_of(strategy: Strategy, workers: int) -> int:
 
 
 def default_target(finals: Sequence[Sequence[Mapping[str, float]]]) -> Target | None:
-    """What the better half of the strategies ended with or better in each of their runs, in four digits.
-
-    `finals` holds the runs of each strategy. Of the first metric that is no loss, if there is one; None for no metric.
-    """
+    """What the better half of the strategies reached in each of their runs, in four digits; None for no metric."""
     finals = [runs for runs in finals if runs]
     every = [final for runs in finals for final in runs]
     shared = [name for name in every[0] if all(name in final for final in every)] if every else []

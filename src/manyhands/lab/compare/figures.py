@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import Target, default_target
-from manyhands.observe.record.final import final_loss, final_metrics
+from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
 __all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Prices", "Spread", "figures"]
@@ -93,10 +93,6 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(median=statistics.median(values), low=min(values), high=max(values))
-
-    def apart_from(self, other: Spread) -> bool:
-        """Whether every one of these values is on the same side of every one of the other's."""
-        return self.high < other.low or other.high < self.low
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
-"""What the figures of a comparison show, in sentences: rules over medians and spreads, nothing that is not in them.
+"""What the figures of a comparison show, in sentences.
 
 A difference is called one only where the repeats do not overlap: every run of the one strategy on the same side of
-every run of the other. With a single run each, nothing is said about chance but that it was not measured.
+every run of the other.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _network(rows: Sequence[CompareRow], bandwidth: str) -> list[str]:
 
 
 def _apart(one: Spread | None, other: Spread | None) -> bool:
-    return one is not None and other is not None and one.apart_from(other)
+    """Whether every value of the one is on the same side of every value of the other."""
+    return one is not None and other is not None and (one.high < other.low or other.high < one.low)
 
 
 def _certainty(one: CompareRow, other: CompareRow, first: Spread | None, second: Spread | None) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from manyhands.data.randomness import preserved
@@ -37,27 +38,17 @@ from manyhands.strategy import Strategy
 __all__ = ["CompareSettings", "Comparison", "Score", "compare", "measure"]
 
 
-class Stops:
-    """How long training stood still for evaluations, by the number of steps before each."""
+def time_stopped(
+    evaluations: Mapping[int, Mapping[int, float]], workers: int, *, together: bool
+) -> Callable[[int], float]:
+    """How long training stood still for evaluations after fewer than so many steps.
 
-    def __init__(self, stops: dict[int, float]) -> None:
-        self._steps = np.array(sorted(stops), np.int64)
-        self._until_s = np.concatenate([[0.0], np.cumsum([stops[step] for step in sorted(stops)])])
-
-    @classmethod
-    def of(cls, evaluations: dict[int, dict[int, float]], workers: int, *, together: bool) -> Stops:
-        """From what each worker's evaluations took: the longest where all stop, and else the mean over all workers."""
-        return cls(
-            {
-                step: max(took.values()) if together else sum(took.values()) / workers
-                for step, took in evaluations.items()
-            }
-        )
-
-    def before_s(self, step: int, *, inclusive: bool) -> float:
-        """Those after fewer than `step` steps, or after `step` too."""
-        place = np.searchsorted(self._steps, step, side="right" if inclusive else "left")
-        return float(self._until_s[place])
+    The longest of each where all stop `together`, and else the mean over all workers.
+    """
+    steps = sorted(evaluations)
+    each = [evaluations[step].values() for step in steps]
+    until_s = [0.0, *accumulate(max(took) if together else sum(took) / workers for took in each)]
+    return lambda step: until_s[bisect.bisect_left(steps, step)]
 
 
 def measure(trial: Trial, run: Path, strategy: Strategy, notes: tuple[str, ...] = ()) -> Measured:
@@ -91,8 +82,8 @@ def _measured(
     for role in by_workers:
         for one in role.of(EventKind.EVALUATE):
             evaluations[int(one["step"]) + 1][role.role] = int(one["duration_ns"]) / 1e9
-    stops = Stops.of(evaluations, len(workers), together=strategy.facts.meets_to_evaluate)
-    losses, measured = _points(rows, stops)
+    stopped_s = time_stopped(evaluations, len(workers), together=strategy.facts.meets_to_evaluate)
+    losses, measured = _points(rows, stopped_s)
     idle_s = _waits_for_evaluations(by_workers, evaluations)
     sent = [(one.messages_sent, one.bytes_sent) for one in workers]
     for role in events.roles:
@@ -144,15 +135,15 @@ def _waits_for_evaluations(
     return idle_s
 
 
-def _points(rows: list[dict[str, Any]], stops: Stops) -> tuple[list[Point], list[Point]]:
+def _points(rows: list[dict[str, Any]], stopped_s: Callable[[int], float]) -> tuple[list[Point], list[Point]]:
     losses, evaluations = [], []
     for row in rows:
         step, at_s = row["step"], row["at_s"]
         if row.get("loss") is not None:
-            at_s -= stops.before_s(step, inclusive=False)
+            at_s -= stopped_s(step)
             losses.append(Point(step=step, at_s=at_s, values={"loss": row["loss"]}))
         elif "metrics" in row:
-            at_s -= stops.before_s(step, inclusive=True)
+            at_s -= stopped_s(step + 1)
             known = {name: value for name, value in row["metrics"].items() if value is not None}
             evaluations.append(Point(step=step, at_s=at_s, values=known))
     return losses, evaluations
@@ -226,10 +217,18 @@ def compare(
     out = Path(out)
     require_empty(out)
     runs: list[Measured | FailedTrial] = []
-    interrupted = False
+    began, interrupted = time.monotonic(), False
     try:
-        for run in _all_runs(requests, order, out, on_progress, score):
-            runs.append(run)
+        for trial in order:
+            request, done = requests[trial.place], len(runs)
+            left = (time.monotonic() - began) / done * (len(order) - done) if done else None
+            on = f" on {request.plan.device}" if request.plan.device != "cpu" else ""
+            named = f"{request.strategy}{on}"
+            on_progress(Progress(done=done, runs=len(order), current=named, seconds_left=left))
+            try:
+                runs.append(_run(trial, request, out / trial.folder(request.strategy), score))
+            except ManyhandsError as error:
+                runs.append(FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error)))
     except (KeyboardInterrupt, SystemExit) as stop:
         if signal_of(stop) is None:
             raise
@@ -255,7 +254,7 @@ def _checked(
 ) -> tuple[list[Request], list[str]]:
     """What each strategy is asked for on each device, complete; UserError for the first that makes no sense.
 
-    Besides, in sentences, what is left out because one of several devices is not here, or not for a strategy.
+    Besides, in sentences, what is left out because a device is not here, or not for a strategy.
     """
     if settings.target is not None:
         measured = [] if task.evaluation is None else ["evaluation_loss", *task.metrics]
@@ -321,27 +320,6 @@ def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings,
             progress="none",  # it says itself how far it is
         )
         return Request.make(*about, options, device)
-
-
-def _all_runs(
-    requests: Sequence[Request],
-    order: Sequence[Trial],
-    out: Path,
-    on_progress: Callable[[Progress], None],
-    score: Score | None,
-) -> Iterator[Measured | FailedTrial]:
-    began = time.monotonic()
-    for done, trial in enumerate(order):
-        request = requests[trial.place]
-        left = (time.monotonic() - began) / done * (len(order) - done) if done else None
-        name = str(request.strategy)
-        if request.plan.device != "cpu":
-            name += f" on {request.plan.device}"
-        on_progress(Progress(done=done, runs=len(order), current=name, seconds_left=left))
-        try:
-            yield _run(trial, request, out / trial.folder(request.strategy), score)
-        except ManyhandsError as error:
-            yield FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error))
 
 
 def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> Measured:

@@ -1,7 +1,4 @@
-"""HOGWILD! against update density: what strategies do to one sparse problem after another, side by side.
-
-Pure: the figures of a comparison at each density go in, rows and sentences come out.
-"""
+"""HOGWILD! against update density: what strategies do to one sparse problem after another, side by side."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ class DensityRow:
 
 
 def density_rows(found: Mapping[float, tuple[float, Figures]]) -> list[DensityRow]:
-    """By density: how likely two examples share a feature there, and the comparison.
-
-    What failed has no row, and where the first strategy failed there is nothing to stand beside.
-    """
+    """By density: how likely two examples share a feature, and the comparison; without the first strategy, nothing."""
     rows = []
     for density, (shared, figures) in sorted(found.items()):
         known = [

@@ -95,10 +95,7 @@ def amdahl_speedup(serial_share: float, workers: float) -> float:
 
 
 def fit_amdahl(speedups: Mapping[int, float]) -> float | None:
-    """The share s, from 0 to 1, that is nearest to these speed-ups by the squares of 1 / S - 1 / n - s (1 - 1 / n).
-
-    None where there is nothing but one worker, of which no share can be told.
-    """
+    """The share s from 0 to 1 with the least squares of 1 / S - 1 / n - s (1 - 1 / n); None for one worker alone."""
     above = sum((1 - 1 / n) * (1 / speed - 1 / n) for n, speed in speedups.items() if speed > 0)
     below = sum((1 - 1 / n) ** 2 for n, speed in speedups.items() if speed > 0)
     return min(1.0, max(0.0, above / below)) if below else None
@@ -107,8 +104,7 @@ def fit_amdahl(speedups: Mapping[int, float]) -> float | None:
 def find_knee(speedups: Mapping[int, float]) -> tuple[int, bool]:
     """The last number of workers that was worth it, and whether one after it was not.
 
-    Going from m workers to n is worth it where the speed grows by at least half as much as their number does:
-    S(n) / S(m) - 1 >= (n / m - 1) / 2.
+    Going from m to n is worth it where the speed grows by at least half as much: S(n) / S(m) - 1 >= (n / m - 1) / 2.
     """
     counts = sorted(speedups)
     for fewer, more in pairwise(counts):
@@ -300,9 +296,8 @@ def measure_scaling(
 ) -> tuple[dict[int, list[float]], dict[int, float]]:
     """Run `manyhands WORDS` with each number of workers, `repeats` times in turn, each in a directory of its own.
 
-    By number: the samples per second of each run, and the median share of waiting. A run that fails is a ManyhandsError
-    with the last that it said. Each has a process of its own, on as many cores as it has workers: a lone worker would
-    otherwise compute with all of them.
+    By number: the samples per second of each run, and the median share of waiting. Each has a process of its own, on as
+    many cores as it has workers: a lone worker would otherwise compute with all of them.
     """
     make_output(out)
     rates: dict[int, list[float]] = defaultdict(list)
@@ -346,8 +341,7 @@ def forecast_speedups(
 ) -> Mapping[int, float]:
     """What the simulator says of so many workers, each as fast as the one that was measured, on these cores.
 
-    Workers of parameter servers are simulated as they are, those of other strategies as synchronous ones; what lies
-    between them is the network. More workers than cores take turns.
+    Workers of parameter servers are simulated as they are, those of other strategies as synchronous ones.
     """
     num_bytes = sum(one.numel() * one.element_size() for one in task.model().parameters())
     consistency = getattr(strategy, "consistency", "sync")

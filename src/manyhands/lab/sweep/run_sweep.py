@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.data.store.atomic import make_directory, reason, write_json
@@ -42,10 +41,7 @@ _MESSAGE_CHARS = 400
 
 
 def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
-    """Begin a sweep in a new or empty directory, or continue the one there; UserError says what is in the way.
-
-    A sweep that was killed before its plan was written left an empty directory, in which `resume` begins.
-    """
+    """Begin a sweep in a new or empty directory, or continue the one there; UserError says what is in the way."""
     path = out / _PLAN
     try:
         taken = sorted({entry.name for entry in out.iterdir()} - _UNFINISHED) if out.exists() else None
@@ -102,12 +98,13 @@ def run_sweep(
     jobs: int | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[SweepRow]:
-    """Run what is not done of a sweep, at most `jobs` trials at once; what came of all of them.
-
-    A trial that fails is a row with its sentence. When this returns or raises, no process of it is left.
-    """
+    """Run what is not done, at most `jobs` trials at once; one that fails is a row. No process of it is left."""
     with closing(RunLock(out / _LOCK)):
-        _await_runs(plan, out)
+        # Runs of a sweep that was killed were told to end; one that does not in time will be refused.
+        deadline = time.monotonic() + _END_S
+        for trial in plan.trials():
+            while RunDirectory.is_live(out / _RUNS / trial.folder) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         children = _Children(plan, out, launch, cores, jobs)
         num_trials, to_do, began = len(plan.trials()), len(waiting), time.monotonic()
@@ -129,26 +126,8 @@ def run_sweep(
                 else:
                     time.sleep(_LOOK_S)
         finally:
-            children.end()
+            end_processes([process for _, process, _ in children.running])
         return sweep_rows(plan, out, children.failures)
-
-
-def _await_runs(plan: SweepPlan, out: Path) -> None:
-    """Wait for runs of a sweep that was killed, which have been told to end; one that does not will be refused."""
-    deadline = time.monotonic() + _END_S
-    for trial in plan.trials():
-        folder = out / _RUNS / trial.folder
-        while RunDirectory.is_live(folder):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_LOOK_S)
-
-
-@dataclass(slots=True)
-class _Running:
-    trial: SweepTrial
-    process: subprocess.Popen[bytes]
-    cores: tuple[int, ...]
 
 
 class _Children:
@@ -161,7 +140,7 @@ class _Children:
         make_directory(self._runs)
         self._free, self._all = list(cores), tuple(cores)
         self._jobs = jobs
-        self.running: list[_Running] = []
+        self.running: list[tuple[SweepTrial, subprocess.Popen[bytes], tuple[int, ...]]] = []
         self.failures: dict[int, str] = {}
 
     def has_room_for(self, trial: SweepTrial) -> bool:
@@ -187,22 +166,19 @@ class _Children:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs itself
             )
-        self.running.append(_Running(trial, process, cores))
+        self.running.append((trial, process, cores))
 
     def collect(self) -> bool:
-        ended = [one for one in self.running if one.process.poll() is not None]
+        ended = [one for one in self.running if one[1].poll() is not None]
         for one in ended:
             self.running.remove(one)
-            self._free = sorted((*self._free, *one.cores))
-            if one.process.returncode:
-                name, status = one.trial.folder, one.process.returncode
-                said = last_said(self._runs / f"{name}.log")
-                self.failures[one.trial.number] = f"run {name} ended with status {status}: {said}"
+            trial, process, cores = one
+            self._free = sorted((*self._free, *cores))
+            if process.returncode:
+                said = last_said(self._runs / f"{trial.folder}.log")
+                sentence = f"run {trial.folder} ended with status {process.returncode}: {said}"
+                self.failures[trial.number] = sentence
         return bool(ended)
-
-    def end(self) -> None:
-        end_processes([one.process for one in self.running])
-        self.running = []
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:

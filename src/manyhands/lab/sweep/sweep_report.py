@@ -7,18 +7,22 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
-from manyhands.lab.compare.comparison import lower_is_better
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
+from manyhands.observe.analyse.curves import lower_is_better
+from manyhands.observe.draw import axes as number_axes
 from manyhands.observe.draw import paper
-from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.observe.record.checked_values import number
 
-__all__ = ["SweepRow", "best_first", "read_row", "sentences", "sweep_cells", "sweep_page"]
+__all__ = [
+    *("ParallelAxis", "SweepRow", "best_first", "parallel_coordinates"),
+    *("read_row", "sentences", "sweep_cells", "sweep_page"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +118,7 @@ def _named(trial: SweepTrial, plan: SweepPlan) -> str:
 
 
 def _effects(plan: SweepPlan, rows: Sequence[SweepRow]) -> Iterator[str]:
-    """By each setting: the mean of the metric for each of its values, over the same combinations of the others.
-
-    A combination that did not end with every value is left out, or a value would be judged by what it was tried with.
-    """
+    """By each setting, the mean for each value, over the combinations of the others that ended with every value."""
     for setting in plan.varying:
         found: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
         for row in rows:
@@ -192,3 +193,99 @@ def sweep_page(
             paper.made_section(command, facts, _AT_THE_SAME_TIME),
         ],
     )
+
+
+_HEIGHT, _TOP, _BOTTOM, _SIDE = 240.0, 34.0, 14.0, 46.0
+_LEAST_WIDTH, _APART = 360.0, 104.0
+_NAME_LETTERS, _VALUE_LETTERS = 18, 16
+_KINDS = (("s0", 3.0, 1.0, "the best"), ("s2", 1.6, 0.9, "best third"), ("s4", 1.3, 0.7, "middle third"))
+_LAST = ("s7", 1.1, 0.55, "last third")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelAxis:
+    """One axis: its name, and each line's value on it; texts are placed evenly in order of appearance."""
+
+    name: str
+    values: Sequence[str | float]
+
+    @property
+    def numbers(self) -> list[float] | None:
+        found = []
+        for value in self.values:
+            try:
+                found.append(float(value))
+            except ValueError:
+                return None
+        return found
+
+
+def parallel_coordinates(
+    axes: Sequence[ParallelAxis], names: Sequence[str], *, title: str, empty: str = "No run has ended."
+) -> str:
+    """Draw lines, best first, named by `names`; one with a value that is not finite is left out."""
+    keep = [
+        n
+        for n in range(len(names))
+        if all(isinstance(axis.values[n], str) or math.isfinite(axis.values[n]) for axis in axes)  # type: ignore[arg-type]
+    ]
+    if not keep or not axes:
+        return paper.figure(title, paper.quiet(empty), kind="plot")
+    kept = [ParallelAxis(name=axis.name, values=[axis.values[n] for n in keep]) for axis in axes]
+    width = max(_LEAST_WIDTH, 2 * _SIDE + _APART * (len(kept) - 1))
+    gap = (width - 2 * _SIDE) / max(1, len(kept) - 1)
+    placed = [(_SIDE + gap * place, axis.name, *_crossings(axis)) for place, axis in enumerate(kept)]
+    drawn = []
+    for rank, n in reversed([*enumerate(keep)]):
+        path = "M" + " ".join(f"{x:.1f},{crossings[rank]:.1f}" for x, _, crossings, _ in placed)
+        path += "h6" if len(placed) == 1 else ""
+        colour, wide, opacity, _ = _kind(rank, len(keep))
+        drawn.append(
+            f'<path class="curve {colour}" stroke-width="{wide:g}" stroke-opacity="{opacity:g}" d="{path}">'
+            f"<title>{escape(f'{rank + 1}. {names[n]}')}</title></path>"
+        )
+    for x, name, _, ticks in placed:
+        drawn.append(paper.svg_line("axis", x, _TOP, x, _HEIGHT - _BOTTOM))
+        drawn.append(paper.svg_text(x, 14.0, name, "label", "middle", _NAME_LETTERS))
+        for y, words in ticks:
+            drawn.append(paper.svg_text(x + 4, y + 3.5, words, "tick", "start", _VALUE_LETTERS))
+    ranges = "; ".join(f"{axis.name} {_range(axis)}" for axis in kept)
+    said = f"{title}: {len(keep)} runs; {ranges}; the best is {names[keep[0]]}"
+    kinds = list(dict.fromkeys(_kind(rank, len(keep)) for rank in range(len(keep))))
+    marks = [
+        paper.line_mark(f'class="curve {colour}" stroke-width="{wide:g}"') for colour, wide, _, _ in kinds
+    ]
+    explained = paper.legend([name for _, _, _, name in kinds], marks)
+    return paper.figure(title, paper.svg_chart(drawn, width, _HEIGHT, said), explained, "plot")
+
+
+def _crossings(axis: ParallelAxis) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return where each line crosses the axis, and its ticks as (place, words)."""
+    bottom, numbers = _HEIGHT - _BOTTOM, axis.numbers
+    if numbers is None:
+        words = list(dict.fromkeys(map(str, axis.values)))
+        scale = number_axes.Axis(-0.5, len(words) - 0.5, bottom, _TOP)
+        at = {word: scale.at(place) for place, word in enumerate(words)}
+        return [at[str(value)] for value in axis.values], [(at[word], word) for word in words]
+    few = sorted(set(numbers))
+    if number_axes.spans_powers(numbers):
+        scale, ticks = number_axes.logarithmic(numbers, bottom, _TOP)
+    else:
+        scale, ticks = number_axes.linear(numbers, bottom, _TOP, 4)
+    if len(few) <= 6 and isinstance(axis.values[0], str):  # a setting: its given values are the ticks
+        ticks = [(value, number_axes.short_number(value)) for value in few]
+    return [scale.at(n) for n in numbers], [(scale.at(n), said) for n, said in ticks]
+
+
+def _kind(rank: int, count: int) -> tuple[str, float, float, str]:
+    if rank == 0:
+        return _KINDS[0]
+    third = 3 * rank // count
+    return _KINDS[third + 1] if third < 2 else _LAST
+
+
+def _range(axis: ParallelAxis) -> str:
+    numbers = axis.numbers
+    if numbers is None:
+        return ", ".join(dict.fromkeys(map(str, axis.values)))
+    return f"from {number_axes.short_number(min(numbers))} to {number_axes.short_number(max(numbers))}"

@@ -31,13 +31,6 @@ _EXERCISE, _SOLUTION = "\n## Exercise\n", "\n## Solution\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Prose:
-    """Some paragraphs to read."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class LessonCommand:
     """Something to type."""
 
@@ -53,7 +46,7 @@ class Lesson:
 
     number: int
     title: str
-    steps: tuple[Prose | LessonCommand, ...]  # what comes before the exercise, in its order
+    steps: tuple[str | LessonCommand, ...]  # what comes before the exercise: paragraphs, and what to type
     question: str  # what the exercise asks for
     exercise: str  # the file that it begins with: a script that fails until it is changed
     answer: str  # why the solution is one
@@ -117,19 +110,19 @@ def shown_in_terminal(text: str) -> str:
     return _LINK.sub(r"\1", named)
 
 
-def _steps(body: str) -> Iterator[Prose | LessonCommand]:
+def _steps(body: str) -> Iterator[str | LessonCommand]:
     end = 0
     for block in _FENCE.finditer(body):
         if block[1] != "console":
             continue
         if text := body[end : block.start()].strip():
-            yield Prose(text)
+            yield text
         end = block.end()
         for line in block[2].splitlines():
             if line.startswith(_PROMPT):
                 yield LessonCommand(tuple(shlex.split(line.removeprefix(_PROMPT))))
     if text := body[end:].strip():
-        yield Prose(text)
+        yield text
 
 
 def _one_block(text: str, kind: str, number: int) -> tuple[str, str]:

@@ -28,10 +28,9 @@ _STOP_TIMEOUT_S = 10.0
 class Collector:
     """Reads the rings of a run in the background, from `start` (or entering) to `close` (or leaving).
 
-    `rings` are those of roles 0, 1, … under the names their files get, or with `workers` of any roles, of
-    which those below that number are workers and count in the totals. The caller owns them, and closes them
-    after the collector. With a `directory` the events are kept in `<name>.bin` there, up to `max_bytes` in all and the
-    same for each role; `wall_offset_ns` as in `EventFileWriter.create`. `clock` is the one that times the events.
+    `rings` are those of roles 0, 1, … by file name, or with `workers` of any roles: those below it are workers. The
+    caller owns them and closes them last. With a `directory` their events are kept there, up to `max_bytes` in all.
+    `clock` is the one that times the events.
     """
 
     def __init__(

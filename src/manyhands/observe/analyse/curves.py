@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.observe.analyse.view import Curve
-from manyhands.observe.record.checked_values import number, text, whole
+from manyhands.observe.record.checked_values import final_loss, last_row, number, text, whole
 from manyhands.observe.record.events import Records
-from manyhands.observe.record.final import final_loss, last_row
 
 __all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "lower_is_better", "spread"]
 
@@ -132,10 +131,7 @@ class RateCurve:
 def spread(
     starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], bin_ns: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Spread counts evenly over their durations; return bin numbers, and millionths for each.
-
-    The parts of each count add up to it exactly, and those of two bins to what a bin of both would get.
-    """
+    """Spread counts over their durations: bins, and millionths, which add up exactly however they are cut."""
     first = starts // bin_ns
     spanned = (ends - 1) // bin_ns - first + 1
     owner = np.repeat(np.arange(len(starts)), spanned)

@@ -1,17 +1,13 @@
 """Where the time of a run's median step goes, which worker is slow, and what the ideal step time would be.
 
-Pure: records go in, numbers and sentences come out.
-
 *Synchronous runs.* A step lasts until the last worker arrives, so its time is that worker's: the critical
 path. Who arrives last is the one that waits least. Of its compute, as much as the median of the others
-needs is compute; the rest is what everybody waits for. Step times themselves say nothing about who is slow,
-since the barrier makes them equal; compute times, taken before the barrier, do.
+needs is compute; the rest is what everybody waits for.
 
 *Servers.* Of the time between a worker's push and the answer, what the busiest of the servers spent applying
 updates meanwhile is theirs; the rest is exchange, or waiting for the one that the answer was held for.
 
-*Other runs.* Nobody's step is everybody's: each worker has a path of its own, and the figures of the run are
-the means over its workers.
+*Other runs.* Each worker has a path of its own, and the figures of the run are the means over its workers.
 
 Means are taken over the middle fifth of the steps by their time. That is as robust as the median, and the
 parts add up to the whole.
@@ -114,10 +110,7 @@ class _Steps:
 
 
 def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
-    """Explain a run by its events; `synchronous` where every step waits for every worker.
-
-    Raises UserError where no step was recorded.
-    """
+    """Explain a run; `synchronous` where each step waits for all workers. UserError where no step was recorded."""
     applying = [_applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
     workers = [steps for events in roles if len((steps := _steps_of(events, applying)).keys)]
     if not workers:

@@ -59,20 +59,14 @@ class RunFollower:
         return (self._gather.seen.first_ns + self._first_offset_ns) / 1e9 + seconds
 
     def wall_of_row(self, row: Mapping[str, Any], *, guess: bool) -> float | None:
-        """Return when the global batch of a history row was done, in seconds since 1970, as its events say.
-
-        None where they do not; with `guess`, by the row's own clock then, which began with the training.
-        """
+        """When a row's global batch was done, in seconds since 1970, by its events; with `guess`, else by the row."""
         step = int(row["step"])
         if self._steps_done[(step - 1) % _MAX_STEPS] == step:
             return (int(self._step_ends_ns[(step - 1) % _MAX_STEPS]) + self._first_offset_ns) / 1e9
         return self.wall_s(self._gather.training_began_s + float(row.get("at_s") or 0.0)) if guess else None
 
     def poll(self) -> RunView:
-        """Read what is new and return the current view.
-
-        A directory without a configuration is a run that has not begun. Raises UserError where there is no directory.
-        """
+        """Read what is new; a directory without a configuration is a run that has not begun. UserError without one."""
         if self._directory is None and not self._open():
             return self._gather.view(0)
         directory = self._directory

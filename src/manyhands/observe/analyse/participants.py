@@ -37,8 +37,7 @@ class Members:
     def happenings(self, first_s: float | None = None) -> tuple[Happening, ...]:
         """Return the happenings, newest last, in seconds since the first event, which was at `first_s` since 1970.
 
-        Where either is not known they are as they were recorded, in seconds since training began. What came before the
-        first event, as the start of the process that recorded it, is shown at 0.
+        Where that or a time of day is not known, seconds are those since training began, as recorded.
         """
         return tuple(
             one if first_s is None or unix_s is None else replace(one, at_s=max(0.0, unix_s - first_s))

@@ -60,10 +60,7 @@ def clock(seconds: float) -> str:
 
 
 def straggler_advice(strategy: str) -> str:
-    """Return how to keep a permanent straggler from blocking the others under a strategy; empty where nothing does.
-
-    A text that no strategy has gets no advice: runs of other releases are looked at, too.
-    """
+    """Return how a straggler need not block others; empty where nothing helps, and for an unknown strategy."""
     try:
         return Strategy.parse(strategy).facts.straggler_advice
     except UserError:

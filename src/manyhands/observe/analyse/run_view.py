@@ -17,23 +17,13 @@ import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.facts import Truth
+from manyhands.observe.analyse import view as views
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.model_view import model_view
 from manyhands.observe.analyse.participants import Members, PartiesHistory
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
 from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
-from manyhands.observe.analyse.view import (
-    Happening,
-    Phase,
-    Presence,
-    RunView,
-    ServerView,
-    Shares,
-    Staleness,
-    TrafficView,
-    WorkerView,
-)
 from manyhands.observe.record.checked_values import number
 from manyhands.observe.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
 from manyhands.observe.record.recorded import role_name
@@ -130,12 +120,21 @@ class Gather:
         self._recent.add(records)
         self._rate.add(records[is_worker & (records["kind"] == EventKind.STEP)])
         self.seen.add(records)
-        self._add_traffic(records)
         applied = records[records["kind"] == EventKind.APPLY]
         self._staleness.update(np.clip(applied["value"], 0, _MAX_STALENESS).astype(int).tolist())
         self._updates.update(applied["role"].tolist())
         for role in np.unique(applied["role"]).tolist():
             self._applying_ns[role] += int(applied["duration_ns"][applied["role"] == role].sum())
+        sends = np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE))
+        sent = records[sends & (records["count"] > 0)]
+        carried = sent["wire"].astype(np.int64) | sent["codec"].astype(np.int64) << 8  # as `wire_of` has it
+        keys = np.stack([sent["role"], sent["kind"], carried]).astype(np.int64)
+        unique, index = np.unique(keys, axis=1, return_inverse=True)
+        num_bytes = np.bincount(index.ravel(), sent["num_bytes"].astype(np.float64), unique.shape[1])
+        messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
+        for column in range(unique.shape[1]):
+            role, kind, wire = unique[:, column].tolist()
+            self._traffic[role, kind, wire] += (int(num_bytes[column]), int(messages[column]))
 
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add rows of metrics.jsonl; invalid rows are left out with a note."""
@@ -167,7 +166,7 @@ class Gather:
         began = self.seen.first_step_ns
         return (began - self.seen.first_ns) / _NS_PER_S if began else 0.0
 
-    def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
+    def view(self, now_ns: int, *, held: bool | None = None) -> views.RunView:
         """Return the run as of `now_ns`; `held` says whether a live process holds it, None where that is unknown."""
         snapshot = self._totals.snapshot(now_ns)
         first_ns, last_ns = self.seen.first_ns, self.seen.last_ns
@@ -175,29 +174,29 @@ class Gather:
             _QUIET_NS if snapshot.step else _QUIET_START_NS,
             _QUIET_STEPS * max(self.seen.step_ns.values(), default=0),
         )
-        phase = Phase.RUNNING if snapshot.step else Phase.STARTING
+        phase = views.Phase.RUNNING if snapshot.step else views.Phase.STARTING
         if self.summary is not None:
-            phase = Phase.ENDED
+            phase = views.Phase.ENDED
         elif last_ns > 0 and (held is False or now_ns - last_ns >= limit_ns):
-            phase = Phase.QUIET
-        until_ns = last_ns if phase is Phase.ENDED else max(now_ns, last_ns)
+            phase = views.Phase.QUIET
+        until_ns = last_ns if phase is views.Phase.ENDED else max(now_ns, last_ns)
         workers, servers = self._worker_views(snapshot, now_ns, phase), self._server_views(now_ns, phase)
         roles = [worker.role for worker in workers]
         summary = self.summary or {}
         rate = number(summary.get("samples_per_s"))
         seconds_left = None
-        if phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating:
+        if phase is views.Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating:
             seconds_left = max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
         # The final loss is that of the history; before the end the events are ahead of it.
         losses = [snapshot.loss, self.history.loss]
-        losses = losses[::-1] if phase is Phase.ENDED else losses
+        losses = losses[::-1] if phase is views.Phase.ENDED else losses
         loss, *metrics = self.history.curves(self.training_began_s)
         odd = [
             f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
             for name, count in sorted(self._odd_rows.items())
             if count
         ]
-        return RunView(
+        return views.RunView(
             task=self._task,
             strategy=self._strategy,
             about=self._about,
@@ -215,7 +214,7 @@ class Gather:
             workers=workers,
             servers=servers,
             waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
-            staleness=Staleness(
+            staleness=views.Staleness(
                 histogram=dict(sorted(self._staleness.items())),
                 mean=sum(stale * times for stale, times in self._staleness.items())
                 / (self._staleness.total() or 1),
@@ -229,26 +228,28 @@ class Gather:
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),
             notices=tuple(privacy_words(summary)),
-            evaluating=phase is Phase.RUNNING and snapshot.evaluating,
+            evaluating=phase is views.Phase.RUNNING and snapshot.evaluating,
         )
 
-    def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
+    def _worker_views(
+        self, snapshot: TotalsSnapshot, now_ns: int, phase: views.Phase
+    ) -> tuple[views.WorkerView, ...]:
         durations, events, waits = self._recent.sums(now_ns)
-        views = []
+        found = []
         for worker in snapshot.workers:
             role, name = worker.worker, self._name(worker.worker)
             if role >= self._workers and not worker.steps and role not in self.seen.last_event:
                 continue  # unused capacity
             whole = [int(self._totals.rows["duration_ns"][role, kind]) for kind in _SPLIT]
-            if phase is Phase.ENDED:
+            if phase is views.Phase.ENDED:
                 spent, steps, for_whom = whole, worker.steps, worker.waits_mostly_for()
             else:
                 known = role < len(durations)
                 spent = [int(durations[role, kind]) if known else 0 for kind in _SPLIT]
                 steps = int(events[role, EventKind.STEP]) if known else 0
                 for_whom = int(waits[role].argmax()) if known and waits[role].any() else None
-            views.append(
-                WorkerView(
+            found.append(
+                views.WorkerView(
                     role=role,
                     name=name,
                     presence=self._presence(role, name),
@@ -263,13 +264,13 @@ class Gather:
                     messages_sent=worker.messages_sent,
                 )
             )
-        return tuple(views)
+        return tuple(found)
 
-    def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
+    def _server_views(self, now_ns: int, phase: views.Phase) -> tuple[views.ServerView, ...]:
         durations, events, _ = self._recent.sums(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()
-        if phase is Phase.ENDED:
+        if phase is views.Phase.ENDED:
             applying = {name: self._applying_ns[role] for name, role in roles.items()}
             updates = {name: self._updates[role] for name, role in roles.items()}
         else:
@@ -277,12 +278,12 @@ class Gather:
             applying = {name: int(durations[role, EventKind.APPLY]) for name, role in recent.items()}
             updates = {name: int(events[role, EventKind.APPLY]) for name, role in recent.items()}
         whole = sum(applying.values())
-        views = []
+        found = []
         asked = {f"server {place}" for place in range(self._servers)}
         for name in sorted({*roles, *places, *asked}, key=lambda name: (roles.get(name, 1 << 16), name)):
             role, (primary_of, backup_of, num_bytes) = roles.get(name, -1), places.get(name, ((), (), 0))
-            views.append(
-                ServerView(
+            found.append(
+                views.ServerView(
                     role=role,
                     name=name,
                     presence=self._presence(role, name, holds_shards=name in places),
@@ -295,45 +296,33 @@ class Gather:
                     share=applying.get(name, 0) / whole if whole else 0.0,
                 )
             )
-        return tuple(views)
+        return tuple(found)
 
-    def _window_s(self, now_ns: int, phase: Phase) -> float:
+    def _window_s(self, now_ns: int, phase: views.Phase) -> float:
         """Return the averaging window: that of recent events, or from the first to the last step once ended."""
         began = self.seen.first_step_ns or self.seen.first_ns
-        if phase is Phase.ENDED:
+        if phase is views.Phase.ENDED:
             return max(1e-3, (self.seen.last_step_ns - began) / _NS_PER_S)
         return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # the window is shorter at the beginning
 
     def _name(self, role: int) -> str:
         return self._names.get(role, f"worker {role}")
 
-    def _presence(self, role: int, name: str, *, holds_shards: bool = False) -> Presence:
+    def _presence(self, role: int, name: str, *, holds_shards: bool = False) -> views.Presence:
         if name in self._members.gone:
-            return Presence.GONE
+            return views.Presence.GONE
         if name in self._members.starting:
-            return Presence.STARTING
+            return views.Presence.STARTING
         was_seen = role in self.seen.last_event
         if self._members.is_known and name.startswith("worker") and self.summary is None:
             has_place = role in self._members.slots
         else:
             has_place = (was_seen or holds_shards) and not self.seen.has_left(role)
         if has_place:
-            return Presence.PRESENT
-        return Presence.GONE if was_seen else Presence.STARTING
+            return views.Presence.PRESENT
+        return views.Presence.GONE if was_seen else views.Presence.STARTING
 
-    def _add_traffic(self, records: Records) -> None:
-        sends = np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE))
-        sent = records[sends & (records["count"] > 0)]
-        carried = sent["wire"].astype(np.int64) | sent["codec"].astype(np.int64) << 8  # as `wire_of` has it
-        keys = np.stack([sent["role"], sent["kind"], carried]).astype(np.int64)
-        unique, index = np.unique(keys, axis=1, return_inverse=True)
-        num_bytes = np.bincount(index.ravel(), sent["num_bytes"].astype(np.float64), unique.shape[1])
-        messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
-        for column in range(unique.shape[1]):
-            role, kind, wire = unique[:, column].tolist()
-            self._traffic[role, kind, wire] += (int(num_bytes[column]), int(messages[column]))
-
-    def _traffic_views(self) -> tuple[TrafficView, ...]:
+    def _traffic_views(self) -> tuple[views.TrafficView, ...]:
         """Return the traffic: from message events where a role records them, else from its exchanges."""
         sending = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
         sums: dict[int, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(2, np.int64))
@@ -341,7 +330,7 @@ class Gather:
             if (kind == EventKind.SEND) == (role in sending):
                 sums[wire] += both
         return tuple(
-            TrafficView(
+            views.TrafficView(
                 wire=Wire(both & 0xFF).name.lower(),
                 codec=codec_of(both >> 8),
                 num_bytes=int(total[0]),
@@ -350,7 +339,7 @@ class Gather:
             for both, total in sorted(sums.items())
         )
 
-    def _happenings(self) -> tuple[Happening, ...]:
+    def _happenings(self) -> tuple[views.Happening, ...]:
         first_ns, offset_ns = self.seen.first_ns, self.offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
         seen = [
@@ -358,18 +347,18 @@ class Gather:
             for at_ns, role, kind in self.seen.shown
         ]
         return self._members.happenings(first_s) or tuple(
-            Happening(at_s=at_s, what=what, who=who, sentence="", epoch=0) for at_s, what, who in seen
+            views.Happening(at_s=at_s, what=what, who=who, sentence="", epoch=0) for at_s, what, who in seen
         )
 
     def _warnings(
         self,
         snapshot: TotalsSnapshot,
-        servers: Sequence[ServerView],
+        servers: Sequence[views.ServerView],
         now_ns: int,
-        phase: Phase,
+        phase: views.Phase,
         held: bool | None,
     ) -> tuple[str, ...]:
-        if phase is Phase.ENDED:
+        if phase is views.Phase.ENDED:
             slowness = self._totals.slowness
             warnings = about_workers(slowness.ever(), slowness.late_ever(), self._strategy)
         else:
@@ -378,11 +367,11 @@ class Gather:
             busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
             if busiest >= _MIN_APPLYING:
                 warnings += about_imbalance([(server.name, server.share) for server in servers])
-        if phase is Phase.QUIET and held is False:
+        if phase is views.Phase.QUIET and held is False:
             warnings.append(
                 "no process holds the run, and it has no summary: it was stopped; --resume continues it"
             )
-        elif phase is Phase.QUIET:
+        elif phase is views.Phase.QUIET:
             last_seen = []
             events = sorted(self.seen.last_event.items(), key=lambda item: item[1][0])
             for role, (at_ns, kind, step) in events:
@@ -399,9 +388,9 @@ class Gather:
         return tuple(warnings)
 
 
-def _shares(spent_ns: list[int]) -> Shares:
+def _shares(spent_ns: list[int]) -> views.Shares:
     compute, reading, exchange, wait = (part / (sum(spent_ns) or 1) for part in spent_ns)
-    return Shares(compute=compute, input=reading, exchange=exchange, wait=wait)
+    return views.Shares(compute=compute, input=reading, exchange=exchange, wait=wait)
 
 
 def _per(duration_ns: int, count: int) -> float:

@@ -111,10 +111,7 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
 def slow_now(
     paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None, *, is_all: bool = False
 ) -> tuple[Slow, ...]:
-    """Return every worker that is slow as of its newest step, slowest first.
-
-    A stretch must last two seconds; where `is_all`, a quarter of a shorter run is enough.
-    """
+    """Return who is slow now, slowest first, for 2 s or more; where `is_all`, for a quarter of a shorter run."""
     paces = [_by_start(pace) for pace in paces if len(pace.start) >= _FIRST_STEPS]
     if len(paces) < 2:
         return ()
@@ -214,10 +211,7 @@ def _change(score: npt.NDArray[np.int_], window: npt.NDArray[np.int64], at: int)
 def _is_no_chance(
     is_long: Sequence[npt.NDArray[np.bool_]], worker: int, stretch: range, stretches: int
 ) -> bool:
-    """Whether jitter, as frequent as it is outside of the stretch, would not make as many steps long.
-
-    `stretches` is how many of the same worker might have been found.
-    """
+    """Whether jitter, as frequent as elsewhere, would not make as many steps long, of so many `stretches`."""
     inside = int(is_long[worker][stretch.start : stretch.stop].sum())
     long = sum(int(flags.sum()) for flags in is_long) - inside
     steps = sum(len(flags) for flags in is_long) - len(stretch)
@@ -424,5 +418,5 @@ def _late(rows: Mapping[int, _Rows]) -> Late | None:
         float(np.median(rows[role]["compute_ns"])) for role in sorted(rows, key=lambda role: role != worker)
     )
     is_alone = share >= _LATE_SHARE and share >= 2 * second
-    is_busy_elsewhere = 0 < own_ns <= SLOW_FACTOR * float(np.median(others_ns))
-    return Late(worker=worker, others_wait=share) if is_alone and is_busy_elsewhere else None
+    has_its_own_work = 0 < own_ns <= SLOW_FACTOR * float(np.median(others_ns))
+    return Late(worker=worker, others_wait=share) if is_alone and has_its_own_work else None

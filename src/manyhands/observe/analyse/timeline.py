@@ -118,10 +118,7 @@ _MAX_MARKS = 1_000  # per role, so that endless faults cannot fill the file
 def build_timeline(
     roles: Sequence[RoleEvents], *, max_slices: int, max_steps: int | None = None, steps: range | None = None
 ) -> Timeline:
-    """Build the timeline of a run with about `max_slices` slices and `max_steps` steps at most.
-
-    `steps` restricts it to those global batches; UserError where the run has none of them.
-    """
+    """Build about `max_slices` slices of `max_steps` steps at most, of `steps` alone; UserError where there is none."""
     ids, slowness = _steps_of(roles)
     if not len(ids):
         raise UserError("the run has recorded no step yet; there is nothing to draw")

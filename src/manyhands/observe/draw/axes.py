@@ -1,7 +1,7 @@
 """Chart axes: the mapping from numbers to coordinates, and round tick values; and numbers as text.
 
-Pure. An axis covers every number it was made for. Where none of them is negative it does not go below 0, and where
-all lie between 0 and 1, as shares do, it does not exceed 1.
+An axis covers every number it was made for. Where none is negative it does not go below 0, and where all lie between
+0 and 1, as shares do, it does not exceed 1.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def spans_powers(values: Iterable[float]) -> bool:
 def linear(
     values: Sequence[float], begin: float, end: float, ticks: int, *, tight: bool = False
 ) -> tuple[Axis, list[Tick]]:
-    """Return an axis that covers `values`, and its ticks; it ends at ticks unless it is `tight`.
-
-    Integers, such as steps, get integer ticks on a tight axis.
-    """
+    """Return an axis and its ticks; it ends at ticks unless it is `tight`, where integers get integer ticks."""
     low, high = _range(values, tight)
     spacing = nice((high - low) / ticks)
     if tight and all(value == int(value) for value in values if math.isfinite(value)):

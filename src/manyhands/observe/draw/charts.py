@@ -1,8 +1,7 @@
 """Charts as SVG and tables as HTML: pure functions from numbers to text, the same for every view of a run.
 
-All are 360 units wide and readable at that many pixels. A chart says its key numbers in words (`aria-label`),
-and single values when pointed at (`<title>`). Every text is escaped; equal numbers give equal bytes. The
-colours and the page around a chart are those of `paper`.
+All are 360 units wide. A chart says its key numbers in words (`aria-label`), and single values when pointed at
+(`<title>`). Every text is escaped; equal numbers give equal bytes.
 """
 
 from __future__ import annotations
@@ -13,19 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from manyhands.observe.draw import paper
 from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
-from manyhands.observe.draw.paper import (
-    NUM_COLOURS,
-    NUM_DASHES,
-    figure,
-    legend,
-    line_mark,
-    quiet,
-    svg_chart,
-    svg_line,
-    svg_rect,
-    svg_text,
-)
 
 __all__ = ["Series", "bar_chart", "histogram", "line_chart", "loss_chart", "overlapping", "share_bars"]
 
@@ -46,7 +34,7 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    note: str = ""  # what the legend says beside the name
+    note: str = ""  # what the paper.legend says beside the name
     dots: Sequence[tuple[float, float]] = ()
     """Points that are drawn by themselves, in the colour of the curve."""
 
@@ -62,10 +50,9 @@ def line_chart(
     from_zero: bool = False,
     empty: str = "Nothing yet.",
 ) -> str:
-    """Curves over one pair of axes, with a legend; those that lie on one another are striped, and said to.
+    """Curves over one pair of axes, with a paper.legend; those that lie on one another are striped, and said to.
 
-    On a logarithmic axis values that are not positive are left out. `from_zero` begins the upward axis at 0. Without
-    any point the picture has the same size and says `empty`.
+    On a logarithmic axis values that are not positive are left out. Without any point the picture says `empty`.
     """
     shown = [(one.name, _gaps(one, log_x, log_y)) for one in series]
     points = [point for _, runs in shown for run in runs for point in run]
@@ -88,7 +75,8 @@ def line_chart(
     drawn = [*_frame(xs, x_ticks, ys, y_ticks, *labels)]
     for index, one in enumerate(series):
         drawn += [
-            f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(x):.1f}" cy="{ys.at(y):.1f}" r="1.3" opacity=".5"/>'
+            f'<circle class="f{index % paper.NUM_COLOURS}" cx="{xs.at(x):.1f}" cy="{ys.at(y):.1f}" r="1.3" '
+            'opacity=".5"/>'
             for x, y in one.dots[:: math.ceil(len(one.dots) / _MAX_POINTS) or 1]
         ]
     groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
@@ -97,10 +85,12 @@ def line_chart(
     names_of = [[shown[index][0] for index in group] for group in groups]
     together = "; ".join(f"{', '.join(names[:-1])} and {names[-1]} lie on one another" for names in names_of)
     words = [f"{title}: {y_label} over {x_label}", _in_words(shown, x_label)] + [together] * bool(together)
-    svg = svg_chart(drawn, _WIDTH, _HEIGHT, "; ".join(words)) + (quiet(f"{together}.") if together else "")
+    svg = paper.svg_chart(drawn, _WIDTH, _HEIGHT, "; ".join(words)) + (
+        paper.quiet(f"{together}.") if together else ""
+    )
     names = [f"{one.name} {one.note}".strip() for one in series]
-    marks = [line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
-    return figure(title, svg, legend(names, marks), "plot")
+    marks = [paper.line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
+    return paper.figure(title, svg, paper.legend(names, marks), "plot")
 
 
 def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
@@ -118,12 +108,16 @@ def bar_chart(
     drawn: list[str] = []
     for index, (name, value) in enumerate(bars):
         y = index * _ROW
-        drawn.append(svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
+        drawn.append(paper.svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
         end = axis.at(max(0.0, value)) if math.isfinite(value) else axis.begin
-        drawn.append(svg_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}"))
-        drawn.append(svg_text(end + 5, y + _ROW / 2 + 4, show(value)))
+        drawn.append(
+            paper.svg_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}")
+        )
+        drawn.append(paper.svg_text(end + 5, y + _ROW / 2 + 4, show(value)))
     said = f"{title}: " + (", ".join(f"{name} {show(value)}" for name, value in bars) or "nothing yet")
-    return figure(title, svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(bars)), said, "chart rows"))
+    return paper.figure(
+        title, paper.svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(bars)), said, "chart rows")
+    )
 
 
 def share_bars(
@@ -139,8 +133,8 @@ def share_bars(
     drawn: list[str] = []
     for index, (name, shares) in enumerate(rows):
         y, before = index * _ROW, 0.0
-        drawn.append(svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
-        drawn.append(svg_rect("track", axis.begin, y + 3, axis.end - axis.begin, _ROW - 6))
+        drawn.append(paper.svg_text(_NAME - 7, y + _ROW / 2 + 4, name, "", "end", _NAME_LETTERS))
+        drawn.append(paper.svg_rect("track", axis.begin, y + 3, axis.end - axis.begin, _ROW - 6))
         for part, share, colour in zip(parts, shares, colours, strict=True):
             share = min(1.0 - before, max(0.0, share)) if math.isfinite(share) else 0.0
             left, right = axis.at(before), axis.at(before + share)
@@ -148,23 +142,25 @@ def share_bars(
             if share <= 0:
                 continue
             said = f"{name}: {part} {share:.0%}".replace("%", " %")
-            drawn.append(svg_rect(f"f{colour % NUM_COLOURS}", left, y + 3, right - left, _ROW - 6, said))
+            drawn.append(
+                paper.svg_rect(f"f{colour % paper.NUM_COLOURS}", left, y + 3, right - left, _ROW - 6, said)
+            )
             if right - left >= 30:
                 percent = f"{100 * share:.0f} %"
-                drawn.append(svg_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
+                drawn.append(paper.svg_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
     each = [
         ", ".join(f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True))
         for _, shares in rows
     ]
     words = "; ".join(f"{name} {one}" for (name, _), one in zip(rows, each, strict=True))
     said = f"{title}: {words or 'none yet'}"
-    svg = svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(rows)), said, "chart rows")
+    svg = paper.svg_chart(drawn, _WIDTH, max(_ROW, _ROW * len(rows)), said, "chart rows")
     swatches = [
         '<svg class="swatch" viewBox="0 0 12 10" aria-hidden="true">'
-        f'<rect class="f{colour % NUM_COLOURS}" width="12" height="10" rx="2"/></svg>'
+        f'<rect class="f{colour % paper.NUM_COLOURS}" width="12" height="10" rx="2"/></svg>'
         for colour in colours
     ]
-    return figure(title, svg, legend(parts, swatches))
+    return paper.figure(title, svg, paper.legend(parts, swatches))
 
 
 def histogram(
@@ -187,13 +183,15 @@ def histogram(
         name = str(first) if width == 1 else f"{first} to {first + width - 1}"
         left, right, top = xs.at(index + 0.1), xs.at(index + 0.9), ys.at(bins.get(index, 0))
         if bins.get(index, 0):
-            drawn.append(svg_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}"))
+            drawn.append(
+                paper.svg_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}")
+            )
         if index % every == 0:
-            drawn.append(svg_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
+            drawn.append(paper.svg_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
     total = sum(counts.values())
     mean = sum(value * count for value, count in counts.items()) / max(1, total)
     said = f"{title}: {total:,} in all, from {low} to {high}, mean {mean:.2f}"
-    return figure(title, svg_chart(drawn, _WIDTH, _HEIGHT, said), legend((), ()), "plot")
+    return paper.figure(title, paper.svg_chart(drawn, _WIDTH, _HEIGHT, said), paper.legend((), ()), "plot")
 
 
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
@@ -226,17 +224,16 @@ def _nothing(title: str, sentence: str) -> str:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     drawn = [
         f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
-        svg_text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
+        paper.svg_text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
     ]
-    return figure(title, svg_chart(drawn, _WIDTH, _HEIGHT, f"{title}: {sentence}"), legend((), ()), "plot")
+    return paper.figure(
+        title, paper.svg_chart(drawn, _WIDTH, _HEIGHT, f"{title}: {sentence}"), paper.legend((), ()), "plot"
+    )
 
 
 def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = True) -> str:
-    """The attributes of a curve's line: its colour and dash, or its stripes of what it shares with others.
-
-    Such a one is of one colour where it is not `striped`, as in a legend.
-    """
-    colour = f"s{index % NUM_COLOURS}"
+    """The attributes of a curve's line: its colour and dash, or, where `striped`, its stripes of what it shares."""
+    colour = f"s{index % paper.NUM_COLOURS}"
     for group in groups:
         if index in group:
             if not striped:
@@ -244,7 +241,7 @@ def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = Tr
             place, others = group.index(index), len(group) - 1
             dashes = f'stroke-dasharray="{_STRIPE} {_STRIPE * others}" stroke-dashoffset="{-_STRIPE * place}"'
             return f'class="curve striped {colour}" {dashes}'
-    return f'class="curve {colour} d{index % NUM_DASHES}"'
+    return f'class="curve {colour} d{index % paper.NUM_DASHES}"'
 
 
 def _curve(
@@ -265,7 +262,7 @@ def _curve(
     yield f'<path {stroke} d="{path}"><title>{escape(name)}</title></path>'
     points = [point for run in runs for point in run]
     last_x, last_y = points[-1]
-    yield f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(last_x):.1f}" cy="{ys.at(last_y):.1f}" r="2.6"/>'
+    yield f'<circle class="f{index % paper.NUM_COLOURS}" cx="{xs.at(last_x):.1f}" cy="{ys.at(last_y):.1f}" r="2.6"/>'
     every = math.ceil(len(points) / _MAX_SPOTS)
     for x, y in points[::-1][::every]:
         said = f"{name}: {y_label} {short_number(y)} at {x_label} {short_number(x)}"
@@ -293,14 +290,14 @@ def _frame(
 ) -> Iterator[str]:
     for place, said in y_ticks:
         y = ys.at(place)
-        yield svg_line("grid", xs.begin, y, xs.end, y)
-        yield svg_text(xs.begin - 5, y + 3.5, said, "tick y", "end")
+        yield paper.svg_line("grid", xs.begin, y, xs.end, y)
+        yield paper.svg_text(xs.begin - 5, y + 3.5, said, "tick y", "end")
     for place, said in x_ticks:
         x = xs.at(place)
-        yield svg_line("axis", x, ys.begin, x, ys.begin + 3)
-        yield svg_text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
-    yield svg_line("axis", xs.begin, ys.begin, xs.end, ys.begin)
-    yield svg_text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
+        yield paper.svg_line("axis", x, ys.begin, x, ys.begin + 3)
+        yield paper.svg_text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
+    yield paper.svg_line("axis", xs.begin, ys.begin, xs.end, ys.begin)
+    yield paper.svg_text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
     middle = (ys.begin + ys.end) / 2
     yield (
         f'<text class="label" x="8" y="{middle:g}" text-anchor="middle" transform="rotate(-90 8 {middle:g})">'
@@ -317,10 +314,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def overlapping(curves: Sequence[Points]) -> list[tuple[int, ...]]:
-    """Return groups of two or more curve numbers that nearly coincide.
-
-    Curves are points in units of the picture, in the order of x; one without a point is in no group.
-    """
+    """Return groups of two or more curves, by number, that nearly coincide in units of the picture."""
     groups: list[tuple[int, ...]] = []
     free = [number for number, points in enumerate(curves) if points]
     while free:

@@ -17,7 +17,7 @@ from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, loss_chart
 from manyhands.observe.draw.paper import STYLE, data_table
 from manyhands.observe.draw.showing import Panel
-from manyhands.observe.record.final import final_loss
+from manyhands.observe.record.checked_values import final_loss
 
 __all__ = [
     "ended_html",
@@ -51,7 +51,12 @@ def facts_of(
     if summary.get("samples_per_s"):
         facts.append(("speed", f"{summary['samples_per_s']:,.0f} samples/s"))
     workers = [WorkerTotals.from_dict(row) for row in summary.get("per_worker", ())]
-    facts.append(("waiting", _waiting(workers) if len(workers) > 1 else ""))
+    if len(workers) > 1:
+        most = max(workers, key=lambda worker: worker.split().wait)
+        peer = most.waits_mostly_for()
+        whom = f", mostly for {peer}" if peer is not None else ""
+        waited = f"worker {most.worker} {100 * most.split().wait:.0f} % of its time{whom}"
+        facts.append(("waiting", waited if most.split().wait >= _LEAST_WAITING else "none"))
     if path is not None:
         facts.append(("directory", str(path)))
     return [(name, value) for name, value in facts if value]
@@ -107,15 +112,6 @@ def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def _number(value: Any) -> float:
     """Return a number of the history, in which non-finite values may be None."""
     return float("nan") if value is None else float(value)
-
-
-def _waiting(workers: Sequence[WorkerTotals]) -> str:
-    most = max(workers, key=lambda worker: worker.split().wait)
-    if most.split().wait < _LEAST_WAITING:
-        return "none"
-    peer = most.waits_mostly_for()
-    whom = f", mostly for {peer}" if peer is not None else ""
-    return f"worker {most.worker} {100 * most.split().wait:.0f} % of its time{whom}"
 
 
 _SLOT_COLUMNS = ("slot", "steps", "compute", "exchange", "waiting", "mostly for")

@@ -32,7 +32,7 @@ SECTIONS: Final[dict[str, str]] = {
     "servers": "run_sections:servers",
     "waits": "run_sections:waits",
     "traffic": "run_sections:traffic",
-    "parties": "parties_section:parties",
+    "parties": "run_sections:parties",
     "staleness": "run_sections:staleness",
     "members": "run_sections:members",
     "made": "run_sections:made",

@@ -48,8 +48,7 @@ def document(
 ) -> str:
     """Return one self-contained page; `sections` and `lead` are HTML, `title` is text.
 
-    Without a `script` the page forbids scripts and connections, so that a report can be passed on safely. With one,
-    the server sets the policy, and the body has the class `live`.
+    Without a `script` the page forbids scripts and connections, so that a report can be passed on safely.
     """
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
     body = "\n".join(sections)
@@ -69,9 +68,8 @@ def document(
 class PageSection(NamedTuple):
     """A part of a page.
 
-    `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "beside" for the last of three and a
-    row of its own where there are fewer columns, "" for one, "absent" for none. One that is wide and "slim" is a line
-    with its heading at the left.
+    `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "beside" for the last of three, "" for
+    one, "absent" for none; one that is wide and "slim" is a line with its heading at the left.
     """
 
     heading: str
@@ -166,10 +164,7 @@ def matrix(
     show: Callable[[float], str] | None = None,
     scrolls: bool = True,
 ) -> str:
-    """Draw numbers as a table with cells coloured by magnitude; 0 is a dot.
-
-    Where it `scrolls` it is a focusable region for the keyboard.
-    """
+    """Draw numbers as a table with cells coloured by magnitude, 0 as a dot; it `scrolls` by keyboard, too."""
     show = show or short_number
     greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
@@ -201,8 +196,7 @@ def data_table(
 ) -> str:
     """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
 
-    On a phone a table of many columns is a block for each row, every cell with its column's name; the roles keep
-    it a table for those who listen. Where it `scrolls` it is a region of its own that the keyboard reaches.
+    On a phone a table of many columns is a block for each row; the roles keep it a table for those who listen.
     """
     rows = [tuple(row) for row in rows]
     kinds = []

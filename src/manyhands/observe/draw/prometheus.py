@@ -1,8 +1,7 @@
 """A run's numbers for Prometheus: the text format 0.0.4, which a scrape of `/metrics` gets.
 
-One family is one kind of number: a HELP and a TYPE line, then a sample for each set of labels. Counters only grow
-while a run goes on, and end in `_total`. Names carry their unit. See
-https://prometheus.io/docs/instrumenting/exposition_formats/ for the format.
+One family is a HELP and a TYPE line, then a sample for each set of labels; see
+https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@
     lines   lines      lines      lines        lines
     none    nothing
 
-Everything goes to stderr, or to the notebook's cell. A bar comes after a second and lines after five: short runs, of
-which somebody may make many, say nothing. What is drawn is drawn by a thread that looks at the run's totals a few times
-a second; the training knows nothing of it.
+A bar comes after a second and lines after five: short runs say nothing. A thread draws from the run's totals.
 """
 
 from __future__ import annotations
@@ -87,11 +85,7 @@ class Screen(Protocol):
 
 
 class Showing:
-    """Polls a run after `after_s` and then every `every_s` in a thread; a context manager.
-
-    What was shown once is shown again at the end, in its final state. A display that fails ends the showing and not
-    the run.
-    """
+    """Shows a run after `after_s`, every `every_s` and at its end, in a thread; a display that fails ends alone."""
 
     def __init__(
         self, snapshot: Callable[[], TotalsSnapshot], screen: Screen, after_s: float, every_s: float
@@ -176,7 +170,7 @@ class Panel:
 
 
 class _Terminal(Screen):
-    """The picture of `terminal_progress`, whose libraries are loaded at the first `show`."""
+    """The picture of `bars`, whose libraries are loaded at the first `show`."""
 
     def __init__(self, steps: int, strategy: str) -> None:
         self._asked = (steps, strategy)
@@ -184,7 +178,7 @@ class _Terminal(Screen):
 
     def show(self, snapshot: TotalsSnapshot) -> None:
         if self._screen is None:
-            from manyhands.observe.draw.terminal_progress import LivePicture
+            from manyhands.observe.draw.bars import LivePicture
 
             self._screen = LivePicture(*self._asked)
         self._screen.show(snapshot)

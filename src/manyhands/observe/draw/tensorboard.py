@@ -1,8 +1,7 @@
 """A run's numbers as TensorBoard event files: written live beside a run, or from its directory later.
 
-The loss and the metrics are at every step of the history, with the time of day at which that step ended (from its
-events). Speed, the split of each worker's time and staleness come from views of the run: one per poll of a live run,
-and a hundred, evenly spread, of a finished one.
+The loss and the metrics have the time of day at which their step ended. Speed, the split of each worker's time and
+staleness come from views of the run: one per poll of a live run, and a hundred of a finished one.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ class TensorboardFiles(Closeable):
 
 
 class LiveTensorboard:
-    """Writes the files of a run while the body of the `with` statement trains it.
-
-    The run's directory need not exist yet. Failures of these files are logged and do not end the run.
-    """
+    """Writes the files of a run, which may not exist yet, while the body trains it; failures are logged."""
 
     def __init__(self, run: Path, directory: Path) -> None:
         self._follower = RunFollower(run)

@@ -103,11 +103,7 @@ def layers_table(layers: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers_table(found: Explanation, console: Console) -> Table:
-    """Return each worker's median step in milliseconds, one row each, as wide as the console allows.
-
-    At 80 columns no heading or number is cut. A part that no worker spent time on has no column, nor has the share of
-    steps in which a worker was last where workers do not wait for each other.
-    """
+    """Return each worker's median step in milliseconds, as wide as the console allows; empty parts are left out."""
     parts = [
         name
         for name, field in _COLUMNS.items()

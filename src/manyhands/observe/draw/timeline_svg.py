@@ -1,10 +1,8 @@
 """A timeline as one self-contained SVG: the classic picture of a row per worker, with bars for what it did.
 
-Each window of steps is a panel with its own axis of milliseconds since the run began, from its first step to its
-last and a little beyond: what reaches further, as the wait for the others to start or the save at the end, is cut
-at the edge. A step is a pale box around its parts, so that what is in none of them shows as pale, with a line at
-its end; in a synchronous run the lines of all rows meet, which is the barrier. Colours follow the reader's light
-or dark setting, every bar says its numbers when pointed at, and nothing is fetched from anywhere.
+Each window of steps is a panel with its own axis of milliseconds since the run began; what reaches far beyond its steps
+is cut at the edge. A step is a pale box around its parts, with a line at its end; in a synchronous run the lines of
+all rows meet, which is the barrier. Every bar says its numbers when pointed at.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A timeline as trace JSON, which ui.perfetto.dev, chrome://tracing and Speedscope open.
+"""A timeline as trace JSON, Google's "Trace Event Format", which ui.perfetto.dev and chrome://tracing open.
 
-The format is Google's "Trace Event Format". Every role is a process with two tracks, its steps and their
-parts (a server has the second only); parts are complete events ("X"), joins, leaves and faults instants
-("i"), what a server keeps back an asynchronous slice ("b" to "e"), and the end of a wait and every message is
-a flow ("s" to "f") that is bound, by role and time, to the slices that enclose its two ends.
+Every role is a process with two tracks, its steps and their parts (a server has the second only); parts are complete
+events ("X"), joins, leaves and faults instants ("i"), what a server keeps back an asynchronous slice ("b" to "e"), and
+the end of a wait and every message is a flow ("s" to "f"), bound to the slices that enclose its two ends.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ A value of the wrong type, or beyond what any run writes, is treated as missing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manyhands.errors import printable
 
-__all__ = ["number", "text", "whole"]
+__all__ = ["final_loss", "final_metrics", "last_row", "number", "text", "whole"]
 
 _MOST_WHOLE = 1 << 53  # floats hold integers up to this exactly, so arithmetic and drawing cannot fail
 _MOST_TEXT = 2000
@@ -36,3 +37,26 @@ def number(value: Any) -> float | None:
 def text(value: Any) -> str:
     """Return the text on one line: at most 2,000 characters, control characters escaped; "" for other types."""
     return printable(value, _MOST_TEXT - 1) if isinstance(value, str) else ""
+
+
+def last_row(rows: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+    """Return the row with `name` of the greatest step; the last such row where there are several.
+
+    The one definition of what a run ended with. Where workers do not wait for each other, rows arrive in another order
+    than that of their steps: the row that arrived last says nothing.
+    """
+    last = None
+    for row in rows:
+        if row.get(name) is not None and (last is None or row["step"] >= last["step"]):
+            last = row
+    return last
+
+
+def final_loss(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    last = last_row(rows, "loss")
+    return None if last is None else float(last["loss"])
+
+
+def final_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    last = last_row(rows, "metrics")
+    return {} if last is None else dict(last["metrics"])

@@ -1,8 +1,7 @@
 """Event files: a fixed header, then raw 64-byte records, appended while the run continues.
 
 A file can be read at any moment and after any crash: an incomplete record can only be the torn tail, which is
-ignored. Any other damage is rejected with file name and offset. The header names the writer, the record layout, and
-the offset from the records' monotonic clock to the time of day.
+ignored. Any other damage is rejected with file name and offset.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ class EventFile:
 class EventFileWriter:
     """Appends one role's events to its file, up to `max_bytes`; `close` is idempotent.
 
-    Once the file is open it raises nothing, because telemetry must not take a run down. What could not be written is
-    counted.
+    Once it is open it raises nothing: telemetry must not take a run down. What could not be written is counted.
     """
 
     def __init__(self, file: FileIO, path: Path, max_bytes: int) -> None:
@@ -116,11 +114,7 @@ class EventFileWriter:
     def create(
         cls, directory: Path, *, name: str, role: int, max_bytes: int, wall_offset_ns: int | None = None
     ) -> EventFileWriter:
-        """Create a new file for `name` in `directory`; files of earlier runs there are kept.
-
-        `wall_offset_ns` is added to this host's monotonic clock to get the time of day; by default, as this host has
-        it.
-        """
+        """Create a new file; `wall_offset_ns` from the monotonic clock to the time of day is by default this host's."""
         if not _is_name(name):
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
         for part in itertools.count(1):  # an earlier part of a resumed run left files
@@ -238,10 +232,7 @@ def read_header(path: Path) -> EventFile:
 
 
 def read_events(path: Path, *, skip: int = 0) -> Records:
-    """Read every complete record in order; a torn tail is left out, any other damage raises DataError.
-
-    A caller that follows a growing file skips the records that it has.
-    """
+    """Read all complete records after `skip`; a torn tail is left out, any other damage raises DataError."""
     header = read_header(path)
     role = header.role
     begin = _HEADER_BYTES + skip * RECORD.itemsize

@@ -119,8 +119,7 @@ class EventRing(Closeable):
     ) -> bool:
         """Publish one event, or drop it where the ring is full; return whether it was kept.
 
-        `start_ns` is `time.monotonic_ns()`; the kinds of event define `num_bytes`, `count` and `value`; `wire` is
-        made by `wire_of`.
+        `start_ns` is `time.monotonic_ns()`; `wire` is made by `wire_of`.
         """
         # `+` makes the enum member a plain int, which the compiled call takes some 30 times faster.
         kept: bool = _record(
@@ -137,10 +136,9 @@ class EventRing(Closeable):
         return kept
 
     def append(self, records: Records, lost: int = 0) -> None:
-        """Publish events recorded in another ring, after `lost` that were dropped there; both are counted.
+        """Publish events of another ring, after `lost` that were dropped there; what does not fit is counted, too.
 
-        They get this ring's role, and numbers that continue from its last event. Events that do not fit are dropped
-        and counted. Only for rings on which `record` is not called.
+        They get this ring's role and continue its numbers. Only for rings on which `record` is not called.
         """
         head, dropped = self._word(_HEAD), self._word(_DROPPED)
         room = self.capacity - (head - self._word(_TAIL))

@@ -1,18 +1,15 @@
 """The vocabulary of a run: its kinds of event, and the fixed 64-byte record that holds one.
 
-Whatever a run shows (progress, the end table, timelines) is computed from these records and nothing else. A
-record is one cache line, little-endian, without pointers, so that the same bytes serve as the slot of a
-shared ring, as the item of a file and as the row of a numpy array.
+Whatever a run shows is computed from these records and nothing else. A record is one cache line, little-endian, without
+pointers: the slot of a shared ring, the item of a file and the row of a numpy array.
 
-Durations are taken on the role's own clock *before* any barrier: the time a role computes ends when its own
-work ends, and the time it then spends for others is a WAIT that names the one waited for. A straggler
-therefore shows as the one who computes, never as everyone being slow. The durations of COMPUTE, EXCHANGE and
-WAIT of one role do not overlap: what is reduced inside a backward pass counts as exchange and is taken off
-the compute.
+Durations are taken on the role's own clock *before* any barrier: the time a role computes ends when its own work ends,
+and the time it then spends for others is a WAIT that names the one waited for. The durations of COMPUTE, EXCHANGE and
+WAIT of one role do not overlap: what is reduced inside a backward pass is taken off the compute.
 
-A message is recorded by both its ends, with the same number: the SEND of role a to b and the RECEIVE of role
-b from a belong together where their `message` is the same. What workers of one host read in each other's
-memory is no message; the WAIT for the one who wrote it is all there is.
+A message is recorded by both its ends, with the same number: the SEND of role a to b and the RECEIVE of role b from a
+belong together where their `message` is the same. What workers of one host read in each other's memory is not a
+message; the WAIT for the one who wrote it is all there is.
 """
 
 from __future__ import annotations

@@ -57,10 +57,7 @@ def role_name(name: str) -> str:
 
 
 def step_keys(events: RoleEvents) -> npt.NDArray[np.int64]:
-    """Return for every record a key that distinguishes its step from the same step repeated after a resume.
-
-    Keys grow with the resumes, then with the steps; the step itself is the key modulo 2^40.
-    """
+    """Return a key of each record's step, which grows with the resumes, then with the steps (modulo 2^40)."""
     part = np.searchsorted(np.asarray(events.resumes, np.int64), np.arange(len(events.records)), side="right")
     keys: npt.NDArray[np.int64] = (part.astype(np.int64) << _PART_SHIFT) + events.records["step"]
     return keys

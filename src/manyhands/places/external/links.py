@@ -1,7 +1,7 @@
 """What connects externally started workers: memory and links of one host, and TCP links between hosts, with TLS.
 
 The higher rank connects, to an address that the lower one has put into the store (`link/0` …) or, if workers come and
-go, that the membership has which all are sent (`meet_all`). Both prove the run's token by the handshake of
+go, that the membership has which all are sent (`connect_all`). Both prove the run's token by the handshake of
 `transport.hub.handshake`; TLS follows, where the run has certificates. Each rank connects to the lower ranks before it
 accepts the higher ones, so there is no cycle of waits.
 """
@@ -36,7 +36,7 @@ from manyhands.transport.tls import TlsRefused
 __all__ = [
     "address_towards",
     "attach_group",
-    "meet_all",
+    "connect_all",
     "no_group",
     "open_heartbeats",
     "open_links",
@@ -95,7 +95,7 @@ def open_links(
         raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
     with listener:
         store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
-        return meet_all(
+        return connect_all(
             rank,
             dict.fromkeys(far, security),
             listener,
@@ -133,7 +133,7 @@ def _wait_for(store: RendezvousStore, key: str, deadline: float) -> None:
         raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "say where it listens")
 
 
-def meet_all(
+def connect_all(
     rank: int,
     far: Mapping[int, Security],
     listener: socket.socket,

@@ -26,8 +26,7 @@ from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.native.segment import available_bytes
 from manyhands.native.threads import with_threads
-from manyhands.observe.record.checked_values import number
-from manyhands.observe.record.final import final_loss
+from manyhands.observe.record.checked_values import final_loss, number
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.replay_order import ReplayOrder, steps_of
 from manyhands.strategies.ps.replay_player import Difference, Player, ReplayStage

@@ -1,7 +1,7 @@
 """Mutual authentication of the two ends of a new connection: one message in, at most one out.
 
     connecting end                                accepting end
-        Knock(nonce, seal)                   ──►
+        Hello(nonce, seal)                   ──►
                                              ◄──  Challenge(nonce, proof)
         Proof(claim, expected, proof)        ──►                              with an arena, where memory is shared
                                              ◄──  Welcome(claim, proof)
@@ -11,8 +11,8 @@ A claim says which member a process is, of which release, for which task. Seal a
 run's token, with a different label for each of the four, over both nonces (the seal: over its own) and all claims
 so far. So the token is never sent, and a proof is valid only for this connection, this direction and these claims.
 
-The token is proved before anything else is disclosed or compared. A peer that cannot seal its knock is refused with
-one sentence, `NO_PROOF`, whatever it sent, and learns neither release nor task. A replayed knock gets a challenge
+The token is proved before anything else is disclosed or compared. A peer that cannot seal its hello is refused with
+one sentence, `NO_PROOF`, whatever it sent, and learns neither release nor task. A replayed hello gets a challenge
 with random bytes, and nothing more. Once the token is proved, release and task are compared, and an honest mistake
 is named. `Handshake` does no I/O; a hub drives it as messages arrive, `authenticate` over a socket of one's own.
 """
@@ -39,9 +39,9 @@ __all__ = [
     "Credentials",
     "Goodbye",
     "Handshake",
+    "HandshakeHello",
     "HandshakeRefused",
     "Heartbeat",
-    "Knock",
     "Proof",
     "Refusal",
     "ShareSegment",
@@ -65,7 +65,7 @@ class Claim(NamedTuple):
     fingerprint: str
 
 
-class Knock(NamedTuple):
+class HandshakeHello(NamedTuple):
     """The first message of the connecting end; the seal shows that it has the token, and discloses nothing else."""
 
     nonce: _Secret
@@ -125,7 +125,7 @@ CONTROL: Final = MessageCoder(
         6: Heartbeat,
         7: Goodbye,
         8: ShareSegment,
-        9: Knock,
+        9: HandshakeHello,
         10: Challenge,
         11: Proof,
         12: HandshakeWelcome,
@@ -178,8 +178,8 @@ class Handshake:
         self.trusted = False
         self.peer: Claim | None = None
 
-    def knock(self) -> Knock:
-        return Knock(nonce=self._nonce, seal=self._sign(b"knock", self._nonce))
+    def hello(self) -> HandshakeHello:
+        return HandshakeHello(nonce=self._nonce, seal=self._sign(b"hello", self._nonce))
 
     @property
     def claimed(self) -> int | None:
@@ -191,8 +191,8 @@ class Handshake:
         match message, self.outgoing:
             case Refusal(), _:
                 raise HandshakeRefused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
-            case Knock(), False if self._nonces is None:
-                self._compare(message.seal, self._sign(b"knock", message.nonce))
+            case HandshakeHello(), False if self._nonces is None:
+                self._compare(message.seal, self._sign(b"hello", message.nonce))
                 self._nonces = message.nonce + self._nonce
                 return Challenge(nonce=self._nonce, proof=self._sign(b"accept", self._nonces))
             case Challenge(), True if self._nonces is None:
@@ -260,7 +260,7 @@ def authenticate(
     """
     handshake, limits = Handshake(mine, expected), BEFORE_HANDSHAKE
     end.settimeout(max(deadline - time.monotonic(), 0.001))
-    message: object = handshake.knock() if handshake.outgoing else None
+    message: object = handshake.hello() if handshake.outgoing else None
     while True:
         if message is not None:
             kind, body = CONTROL.encode(message)

@@ -27,9 +27,9 @@ from manyhands.transport.hub.handshake import (
     Credentials,
     Goodbye,
     Handshake,
+    HandshakeHello,
     HandshakeRefused,
     Heartbeat,
-    Knock,
     Proof,
     Refusal,
     ShareSegment,
@@ -115,7 +115,7 @@ class Reactor:
                 connection = self._new(end, expected=None)
                 connection.origin = origin(end)
                 self._drop(self.listeners.pending.arrived(connection, now_s), _CROWDED)
-                self._serve(connection, _IN, now_s)  # usually a member's knock has already arrived
+                self._serve(connection, _IN, now_s)  # usually a member's hello has already arrived
         if now_s >= self._liveness.next_look_s:
             for descriptor, reason in self._liveness.look(now_s):
                 self._drop(self.connections[descriptor], reason)
@@ -135,7 +135,7 @@ class Reactor:
                 self._failed(member, f"no process can be reached at {address}: {error}")
                 continue
             connection = self._new(end, expected=member)
-            connection.connecting = True  # it sends its knock once the kernel reports the connection
+            connection.connecting = True  # it sends its hello once the kernel reports the connection
             self.epoll.modify(end, _IN | _OUT)
 
     def _failed(self, member: int, reason: str, *, final: bool = False) -> None:
@@ -154,7 +154,7 @@ class Reactor:
                 return
             self.epoll.modify(connection.end, _IN)
             if not connection.shaking:
-                connection.send_control(connection.handshake.knock())
+                connection.send_control(connection.handshake.hello())
         elif not connection.shaking and mask & _OUT:
             connection.outbox.pump()
         if not mask & ~_OUT and not connection.shaking:
@@ -169,7 +169,7 @@ class Reactor:
                 if wanted:
                     return
                 if handshake.outgoing:
-                    connection.send_control(handshake.knock())
+                    connection.send_control(handshake.hello())
             if not connection.receive(self._take):
                 self._drop(connection, connection.why_ended(), final=connection.met_tls)
         except ProtocolError as error:
@@ -288,7 +288,7 @@ class Reactor:
     def _shake_hands(self, connection: Connection, message: Any) -> None:
         handshake = connection.handshake
         reply = handshake.handle(message)
-        if isinstance(message, Knock):
+        if isinstance(message, HandshakeHello):
             self._drop(self.listeners.pending.arrived(connection, self.clock(), sealed=True), _CROWDED)
         if isinstance(message, Proof) and message.arena:
             connection.arenas = Arenas(connection.take_segment(), end=1)

@@ -156,8 +156,8 @@ def binary_words(scores: Any, targets: Any, weights: Any, units: Any, count_bits
         small = np.exp(-abs(score))
         chance = (1.0 if score > 0 else small) / (1.0 + small)
         weight = weights[i]
-        away = -score if targets[i] > 0 else score
-        loss += weight * (max(away, 0.0) + np.log1p(small))
+        wrong_by = -score if targets[i] > 0 else score
+        loss += weight * (max(wrong_by, 0.0) + np.log1p(small))
         words[2 * i] = np.int64(np.rint((chance - targets[i]) * weight * units[0]))
         hessian = np.int64(np.rint(chance * (1.0 - chance) * weight * units[1]))
         words[2 * i + 1] = (hessian << count_bits) + 1
@@ -190,8 +190,8 @@ def binary_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
     """The log loss of rows in integer multiples of `unit` to 1: as a sum it is the same in any order."""
     total = np.int64(0)
     for i in range(scores.size):
-        away = -scores[i] if targets[i] > 0 else scores[i]
-        loss = max(away, 0.0) + np.log1p(np.exp(-abs(scores[i])))
+        wrong_by = -scores[i] if targets[i] > 0 else scores[i]
+        loss = max(wrong_by, 0.0) + np.log1p(np.exp(-abs(scores[i])))
         total += np.int64(np.rint(weights[i] * loss * unit))
     return total
 

@@ -86,7 +86,7 @@ def measure(
     """Compare margins (probability 1 / (1 + exp(-margin))) with targets of 0 and 1, at least one."""
     counted = np.ones(len(margins)) if weights is None else weights.astype(np.float64)
     is_yes = targets > 0
-    away = np.where(is_yes, -margins, margins)
+    wrong_by = np.where(is_yes, -margins, margins)
     # The chance that a yes has a larger margin than a no, a tie being half of one (Mann and Whitney).
     _, group = np.unique(margins, return_inverse=True)
     yes, no = np.bincount(group, counted * is_yes), np.bincount(group, counted * ~is_yes)
@@ -97,7 +97,7 @@ def measure(
         examples=len(margins),
         accuracy=float(np.average(said == is_yes, weights=counted)),
         auc=area,
-        log_loss=float(np.average(np.logaddexp(0.0, away), weights=counted)),
+        log_loss=float(np.average(np.logaddexp(0.0, wrong_by), weights=counted)),
         confusion=(
             (int((~said & ~is_yes).sum()), int((said & ~is_yes).sum())),
             (int((~said & is_yes).sum()), int((said & is_yes).sum())),

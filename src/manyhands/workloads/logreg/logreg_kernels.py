@@ -130,7 +130,7 @@ def train(
             if status != REACHED:
                 return status  # type: ignore[no-any-return]
         margin = _margin(table, width, mine, given)
-        away = -margin if targets[row] else margin
+        wrong_by = -margin if targets[row] else margin
         small = np.exp(-abs(margin))
         probability = (one if margin > 0 else small) / (one + small)
         slope = (probability - targets[row]) * weights[row]
@@ -146,9 +146,9 @@ def train(
             if factors == _FACTORS:
                 loss += np.log(product)
                 product, factors = 1.0, 0
-            loss += max(away, 0.0)
+            loss += max(wrong_by, 0.0)
         else:
-            loss += weights[row] * (max(away, 0.0) + np.log1p(small))
+            loss += weights[row] * (max(wrong_by, 0.0) + np.log1p(small))
         total += weights[row]
     fence()
     sums[LOSS] += loss + np.log(product)

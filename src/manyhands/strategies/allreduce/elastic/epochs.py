@@ -35,7 +35,7 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.exchange import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.places.external.links import meet_all, no_group
+from manyhands.places.external.links import connect_all, no_group
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
 from manyhands.strategies.allreduce.elastic.elastic_membership import EpochView, MemberReady
@@ -343,7 +343,7 @@ class LinkedEpochs(Epochs):
                 raise Aborted(f"epoch {view.epoch} is over before it has begun")
 
         try:
-            links = meet_all(
+            links = connect_all(
                 rank,
                 far,
                 self._listener,

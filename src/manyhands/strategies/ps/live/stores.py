@@ -52,7 +52,7 @@ class Stores:
         self._job, self._core, self._layout, self._gradients = job, core, layout, gradients
         self._coding, self._shared, self._is_primary = coding, shared, is_primary
         self.by_shard: dict[int, ShardStore] = {}
-        self._elsewhere: set[int] = set()  # shards that workers do not read where their store lies
+        self._not_shared: set[int] = set()  # shards that workers do not read where their store lies
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
         self._is_lockstep = job.strategy.consistency.lockstep
         # By worker and shard: parameters on their way.
@@ -67,9 +67,9 @@ class Stores:
             memory = None
             if self._shared is not None and self._is_primary(shard):
                 memory = self._shared.part(shard)
-                self._elsewhere.discard(shard)
+                self._not_shared.discard(shard)
             else:
-                self._elsewhere.add(shard)
+                self._not_shared.add(shard)
             store = self.by_shard[shard] = ShardStore(built, self._layout, shard, memory)
             store.votes = self._job.strategy.votes
             store.averaging = self._job.averaging
@@ -83,7 +83,7 @@ class Stores:
         """Deliver a shard's parameters to worker `to`: what has to travel with the message, and the bytes moved."""
         store = self.get(shard)
         if self._shared is not None:
-            if shard in self._elsewhere:  # of a former backup: copied to where workers read them
+            if shard in self._not_shared:  # of a former backup: copied to where workers read them
                 version = self._core.replicas[shard].core.version
                 if self._published.get(shard) != version:
                     store.read_into(self._shared.part(shard))
