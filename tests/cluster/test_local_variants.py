@@ -246,7 +246,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(text: str, tmp_path: Pat
         ("local outer=nesterov:fast", "rate 'fast' is not a number"),
         ("local outer=mean:1", "too many numbers for mean"),
         ("local outer=elastic gossip=yes", "leave one out"),
-        ("local outer=elastic link=tcp codec=bf16", "leave one of the two out"),
+        ("local outer=elastic link=tcp codec=bf16", "leave one out"),
         ("local first=-1", "first=-1: must be an integer of at least 0"),
         ("local gossip=perhaps", "unknown value 'perhaps'; allowed: yes, no"),
     ],

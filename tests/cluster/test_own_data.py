@@ -209,7 +209,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         mh.Files(f"{tmp_path}/*.csv")
     with pytest.raises(UserError, match=r"pattern is ''; it must be a string such as"):
         mh.Files("")
-    with pytest.raises(UserError, match="weights are looked up by the number of a sample, and data is each"):
+    with pytest.raises(UserError, match="weights need data with indices, but data is each"):
         task(mh.Files(pattern), weights=torch.ones(3))
     with pytest.raises(UserError, match="evaluation is each worker's own data"):
         task(mh.Files(pattern), evaluation=mh.Files(pattern))

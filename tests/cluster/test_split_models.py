@@ -293,7 +293,7 @@ class Trusting(optim.SGD):
 )
 def test_optimizers_that_look_at_whole_tensors_step_no_slices(optimizer: Any, name: str) -> None:
     task = task_of(lambda: layers(nn.Tanh()), optimizer=optimizer)
-    sentence = f"optimizer {name} would train another model under .*: it looks across the items of a tensor"
+    sentence = f"optimizer {name} would train a different model under .*: it combines the items of a tensor"
     for way in ("tensor", "pipeline stages=2 tensor=2 microbatches=3"):
         with pytest.raises(UserError, match=sentence):
             WAYS[way](task)

@@ -264,7 +264,7 @@ def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
     [
         (
             {"0": "row"},
-            "module '0' is row, so it needs 4 features on slice 0, but got 7; in tensor_plan a layer",
+            "module '0' is row, so it needs 4 features on slice 0, but got 7; in tensor_plan, follow a layer",
         ),
         (
             {"0": "column", "2": "column"},

@@ -31,7 +31,7 @@ def lowered(which: int, limit: int, work: Callable[[], object]) -> str:
 def test_too_many_open_files_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "one").touch()
     said = lowered(resource.RLIMIT_NOFILE, 0, lambda: os.open(tmp_path / "one", os.O_RDONLY))
-    assert said.startswith("this process may have 0 files open at once, and needs more (")
+    assert said.startswith("this process may open 0 files at once but needs more (")
     assert said.endswith(f"{tmp_path / 'one'}); raise it: ulimit -n 4096")
 
 

@@ -250,7 +250,7 @@ def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations()
     ]
     assert plan_budget(500, units) == Budget(ahead=False, activations=425 - 410)
     assert plan_budget(2000, units, buffers=5) == Budget(ahead=True, activations=1700 - 15 - 400 - 300 - 300)
-    with pytest.raises(UserError, match="the largest layer, 'a', takes 400 B"):
+    with pytest.raises(UserError, match="the largest layer, 'a', needs 400 B"):
         plan_budget(480, units)
     shared = UnitBytes(name=REST, values=100, gradients=100, state=0, lasts=True)
     with pytest.raises(

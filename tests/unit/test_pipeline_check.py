@@ -254,9 +254,7 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
     shape = Schedule(name="by hand", stages=2, microbatches=1, work_items=())
     ones = PartTimes(forward=(1, 1), backward=(1, 1), weights=(1, 1), send=(0, 0))
     orders = [[(B, 0, 0), (F, 0, 0)], [(F, 0, 0), (B, 0, 0)]]
-    with pytest.raises(
-        ScheduleError, match="backward of micro-batch 0, chunk 0 on stage 0 waits for an input"
-    ):
+    with pytest.raises(ScheduleError, match="backward of micro-batch 0, chunk 0 on stage 0 waits for input"):
         play(shape, orders, ones)
 
 

@@ -183,7 +183,7 @@ def test_interleaved_names_the_nearest_that_fit(microbatches: int, nearest: str)
         UserError, match=rf"microbatches={microbatches} does not fit stages=4.*nearest that fit: {nearest}$"
     ):
         interleaved(4, microbatches)
-    with pytest.raises(UserError, match="chunks=0 is not allowed"):
+    with pytest.raises(UserError, match="chunks=0: must be at least 1"):
         interleaved(4, 4, 0)
 
 

@@ -318,7 +318,7 @@ def test_threads_that_had_nothing_to_do_are_told_of(tmp_path: Path, caplog: pyte
     np.testing.assert_array_equal(together.model.table, alone.model.table)
     (note,) = together.summary["notes"]
     assert note.startswith(
-        "only 1 of 2 threads worked at the same time, and the numbers are those of strategy=single: a pass over 400 "
+        "only 1 of 2 threads worked at once, and the numbers are those of strategy=single: a pass over 400 "
         "records is 1 step, and one worker computes each step"
     )
     assert note in caplog.text

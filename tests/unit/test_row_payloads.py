@@ -231,7 +231,7 @@ ABSENT = head(0, 0)
         (bytes(joined(pack([given(2, 1), None]))), "do not ascend"),
         (bytes(joined(pack([given(5, 6), None]))), "row 6 of table 'a.weight' is not shard 0's"),
         (bytes(joined(pack([given(-1), None]))), "row -1 of table"),
-        (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "not its own"),
+        (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "wrong name"),
         (bytes(joined(pack([None, None]))) + bytes(64), "64 bytes follow"),
         (bytes(joined(pack([given(1), None]))), "0 bytes are left where 64 are announced"),
         (bytes(1 << 12), "at most"),

@@ -102,7 +102,7 @@ def test_words_of_other_frameworks_lead_to_ours(word: str, ours: str) -> None:
     assert word not in STRATEGIES
     assert str(Strategy.parse(ours)) == ours
     with pytest.raises(
-        UserError, match=re.escape(f"unknown strategy {word!r}; what comes nearest here is {ours!r}")
+        UserError, match=re.escape(f"unknown strategy {word!r}; the nearest strategy is {ours!r}")
     ):
         Strategy.parse(word)
 
@@ -244,7 +244,7 @@ def test_every_command_says_that_a_consistency_needs_more_workers(words: list[st
 
 def test_a_strategy_that_several_hosts_cannot_have_is_refused_with_the_reason() -> None:
     sentence = (
-        "strategy=hogwild is for the workers of one host, but there are 2 hosts (with the ranks [0, 1], [2]): "
+        "strategy=hogwild supports one host, but there are 2 (with ranks [0, 1], [2]): "
         "its workers write to one memory"
     )
     with pytest.raises(UserError, match=re.escape(sentence)):

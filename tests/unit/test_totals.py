@@ -285,7 +285,7 @@ def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
     return about_workers(totals.slowness.ever(), totals.slowness.late_ever(), strategy)
 
 
-ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+ADVICE = "; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
 
 
 def test_equal_step_times_hide_nothing() -> None:

@@ -67,8 +67,8 @@ class Hogwild(Strategy):
         if self.order != "free" or workers == 1 or sparse:
             return ""
         return (
-            "hogwild on a dense model: each step changes parameters that other workers are changing; its theory needs sparse "
-            "updates, so declare tables in Task.sparse, or use strategy=mirrored"
+            "hogwild on a dense model: each step changes parameters that other workers are changing; its theory needs "
+            "sparse updates, so declare tables in Task.sparse, or use strategy=mirrored"
         )
 
     @property

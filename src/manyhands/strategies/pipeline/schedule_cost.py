@@ -100,7 +100,7 @@ def _check_places(schedule: Schedule) -> None:
             and item.work in works
         )
         if not inside:
-            raise ScheduleError(f"{_named(item)} is not in the schedule")
+            raise ScheduleError(f"there is no {_named(item)}")
         if before is not None and (before.tick, before.stage) >= (item.tick, item.stage):
             if (before.tick, before.stage) == (item.tick, item.stage):
                 raise ScheduleError(f"{_named(item)} overlaps {_named(before)}")

@@ -112,7 +112,7 @@ def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[
             work, microbatch, chunk = orders[stage][len(begins[stage])]
             raise ScheduleError(
                 f"{schedule.name} of {schedule.stages} stages and {schedule.microbatches} micro-batches: no stage can "
-                f"continue; {work.value} of micro-batch {microbatch}, chunk {chunk} on stage {stage} waits for an input "
+                f"continue; {work.value} of micro-batch {microbatch}, chunk {chunk} on stage {stage} waits for input "
                 "that never arrives"
             )
         sweep = sweep[::-1]  # alternate directions: forward runs down the stages, backward up
