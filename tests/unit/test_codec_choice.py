@@ -77,8 +77,8 @@ def test_the_reason_has_the_numbers_of_both_sides() -> None:
     decision = decide([INT8], link(1e8), sample_bytes=MB, num_bytes=2 * MB, world=2, error=0.01, step=3)
     assert decision.step == 3
     assert decision.why == (
-        "int8: an exchange of 2 MB takes 160 ms uncompressed at 12.5 MB/s; in int8 it takes 40.2 ms on the wire and 6 ms "
-        "to encode and decode"
+        "int8: an exchange of 2 MB takes 160 ms uncompressed at 12.5 MB/s; in int8 it takes 40.2 ms on the wire and "
+        "6 ms to encode and decode"
     )
     refused = decide([TOPK], link(1e8), sample_bytes=MB, num_bytes=MB, world=2, error=0.01).why
     assert refused.endswith("no codec meets the allowed error")
