@@ -281,6 +281,6 @@ def test_bytes_that_make_no_sense_name_the_rank_they_came_from() -> None:
 
     parcel = Parcel.whole(0, COUNT, torch.float32)
     with pytest.raises(
-        ManyhandsError, match=r"compressed all-reduce, call 0, round 1: from rank 1: 1523 bytes came"
+        ManyhandsError, match=r"compressed all-reduce, call 0, round 1: from rank 1: received 1523 bytes"
     ):
         run("int8", 2, parcel, lie)

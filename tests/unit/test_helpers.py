@@ -292,7 +292,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
     ]  # fmt: skip
     assert strategy.placed(6, {}) == (strategy, 4)
     assert strategy.facts.uses_links
-    assert "from three workers on" in strategy.advice(2, sparse=False)
+    assert "use helpers with three workers or more" in strategy.advice(2, sparse=False)
     assert strategy.advice(3, sparse=False) == ""
     for refused, sentence in (
         (lambda: strategy.check(1, "cpu"), "helpers need at least 2 workers"),

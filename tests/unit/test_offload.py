@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
 
 def test_a_limit_below_the_largest_layer_says_the_need() -> None:
     with pytest.raises(
-        UserError, match=r"device_memory=100KiB: the largest layer, 'blocks.0', takes .* use at least"
+        UserError, match=r"device_memory=100KiB: the largest layer, 'blocks.0', needs .* use at least"
     ):
         train_limited(task(), STEPS, 100 * KIB)
 

@@ -111,7 +111,7 @@ def test_fit_refuses_before_a_worker_is_started() -> None:
         match=re.escape("workers=3: must be a multiple of 2 (2 stages); use workers=2 or workers=4"),
     ):
         mh.fit(task, "pipeline stages=2", workers=3, steps=1)
-    with pytest.raises(UserError, match="workers=4: 2 stages takes 2; use workers=2"):
+    with pytest.raises(UserError, match="workers=4: 2 stages would use 2; use workers=2"):
         mh.fit(task, "pipeline stages=2 data=1", workers=4, steps=1)
     with pytest.raises(UserError, match="compile: torch"):
         mh.fit(task, "pipeline", workers=2, steps=1, options=mh.Options(compile=True))

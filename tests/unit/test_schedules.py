@@ -98,9 +98,9 @@ def test_a_group_of_none_is_refused() -> None:
 
 @pytest.mark.parametrize("chunks", [range(0), range(0, 4, 2), range(-1, 1)])
 def test_a_message_is_a_run_of_chunks(chunks: range) -> None:
-    with pytest.raises(ScheduleError, match="run of neighbouring chunks"):
+    with pytest.raises(ScheduleError, match="must carry consecutive chunks"):
         Send(to=1, chunks=chunks)
-    with pytest.raises(ScheduleError, match="run of neighbouring chunks"):
+    with pytest.raises(ScheduleError, match="must carry consecutive chunks"):
         Receive(source=1, chunks=chunks, how=How.ADD)
 
 

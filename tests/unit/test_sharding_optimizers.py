@@ -266,7 +266,7 @@ def test_looking_into_the_empty_state_loses_nothing() -> None:
 
 def test_state_dict_would_miss_the_pieces_and_says_so() -> None:
     workers = Workers(lambda p: optim.Adam(p, lr=0.1))
-    with pytest.raises(UserError, match="in pieces"):
+    with pytest.raises(UserError, match="split over the workers"):
         workers.optimizers[0].state_dict()
     workers.sliced[0].close()
     assert workers.optimizers[0].state_dict()["state"] == {}

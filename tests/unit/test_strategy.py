@@ -157,7 +157,7 @@ def test_tensor_splits_dimensions_of_word_vectors_and_layers_of_networks() -> No
             False,
             "workers=3: must be a multiple of 2 (2 slices); use workers=2 or workers=4",
         ),
-        ("tensor slices=2 data=2", 2, False, "workers=2: 2 slices × 2 replicas takes 4; use workers=4"),
+        ("tensor slices=2 data=2", 2, False, "workers=2: 2 slices × 2 replicas would use 4; use workers=4"),
         ("tensor data=2", 5, False, "workers=5: must be a multiple of data=2; use workers=4 or workers=6"),
         ("tensor data=2", 1, False, "workers=1: must be a multiple of data=2; use workers=2"),
         ("tensor data=2", 4, True, "strategy tensor data=2: word vectors are split over all workers"),
