@@ -189,7 +189,7 @@ def _ends_by_design(sentence: str, witness: Witness, spec: SimulationSpec) -> bo
     """Whether a run gave up as it should: so many deaths of one slot's workers, or of servers, did happen."""
     if "times in a row without getting past clock" in sentence:
         return _struck(witness, FaultRole.WORKER) >= MAX_DEATHS
-    if "times in a row, and not once between were all shards whole" in sentence:
+    if "times in a row without all shards being complete in between" in sentence:
         return _struck(witness, FaultRole.SERVER) >= MAX_DEATHS * max(spec.shards, spec.replicas + 1)
     return False
 

@@ -85,7 +85,7 @@ def test_a_worker_that_steps_alone_clips_its_own_gradient(clipping: dict[str, An
 
 def test_what_cannot_be_clipped_is_refused_with_the_reason() -> None:
     with pytest.raises(
-        UserError, match=r"task.clip_norm=0.5: the servers of ps add up and apply their shards .* apart"
+        UserError, match=r"task.clip_norm=0.5: the servers of ps apply their shards .* separately"
     ):
         mh.fit(task(clip_norm=0.5), "ps", workers=2, steps=1)
     with pytest.raises(UserError, match="leave one of them out"):

@@ -41,5 +41,5 @@ def test_two_workers_in_step_equal_one_process(path: Path, strategy: str, server
     tables, expected = found.snapshot(), train_glove(path, SIZE, OPTIONS)
     for name in ("word", "context", "word_bias", "context_bias"):
         np.testing.assert_allclose(
-            getattr(tables, name), getattr(expected, name), rtol=0, atol=1e-9, err_msg=name
+            getattr(tables, name), getattr(expected.model, name), rtol=0, atol=1e-9, err_msg=name
         )

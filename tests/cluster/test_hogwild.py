@@ -410,7 +410,7 @@ def test_a_row_that_the_task_did_not_name_is_refused() -> None:
     task = replace(
         table_task(LAZY["sgd"], torch.arange(4).view(2, 2)), sparse={"weight": lambda batch: batch[:, :1]}
     )
-    with pytest.raises(UserError, match="did not name row"):
+    with pytest.raises(UserError, match="did not return row"):
         train(plan_of(task, 1), "free", 1)
 
 

@@ -127,5 +127,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         task(scheduler=None)
     with pytest.raises(UserError, match="but evaluation is None"):
         task(evaluation=None, metrics={})
-    with pytest.raises(UserError, match=r"task\.scheduler_metric=worst: workers of ps evaluate in turn"):
+    with pytest.raises(UserError, match=r"task\.scheduler_metric=worst: workers of ps take turns evaluating"):
         mh.fit(task("worst"), "ps", workers=2, steps=1)

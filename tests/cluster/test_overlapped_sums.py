@@ -186,13 +186,13 @@ def test_words_over_the_same_links_come_before_gradients_and_do_not_wait_for_the
         buckets = collective.allocate(PARCELS)
         words = Words(collective.of_words())
         leaves = apart and collective.rank == 1
-        words.say(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
+        words.send(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
         if not leaves:
             collective.begin(0)
             for number, bucket in enumerate(buckets):
                 bucket.fill_(1)
                 collective.launch(number)
-        heard = [word.call for word in words.hear()]
+        heard = [word.call for word in words.receive()]
         if not apart:
             collective.finish()
             assert all(bool((bucket == 2).all()) for bucket in buckets)
@@ -207,16 +207,16 @@ def test_who_leaves_brings_nothing_to_sums_that_have_begun() -> None:
         buckets = collective.allocate(PARCELS)
         words = Words(collective.of_words())
         leaves = collective.rank == 1
-        words.say(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
+        words.send(Word(call=Call.LEAVE if leaves else Call.BACKWARD))
         if not leaves:
             collective.begin(0)
         else:
-            words.hear()
+            words.receive()
         for number, bucket in enumerate(buckets):
             bucket.fill_(0 if leaves else 1)
             collective.launch(number)
         if not leaves:
-            words.hear()
+            words.receive()
         collective.finish()
         return all(bool((bucket == 1).all()) for bucket in buckets)
 

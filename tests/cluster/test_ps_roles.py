@@ -273,7 +273,7 @@ def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
         assert not any(there.iterdir())  # all of it was sent
         return
     (lost,) = outcome.unrecorded
-    assert lost.startswith("worker.process-3.jsonl stayed on the host of rank 1, which died")
+    assert lost.startswith("worker.process-3.jsonl is on the host of rank 1, which died")
     found = audited(path, outcome)
     assert not found.violations, found.violations
     assert lost in found.missing

@@ -267,7 +267,7 @@ def test_a_server_that_forgot_a_set_is_sent_it_again(link: str) -> None:
     [
         (
             lambda batch: batch[0][:, :1],
-            r"sparse\['words.weight'\] did not name row \d+, which the batch has",
+            r"sparse\['words.weight'\] did not return row \d+, but the batch has",
         ),
         (lambda batch: batch[0] + WORDS, r"sparse\['words.weight'\] gave row \d+; .* from 0 to 39"),
     ],
@@ -323,7 +323,7 @@ def test_rows_that_make_no_sense_end_that_connection_and_nothing_else() -> None:
         run.publish(1, (1, 2))
         assert "it ended the connection" in talk(run, (reading(), b"\x07" * 128))[-1]
         assert "at most" in talk(run, (reading(), bytes(1 << 20)))[-1]
-        assert "7 is none of 2" in talk(run, (reading(shard=7), bytes(128)))[-1]
+        assert "no shard 7 of 2" in talk(run, (reading(shard=7), bytes(128)))[-1]
         named = (1).to_bytes(8, "little") + bytes(40)
         unknown, reason = talk(run, (reading(), named * 2 + bytes(32)), (reading(), b"!"))
         assert unknown == RowsUnknown(shard=0, slot=0, clock=0, names=("00" * 32,) * 2)

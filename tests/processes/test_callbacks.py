@@ -134,9 +134,7 @@ def test_ps_hears_everything_and_a_stop_ends_it_at_once(tmp_path: Path) -> None:
     assert sorted(watcher.steps) == [1, 2, 3, 4, 5, 6]
     assert watcher.saved == [(6, True)]
     assert watcher.ended == [(run, None)]
-    with pytest.raises(
-        Aborted, match=r"Watcher asked to stop after step \d+: the servers of ps give out work"
-    ):
+    with pytest.raises(Aborted, match=r"Watcher asked to stop after step \d+: the servers of ps assign work"):
         mh.fit(
             task(),
             "ps",

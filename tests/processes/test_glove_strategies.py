@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def assert_equal(found: GloveResult, expected: GloveResult) -> None:
     for name in ("word", "context", "word_bias", "context_bias"):
         np.testing.assert_allclose(
-            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9, err_msg=name
+            getattr(found.model, name), getattr(expected.model, name), rtol=0, atol=1e-9, err_msg=name
         )
     np.testing.assert_allclose(found.costs, expected.costs, rtol=1e-9)
 

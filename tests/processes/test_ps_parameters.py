@@ -79,7 +79,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, tmp_path: Pat
     mh.fit(task, strategy, steps=4, out=tmp_path / "run", **arguments)
     resumed = mh.fit(task, strategy, steps=STEPS, out=tmp_path / "run", resume=True, **arguments)
     assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
-    assert not any("optimizers begin anew" in note for note in resumed.summary["notes"])
+    assert not any("optimizers start without state" in note for note in resumed.summary["notes"])
 
 
 def test_optimizers_begin_anew_where_their_state_is_lost(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_optimizers_begin_anew_where_their_state_is_lost(tmp_path: Path) -> None
     mh.fit(task, "ps push=parameters", steps=4, **arguments)
     shutil.rmtree(tmp_path / "run" / "owed" / "1")
     resumed = mh.fit(task, "ps push=parameters", steps=STEPS, resume=True, **arguments)
-    [note] = [note for note in resumed.summary["notes"] if "optimizers begin anew" in note]
-    assert "nobody has the state" in note
+    [note] = [note for note in resumed.summary["notes"] if "optimizers start without state" in note]
+    assert "no process has the state" in note
 
 
 def test_the_run_says_that_the_optimizer_of_a_successor_begins_anew(tmp_path: Path) -> None:
@@ -106,12 +106,14 @@ def test_the_run_says_that_the_optimizer_of_a_successor_begins_anew(tmp_path: Pa
     run = mh.fit(replace(task, loss=loss), "ps push=parameters", workers=2, steps=STEPS, out=tmp_path / "run")
     assert mark.exists()
     assert audit_run(tmp_path / "run").found.clean
-    [note] = [note for note in run.summary["notes"] if "begins anew" in note]
-    assert re.search(r"the optimizer of worker [01] begins anew at batch 3: who takes a place over has", note)
+    [note] = [note for note in run.summary["notes"] if "starts without state" in note]
+    assert re.search(
+        r"the optimizer of worker [01] starts without state at batch 3: a successor does not receive", note
+    )
 
 
 def test_rows_of_tables_are_refused() -> None:
     task = make_task(OPTIMIZERS["sgd"])
     sparse = replace(task, sparse={"embed.weight": lambda batch: batch[0]})
-    with pytest.raises(UserError, match="no whole table to step"):
+    with pytest.raises(UserError, match="cannot step a table"):
         mh.fit(sparse, "ps push=parameters", workers=2, steps=2)

@@ -271,7 +271,7 @@ def test_the_commands_on_a_built_in_task(
 
     altered(run, "worker.process-*", 3, lambda row: row["gradients"].__setitem__(0, "0" * 16))
     assert run_command(monkeypatch, "replay", str(run)) == 1
-    assert "its gradient is not the recorded one" in capfd.readouterr().err
+    assert "its gradient differs from the recorded one" in capfd.readouterr().err
 
 
 def test_audit_names_the_first_violation_and_says_what_is_missing(
@@ -291,14 +291,14 @@ def test_audit_names_the_first_violation_and_says_what_is_missing(
     assert run_command(monkeypatch, "audit", str(path)) == 1
     printed = capfd.readouterr().err
     assert f"slot {first['slot']}, clock {first['clock']}: applied as version" in printed
-    assert "although it was applied" in printed
+    assert "but it was already applied" in printed
 
     path = shutil.copytree(original, tmp_path / "cut")
     log = sorted(path.glob("updates/shard-2.*"))[0]
     log.write_text(log.read_text()[:-30])
     assert run_command(monkeypatch, "audit", str(path)) == 3
     printed = capfd.readouterr()
-    assert "its last line is cut" in printed.err
+    assert "its last line is incomplete" in printed.err
     assert f"{log.name} has {UPDATES} rows of the {UPDATES + 1} that were written" in printed.err
     assert "· incomplete" in printed.out
     log.unlink()

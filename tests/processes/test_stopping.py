@@ -99,7 +99,7 @@ def test_a_run_that_is_resumed_with_fewer_steps_says_so_and_keeps_what_it_has(
 
 
 def test_what_cannot_end_early_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match="early_stopping: workers of ps evaluate in turn"):
+    with pytest.raises(UserError, match="early_stopping: workers of ps take turns evaluating"):
         mh.fit(task(), "ps", workers=2, steps=2, options=mh.Options(early_stopping=RULE))
     wrong = mh.Options(early_stopping=mh.EarlyStopping(metric="evaluation_los"))
     with pytest.raises(UserError, match="did you mean 'evaluation_loss'"):

@@ -87,7 +87,7 @@ def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_pa
                 f"word of {one}",
             )
             start(*one)
-            roles.wait_for(lambda what=what: f"{what} is whole again" in leader.said, f"recovery of {what}")
+            roles.wait_for(lambda what=what: f"{what} recovered" in leader.said, f"recovery of {what}")
             print(f"{one} was missed after {took_s:.1f} s")
         assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
         require_one_model(roles)
@@ -232,7 +232,7 @@ def test_a_worker_whose_cable_was_out_for_a_while_comes_again(tmp_path: Path) ->
             done = steps_done(run)
             roles.wait_for(lambda: steps_done(run) > done + 20, "progress without it", 60.0)
             hosts.plug(2, plugged=True)
-            roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return", 60.0)
+            roles.wait_for(lambda: "slot 1 recovered" in chief.said, "its return", 60.0)
             assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
     require_clean(tmp_path / "run")
 
@@ -257,6 +257,6 @@ def test_a_worker_that_began_beside_its_leader_is_started_again_on_another_host(
             roles.roles["worker", 1].kill()
             start("worker", 1, host=1)
             chief = roles.roles["chief", 0]
-            roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return")
+            roles.wait_for(lambda: "slot 1 recovered" in chief.said, "its return")
             assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.report()
             require_one_model(roles)

@@ -145,7 +145,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "read version": {"read_version": lambda read: read - 1, "staleness": lambda stale: stale + 1},
     "later read": {"read_version": lambda read: read + 1, "staleness": lambda stale: stale - 1},
     "read term": {"read_term": 1},
-    "version of rows": {"rows_version": 3},
+    "row version": {"rows_version": 3},
     "slot": {"slot": lambda slot: (slot + 1) % 4},
     "clock": {"clock": lambda clock: clock + 1},
 }
@@ -191,9 +191,9 @@ def test_a_batch_applied_again_under_the_next_clock(consistency: str, replicas: 
     alone = replace(repeated, computed={}).forged().audit()
     report = " ".join(violation.sentence for violation in alone.violations)
     assert (
-        "was of it already" in report
-        or "its slot and clock say" in report
-        or "is none of the run's" in report
+        "already had this batch" in report
+        or "its slot and clock require" in report
+        or "is not one of the run's" in report
     )
 
 

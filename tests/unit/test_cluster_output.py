@@ -52,7 +52,7 @@ def test_the_end_is_kept_and_the_end_of_the_pipe_is_reported() -> None:
     os.write(writing, b"x" * 5000 + b"the end\n")
     os.close(writing)
     assert not output.pump()
-    assert output.last_words.endswith("xxthe end\n")
+    assert output.last_words.endswith(b"xxthe end\n")
     assert len(output.last_words) == KEPT_BYTES
     output.close()
 
@@ -64,4 +64,4 @@ def test_a_closed_stream_of_ours_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
             pass
         monkeypatch.setattr(sys, "stdout", closed)
         assert output.pump()
-        assert output.last_words == "nobody hears\n"
+        assert output.last_words == b"nobody hears\n"

@@ -44,7 +44,7 @@ def update(clock: int) -> Work:
 def test_only_who_takes_a_place_over_has_lost_something(clock: int, tmp_path: Path) -> None:
     steps, _, _ = own_steps(tmp_path, load_states=False)
     said = steps.begin(update(clock), slot=1)
-    anew = "the optimizer of worker 1 begins anew at batch 5: who takes a place over has no state of it"
+    anew = "the optimizer of worker 1 starts without state at batch 5: a successor does not receive the state"
     assert said == (anew if clock else None)
     assert steps.begin(update(clock + 1), slot=1) is None, "it has begun"
 
@@ -60,5 +60,5 @@ def test_a_worker_of_a_resumed_run_has_the_state_that_was_kept_or_says_that_none
     assert torch.equal(state[0]["momentum_buffer"], torch.full((1, 3), 2.0))
     later, _, mine = own_steps(tmp_path, load_states=True)
     said = later.begin(update(6), slot=1)
-    assert said == "the optimizer of worker 1 begins anew at batch 7: its state was not kept"
+    assert said == "the optimizer of worker 1 starts without state at batch 7: its state was not saved"
     assert not mine.optimizer.state_dict()["state"]

@@ -57,9 +57,7 @@ def test_under_torchrun_the_first_ranks_serve() -> None:
     ranks = ps_ranks(strategy, ProcessPlace(rank=0, world=5, kind="torchrun"))
     assert (ranks.servers, ranks.workers) == ((0, 1), (2, 3, 4))
     assert ranks.names[2] == "worker 0 (rank 2)"
-    with pytest.raises(
-        UserError, match="of 2 processes 2 would serve, and nobody would train; start at least 3"
-    ):
+    with pytest.raises(UserError, match="world size 2 leaves no worker besides 2 servers; start at least 3"):
         strategy.placed(2, {})
 
 
@@ -77,7 +75,7 @@ def test_a_specification_says_how_many_servers_there_are(text: str, placed: str)
         ("ps servers=3", {"worker": 1, "ps": 2}, "servers=3, and the cluster lists 2 of type ps"),
         ("ps replicas=1", {"worker": 1, "ps": 1}, "replicas=1 needs 2 servers, and the cluster lists 1"),
         ("ps", {"worker": 1}, "the cluster lists no ps; add one, or use allreduce"),
-        ("ps", {"chief": 1, "ps": 1}, "the cluster lists no worker: its chief leads"),
+        ("ps", {"chief": 1, "ps": 1}, "the cluster lists no worker, and a chief does not train"),
         ("allreduce", {"worker": 1, "ps": 2}, "allreduce has no parameter servers, but the cluster lists 2"),
     ],
 )

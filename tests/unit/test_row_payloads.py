@@ -227,13 +227,13 @@ ABSENT = head(0, 0)
         (head(2, 6) + ABSENT + bytes(96), "kind 2 with 6 rows"),  # this shard has four
         (head(2, -1) + ABSENT + bytes(96), "kind 2 with -1 rows"),
         (head(2, 1 << 62) + ABSENT + bytes(96), "kind 2 with"),
-        (head(2, 2) + ABSENT + bytes(32), "0 bytes are left where 64 are announced"),
-        (bytes(joined(pack([given(2, 1), None]))), "do not ascend"),
-        (bytes(joined(pack([given(5, 6), None]))), "row 6 of table 'a.weight' is not shard 0's"),
+        (head(2, 2) + ABSENT + bytes(32), "0 bytes are left, but 64 were announced"),
+        (bytes(joined(pack([given(2, 1), None]))), "not in ascending order"),
+        (bytes(joined(pack([given(5, 6), None]))), "row 6 of table 'a.weight' does not belong to shard 0"),
         (bytes(joined(pack([given(-1), None]))), "row -1 of table"),
         (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "wrong name"),
         (bytes(joined(pack([None, None]))) + bytes(64), "64 bytes follow"),
-        (bytes(joined(pack([given(1), None]))), "0 bytes are left where 64 are announced"),
+        (bytes(joined(pack([given(1), None]))), "0 bytes are left, but 64 were announced"),
         (bytes(1 << 12), "at most"),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_set_of_another_shard_by_name_is_refused() -> None:
     server = ServerTables(layout)
     foreign = given(3, 4)
     server.gradients(1, joined(pack([foreign, None], [torch.zeros(2, 3)])))
-    with pytest.raises(ProtocolError, match=r"row 3 of table .* is not shard 0's"):
+    with pytest.raises(ProtocolError, match=r"row 3 of table .* does not belong to shard 0"):
         server.asked(0, joined(pack([Named(name=foreign.name), None])), False)
 
 
@@ -276,11 +276,11 @@ def test_no_bytes_whatever_bring_anything_but_a_refusal() -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        (torch.tensor([10]), r"gave row 10; .*from 0 to 9"),
-        (torch.tensor([3, -1]), r"gave row -1"),
-        (torch.tensor([0.5]), r"gave items of torch.float32"),
-        (torch.tensor([True]), r"gave items of torch.bool"),
-        ("words", r"gave a str"),
+        (torch.tensor([10]), r"returned row 10; .*from 0 to 9"),
+        (torch.tensor([3, -1]), r"returned row -1"),
+        (torch.tensor([0.5]), r"returned items of torch.float32"),
+        (torch.tensor([True]), r"returned items of torch.bool"),
+        ("words", r"returned a str"),
     ],
 )
 def test_rows_that_no_table_has_are_the_task_s_mistake(rows: Any, sentence: str) -> None:
@@ -300,7 +300,7 @@ def test_a_gradient_in_a_row_that_was_not_named_is_the_task_s_mistake(sparse: bo
     assert gradient is not None
     gradient[7] = 1
     model.a.weight.grad = gradient.to_sparse(1) if sparse else gradient
-    with pytest.raises(UserError, match=r"sparse\['a.weight'\] did not name row 7"):
+    with pytest.raises(UserError, match=r"sparse\['a.weight'\] did not return row 7"):
         tables.collect(1.0)
 
 
@@ -386,7 +386,7 @@ def test_a_set_that_is_known_for_one_table_is_looked_at_for_another() -> None:
         assert [None if one is None else one.tolist() for one in rows] == [mine, None]
         named = Named(name=given(*mine).name)
         assert server.asked(0, joined(pack([named, None])), whole=False)[0] is not None
-    with pytest.raises(ProtocolError, match=f"row {mine[0]} of table 'b.weight' is not shard 0's"):
+    with pytest.raises(ProtocolError, match=f"row {mine[0]} of table 'b.weight' does not belong to shard 0"):
         server.asked(0, joined(pack([None, named])), whole=False)
 
 

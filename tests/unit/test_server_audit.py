@@ -116,8 +116,8 @@ def test_an_update_applied_twice_is_named() -> None:
     update = twice.updates[0]
     found = check(planted(rows, 9, slot=update.slot, clock=update.clock), "async")
     assert found.violations[0].sentence == (
-        f"shard 0: version 9, slot {update.slot}, clock {update.clock}: applied as version 9, although it was applied "
-        "as version 8 already"
+        f"shard 0: version 9, slot {update.slot}, clock {update.clock}: applied as version 9, but it was already "
+        "applied as version 8"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_read_beyond_the_bound_is_named() -> None:
     [first, *_] = found.violations
     assert first.shard == 0
     assert first.sentence == (
-        "shard 0: version 3, slot 2, clock 2: it read version 2, which lacks clock 0 of slot 0; bounded:1 includes all "
+        "shard 0: version 3, slot 2, clock 2: it read version 2, which lacks clock 0 of slot 0; bounded:1 requires all "
         "below 1"
     )
 
@@ -153,7 +153,7 @@ def test_a_read_one_version_too_early_is_caught_under_sync() -> None:
     [
         ({"staleness": 5}, "staleness 5 is logged"),
         ({"read_version": 50}, "staleness"),
-        ({"batch": 30}, "batch 30 is none of the run's 30"),
+        ({"batch": 30}, "batch 30 is not one of the run's 30"),
         ({"factor": 0.5}, "scaled by"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_missing_version_is_caught() -> None:
 
 def test_rates_that_the_policy_does_not_ask_for_are_caught() -> None:
     found = check(drive("async", order=(2, 2, 2, 0, 1, 1)), "aware:async")
-    assert "where aware:async asks for 0.5" in found.violations[0].sentence
+    assert "aware:async scales this step by 0.5" in found.violations[0].sentence
 
 
 def test_two_replicas_tell_one_story() -> None:
@@ -185,7 +185,7 @@ def test_two_replicas_tell_one_story() -> None:
     other = planted(early_end, 12, member=99)
     found = audit({0: [rows, other]}, parse_consistency("bounded:2"), 30)
     [violation] = found.violations
-    assert "two replicas wrote different rows about version 12 (slot" in violation.sentence
+    assert "two replicas wrote different rows for version 12 (slot" in violation.sentence
 
 
 def step(
@@ -231,11 +231,11 @@ def test_after_a_restore_the_rows_beyond_the_snapshot_did_not_happen() -> None:
     dishonest = [*after[:-1], step(4, 5, 0, 5, term=4, read=3)]
     found = audit({0: [dishonest, before]}, parse_consistency("async"), 30)
     assert [violation.sentence for violation in found.violations] == [
-        "shard 0: version 4, slot 0, clock 5: staleness 0 is logged, but it read version 3 of a life "
-        "of which 1 were kept, which makes 2"
+        "shard 0: version 4, slot 0, clock 5: staleness 0 is logged, but it read version 3, and the "
+        "restore kept only 1: its staleness is 2"
     ]
     found = audit({0: [[*before, step(4, 4, 0, 2)]]}, parse_consistency("async"), 30)
-    assert "although it was applied as version 3" in found.violations[0].sentence
+    assert "but it was already applied as version 3" in found.violations[0].sentence
 
 
 def test_the_bound_is_judged_where_the_log_still_says_what_was_read() -> None:
@@ -250,7 +250,7 @@ def test_the_bound_is_judged_where_the_log_still_says_what_was_read() -> None:
     )
     known = step(5, 6, 0, 4, term=4, read=3, stale=1)
     [violation] = audit({0: [[*rows, lost, known]]}, policy, 30).violations
-    assert "which lacks clock 1 of slot 1; bounded:1 includes all below 3" in violation.sentence
+    assert "which lacks clock 1 of slot 1; bounded:1 requires all below 3" in violation.sentence
 
 
 def test_violations_name_the_shard() -> None:
@@ -288,22 +288,25 @@ def damaged(**fields: object) -> str:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"version": -1}, "version=-1 is no int from 0 to"),
-        ({"version": 10**30}, "version=1000000000000000000000000000000 is no int from 0 to 9007199254740992"),
-        ({"sequence": 2**63}, "sequence=9223372036854775808 is no int"),
-        ({"rate": float("nan")}, "rate=nan is no float"),
-        ({"rate": -(10**400)}, "rate=-10000.*… is no float within 1e"),
-        ({"updates": []}, r"updates=\(\) is no .* with at least one"),
-        ({"clock": 2**64}, "clock=18446744073709551616 is no int from 0"),
-        ({"batch": -1}, "batch=-1 is no int from 0"),
-        ({"parts": 0}, "update 0: parts=0 is no int from 1"),
-        ({"rows_version": -2}, "rows_version=-2 is no int from -1"),
-        ({"staleness": -(10**400)}, "staleness=-10000.*… is no int from -9007199254740992"),
-        ({"factor": float("inf")}, "factor=inf is no float"),
-        ({"weight": 10**400}, "weight=10000.* is no float from .* to 1, nor 0"),
-        ({"weight": -0.5}, "weight=-0.5 is no float"),
-        ({"weight": 1e-320}, "weight=1e-320 is no float"),
-        ({"member": "A" * 3000}, "member='AAA.*AAA… is no int"),
+        ({"version": -1}, "version=-1 must be int from 0 to"),
+        (
+            {"version": 10**30},
+            "version=1000000000000000000000000000000 must be int from 0 to 9007199254740992",
+        ),
+        ({"sequence": 2**63}, "sequence=9223372036854775808 must be int"),
+        ({"rate": float("nan")}, "rate=nan must be float"),
+        ({"rate": -(10**400)}, "rate=-10000.*… must be float within ±1e"),
+        ({"updates": []}, r"updates=\(\) must be .* with at least one item"),
+        ({"clock": 2**64}, "clock=18446744073709551616 must be int from 0"),
+        ({"batch": -1}, "batch=-1 must be int from 0"),
+        ({"parts": 0}, "update 0: parts=0 must be int from 1"),
+        ({"rows_version": -2}, "rows_version=-2 must be int from -1"),
+        ({"staleness": -(10**400)}, "staleness=-10000.*… must be int from -9007199254740992"),
+        ({"factor": float("inf")}, "factor=inf must be float"),
+        ({"weight": 10**400}, "weight=10000.* must be float from .* to 1, or 0"),
+        ({"weight": -0.5}, "weight=-0.5 must be float"),
+        ({"weight": 1e-320}, "weight=1e-320 must be float"),
+        ({"member": "A" * 3000}, "member='AAA.*AAA… must be int"),
     ],
 )
 def test_a_number_that_no_log_has_is_refused_by_its_name(fields: dict[str, object], says: str) -> None:
@@ -327,7 +330,7 @@ def test_a_run_that_was_to_be_endless_is_audited_by_its_rows(consistency: str) -
     found = check(drive(consistency), consistency, 2**53)
     assert found.clean
     assert found.missing == (
-        f"shard 0: its log has 30 of the run's {2**53} batches; batch 30 and {2**53 - 31} others are not there",
+        f"shard 0: its log has 30 of the run's {2**53} batches; batch 30 and {2**53 - 31} more are missing",
     )
     assert found.shards[0].batches == 30
 
@@ -367,7 +370,7 @@ def test_more_lost_clocks_than_the_run_has_batches_are_named(consistency: str) -
     [sentence] = [one.sentence for one in found.violations if "were lost" in one.sentence]
     assert (
         sentence
-        == f"shard 0: entry 99: clocks 40 to {39 + 2**24} of slot 1 were lost, and the run has 30 batches"
+        == f"shard 0: entry 99: clocks 40 to {39 + 2**24} of slot 1 were lost, but the run has only 30 batches"
     )
     assert found.shards[0].lost == 0
 
@@ -378,7 +381,7 @@ def test_two_replicas_of_which_one_wrote_a_step_of_nothing() -> None:
     other = [row._replace(updates=()) if one is row else one for one in rows]
     for files in ([rows, other], [other, rows]):
         found = audit({0: files}, parse_consistency("async"), 30)
-        assert any("different rows about" in one.sentence for one in found.violations)
+        assert any("different rows for" in one.sentence for one in found.violations)
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -403,7 +406,7 @@ def test_the_directory_of_a_run_is_audited(run: Path) -> None:
     found = audit_run(run).found
     assert found.shards[0].batches == 30
     assert [one.sentence for one in found.violations][:1] == [
-        "shard 0: version 1, slot 0, clock 0: no record of a worker says that member 2 computed this"
+        "shard 0: version 1, slot 0, clock 0: no worker recorded that member 2 computed it"
     ]
 
 
@@ -422,10 +425,10 @@ def test_a_configuration_of_another_size_is_refused_by_name(run: Path, name: str
     [
         ({}, ""),
         ({"strategy": "ps consistency=async link=tcp"}, ""),
-        ({"strategy": "ps"}, "strategy=ps, and config.json says strategy=ps consistency=async"),
-        ({"strategy": "what"}, "strategy=what, and config.json says strategy=ps consistency=async"),
-        ({"workers": 2}, "workers=2, and config.json says workers=3"),
-        ({"seed": 1}, "seed=1, and config.json says seed=0"),
+        ({"strategy": "ps"}, "strategy=ps, but config.json says strategy=ps consistency=async"),
+        ({"strategy": "what"}, "strategy=what, but config.json says strategy=ps consistency=async"),
+        ({"workers": 2}, "workers=2, but config.json says workers=3"),
+        ({"seed": 1}, "seed=1, but config.json says seed=0"),
     ],
 )
 def test_a_record_of_another_run_than_the_configuration_is_reported(
@@ -439,7 +442,7 @@ def test_a_record_of_another_run_than_the_configuration_is_reported(
 def test_a_record_from_before_a_run_was_to_be_longer_is_incomplete(run: Path) -> None:
     assert not any("run.json" in sentence for sentence in audit_run(run).found.missing)
     write_record(run, read_record(run)._replace(steps=20))
-    sentence = "updates/run.json is of a run of 20 steps, and config.json says steps=30"
+    sentence = "updates/run.json is of a run of 20 steps, but config.json says steps=30"
     assert audit_run(run).found.missing[0] == sentence
 
 
@@ -453,7 +456,9 @@ def test_a_sequence_number_that_comes_twice_is_named(consistency: str) -> None:
     again = row._replace(sequence=rows[first].sequence)
     found = check([*rows[:second], again, *rows[second + 1 :]], consistency)
     assert not found.clean
-    assert f"its sequence number {again.sequence} is that of version 5" in found.violations[0].sentence
+    assert (
+        f"its sequence number {again.sequence} is already used by version 5" in found.violations[0].sentence
+    )
     back = row._replace(sequence=rows[first].sequence - 1)
     found = check([*rows[:second], back, *rows[second + 1 :]], consistency)
     assert f"entry {back.sequence} follows entry" in found.violations[0].sentence
@@ -463,7 +468,7 @@ def test_a_row_with_one_key_twice_is_refused() -> None:
     good = row_to_json(LateRow(shard=1, term=2, sequence=3, slot=4, clock=5))
     for name in ("row", "clock"):
         line = good.replace(f'"{name}":', f'"{name}":7,"{name}":')
-        with pytest.raises(DataError, match=f"the key '{name}' comes twice"):
+        with pytest.raises(DataError, match=f"the key '{name}' appears twice"):
             row_from_json(line)
 
 
@@ -475,7 +480,7 @@ def test_every_file_with_one_key_twice_is_refused(run: Path) -> None:
         name = re.search(r'"(\w+)": ?', text)
         assert name is not None
         path.write_text(text.replace(name[0], f"{name[0]}1,{name[0]}", 1))
-        with pytest.raises(DataError, match=f"the key '{name[1]}' comes twice"):
+        with pytest.raises(DataError, match=f"the key '{name[1]}' appears twice"):
             audit_run(run)
         path.write_text(text)
 
@@ -509,7 +514,7 @@ def test_of_a_summary_of_another_kind_an_audit_uses_what_is_of_the_right_one(run
         ({"servers": odd, "recorded": odd, "unrecorded": odd}, set(map(str, odd)) if odd == [[]] else set()),
         (
             {"servers": [odd], "recorded": {"a": odd, "\ud800": 3}, "unrecorded": [odd]},
-            {str(odd), "\ud800 has 0 rows of the 3 that were written"},
+            {str(odd), "\ud800 has 0 of the 3 rows that were written"},
         ),
         ({"servers": [{"shard": odd, "version": odd}, {"shard": 0, "version": odd}]}, set()),
     ):

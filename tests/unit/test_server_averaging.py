@@ -85,11 +85,11 @@ def test_settings() -> None:
     strategy = Strategy.parse("ps push=parameters")
     assert str(strategy) == "ps push=parameters"
     assert strategy.facts.promises.same_numbers.answer is Answer.PARTLY
-    assert "optimizer begins anew" in strategy.facts.promises.worker_dies.words
+    assert "optimizer starts without state" in strategy.facts.promises.worker_dies.words
     assert "anew" not in Strategy.parse("ps").facts.promises.worker_dies.words
     for text, sentence in (
         ("ps push=weights", "unknown push 'weights'"),
-        ("ps link=tcp codec=bf16 push=parameters", "would round it away"),
+        ("ps link=tcp codec=bf16 push=parameters", "would round away a step"),
     ):
         with pytest.raises(UserError, match=sentence):
             Strategy.parse(text)

@@ -150,7 +150,7 @@ def test_a_worker_that_is_fenced_while_it_reads_waits_no_longer() -> None:
 
 def test_rows_are_read_for_an_update_only() -> None:
     core = ClientCore(slot=SLOT, member=MEMBER, num_shards=1)
-    with pytest.raises(ManyhandsError, match="reads rows for nothing"):
+    with pytest.raises(ManyhandsError, match="reads rows but has no work"):
         core.read_rows([0])
 
 

@@ -173,11 +173,14 @@ def test_flags_name_the_pieces_that_a_gradient_reached() -> None:
 @pytest.mark.parametrize(
     ("sparse", "message"),
     [
-        (("embd.weight",), "sparse names 'embd.weight', which is no trainable parameter; .*'embed.weight'"),
-        (("frozen.weight",), "sparse names 'frozen.weight', which is no trainable"),
+        (
+            ("embd.weight",),
+            "sparse names 'embd.weight', which is not a trainable parameter; .*'embed.weight'",
+        ),
+        (("frozen.weight",), "sparse names 'frozen.weight', which is not a trainable"),
         (
             ("half_table",),
-            r"sparse names 'half_table', a torch\.float16 of shape \(3, 2\); a table has rows, of float32",
+            r"sparse names 'half_table', a torch\.float16 of shape \(3, 2\); a table needs rows of float32",
         ),
         (("scalar",), r"sparse names 'scalar', a torch\.float32 of shape \(\)"),
     ],
@@ -207,11 +210,11 @@ def test_what_can_not_be_laid_out_is_refused_by_name() -> None:
         match=r"optimizer LBFGS would train a different model under ps servers=2 .* use strategy=mirrored",
     ):
         FlatLayout.of(model, optim.LBFGS(model.parameters()), 2)
-    with pytest.raises(UserError, match="the number of shards is 0"):
+    with pytest.raises(UserError, match="shards=0"):
         lay_out(model, 0)
     odd = nn.Module()
     odd.register_parameter("z", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(UserError, match=r"parameter 'z' is torch\.complex64"):
         lay_out(odd, 1)
-    with pytest.raises(ValueError, match="the range of shard 0 is 64 bytes"):
+    with pytest.raises(ValueError, match="the range of shard 0 needs 64 bytes"):
         lay_out(nn.Linear(1, 1, bias=False), 1).range_in(torch.zeros(3, dtype=torch.uint8), 0)

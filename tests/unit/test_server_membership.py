@@ -246,7 +246,7 @@ def test_before_a_run_begins_only_slots_that_were_added_can_be_removed() -> None
     started = [action.member for action in core.begin() if isinstance(action, StartServer | StartWorker)]
     core.handle(AddWorker())
     with pytest.raises(
-        UserError, match="slot=1: the run has not begun; remove it when every worker has come"
+        UserError, match="slot=1: the run has not started; remove it after every worker joined"
     ):
         core.handle(RemoveWorker(slot=1))
     assert not [
@@ -374,7 +374,7 @@ def test_errors_that_come_back_after_every_recovery_end_the_run() -> None:
         play.install()
     (fail,) = play.do(Died(member=play.view.shards[1].primary, error="ValueError"))
     assert isinstance(fail, Fail)
-    assert "makes 5 errors" in fail.sentence
+    assert "server error 5 of this run" in fail.sentence
 
 
 def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None:

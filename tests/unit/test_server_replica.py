@@ -591,7 +591,7 @@ def test_a_server_without_a_part_in_a_shard_says_so() -> None:
     server = ServerCore(config(shards=2), FIRST)
     assert said(server.handle(read(0, 0, shard=1), WORKER)) == [NotPrimary(shard=1, epoch=-1)]
     assert server.handle(Forwarded(shard=1, epoch=1, sequence=1), SECOND) == []
-    with pytest.raises(ValueError, match="was sent a Welcome"):
+    with pytest.raises(ValueError, match="does not accept a Welcome"):
         server.handle(Welcome(shard=0, slot=0, next_clock=0, version=0), WORKER)
 
 

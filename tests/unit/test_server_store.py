@@ -329,10 +329,10 @@ def _same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
 def test_a_state_of_another_shard_or_of_the_past_is_refused() -> None:
     shards = Shards(OPTIMIZERS["momentum"], 2, schedule=True)
     first = shards.new_store(0).state()
-    with pytest.raises(ValueError, match="shard 1 holds"):
+    with pytest.raises(ValueError, match="shard 1 has"):
         shards.stores[1].load_state(first)
     shards.stores[0].apply([])
-    with pytest.raises(ValueError, match="the state is of batch 0, and the scheduler is at 1"):
+    with pytest.raises(ValueError, match="the state is of batch 0, but the scheduler is already at 1"):
         shards.stores[0].load_state(first)
 
 

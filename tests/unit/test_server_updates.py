@@ -47,7 +47,7 @@ def test_what_was_recorded_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_directory_records_nothing() -> None:
-    assert not Recorder(None, 1).records
+    assert Recorder(None, 1).log is None
 
 
 def test_a_disk_that_takes_no_record_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_disk_that_takes_no_record_ends_the_recording_and_not_the_run(tmp_path
     sentence = recorder.write(ROW)
     assert sentence is not None
     assert "worker.process-4.jsonl could not be written" in sentence
-    assert not recorder.records
+    assert recorder.log is None
 
 
 def test_a_full_disk_ends_the_log_of_a_shard_at_a_whole_row_and_says_so_once(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_logs_are_found_by_shard_and_a_cut_last_line_is_passed_over(tmp_path: Pa
     logs = read_logs(tmp_path)
     assert logs.files == {1: [[row], [row]]}
     assert logs.notes == (
-        "shard-1.member-2.jsonl: its last line is cut, as of a process that was killed, and was passed over",
+        "shard-1.member-2.jsonl: its last line is incomplete, as when a process is killed, and was skipped",
     )
     (folder / "shard-1.member-2.jsonl").write_text(f"{line}\nnonsense\n{line}\n")
-    with pytest.raises(DataError, match=r"shard-1\.member-2\.jsonl, line 2: .* not JSON"):
+    with pytest.raises(DataError, match=r"shard-1\.member-2\.jsonl, line 2: .* not a valid JSON row"):
         read_logs(tmp_path)
 
 
@@ -119,15 +119,17 @@ def test_a_row_in_the_file_of_another_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     line = row_to_json(LateRow(shard=1, term=0, sequence=4, slot=2, clock=7))
     (folder / "shard-0.member-2.jsonl").write_text(f"{line}\n")
-    with pytest.raises(DataError, match=r"shard-0\.member-2\.jsonl, line 1: shard=1 in a log of shard 0"):
+    with pytest.raises(DataError, match=r"shard-0\.member-2\.jsonl, line 1: shard=1 in the log of shard 0"):
         read_logs(tmp_path)
     (folder / "worker.process-5.jsonl").write_text(json.dumps(ROW._asdict()) + "\n")
-    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in a log of process 5"):
+    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in the log of process 5"):
         read_computed(tmp_path)
     (folder / "worker.process-5.jsonl").write_text(
         json.dumps(ROW._asdict() | {"versions": [1, 10**30]}) + "\n"
     )
-    with pytest.raises(DataError, match=r"line 1: .*versions=\(1, 1000.* is no tuple\[int, ...\] from 0 to"):
+    with pytest.raises(
+        DataError, match=r"line 1: .*versions=\(1, 1000.* must be tuple\[int, ...\] from 0 to"
+    ):
         read_computed(tmp_path)
     greatest = RECORD._replace(seed=2**64 - 1, steps=0)
     write_record(tmp_path, greatest)
@@ -143,15 +145,18 @@ def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
     file = tmp_path / "updates" / "run.json"
     table = json.loads(file.read_text())
     for changed, sentence in (
-        ({**table, "threads": "one"}, "threads='one' is no int"),
-        ({**table, "threads": 0}, "threads=0 is no int from 1 to"),
-        ({**table, "workers": -1}, "workers=-1 is no int from 1"),
-        ({**table, "steps": -1}, "steps=-1 is no int from 0"),
-        ({**table, "steps": 10**30}, r"run\.json: steps=1000000000000000000000000000000 is no int from 0 to"),
-        ({**table, "seed": 2**64}, "seed=18446744073709551616 is no int from 0"),
-        ({**table, "strategy": 7}, "strategy=7 is no str"),
-        ({**table, "autocast": 1}, "autocast=1 is no bool"),
-        ({**table, "version": 2}, "not of the format 'manyhands updates' version 1"),
+        ({**table, "threads": "one"}, "threads='one' must be int"),
+        ({**table, "threads": 0}, "threads=0 must be int from 1 to"),
+        ({**table, "workers": -1}, "workers=-1 must be int from 1"),
+        ({**table, "steps": -1}, "steps=-1 must be int from 0"),
+        (
+            {**table, "steps": 10**30},
+            r"run\.json: steps=1000000000000000000000000000000 must be int from 0 to",
+        ),
+        ({**table, "seed": 2**64}, "seed=18446744073709551616 must be int from 0"),
+        ({**table, "strategy": 7}, "strategy=7 must be str"),
+        ({**table, "autocast": 1}, "autocast=1 must be bool"),
+        ({**table, "version": 2}, "does not have the format 'manyhands updates' version 1"),
         ({key: table[key] for key in table if key != "seed"}, "exactly the fields"),
     ):
         file.write_text(json.dumps(changed))

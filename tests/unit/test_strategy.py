@@ -218,7 +218,7 @@ def test_a_consistency_that_would_be_another_with_so_few_workers_is_refused(
     strategy.check(fewest, device="cpu")
     if fewest > 1:
         sentence = (
-            f"consistency={consistency} workers={fewest - 1}: it needs at least {fewest} workers; start more, or write "
+            f"consistency={consistency} workers={fewest - 1}: it needs at least {fewest} workers; start more, or give "
             "a smaller number in consistency="
         )
         with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):

@@ -242,9 +242,9 @@ def test_a_memory_limit_is_kept_for_any_vocabulary() -> None:
         dense = 8.2 * words * workers
         assert out + dense + 8 * room.part_words + 5 * room.block_bytes * (workers + 1) + 40 * words <= memory
         assert room.out_records >= words
-        merge = 16 * (room.merge.out_records + room.merge.fan_in * room.merge.run_records) + 8.2 * words
+        merge = 16 * (room.out_records + room.fan_in * room.run_records) + 8.2 * words
         assert merge <= memory
-        assert room.merge.fan_in >= 2
+        assert room.fan_in >= 2
 
 
 def test_the_wikipedia_sample_gives_the_published_tools_numbers(shared_data: Path, tmp_path: Path) -> None:

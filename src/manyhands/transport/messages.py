@@ -99,7 +99,9 @@ class MessageCoder:
         entry = self._encoders.get(type(message))
         if entry is None:
             names = ", ".join(one.__name__ for one in self._encoders)
-            raise UserError(f"a {type(message).__name__} is not a message of this protocol, but {names}")
+            raise UserError(
+                f"a {type(message).__name__} is not a message of this protocol, which has {names}"
+            )
         kind, encode = entry
         try:
             return kind, encode(message)

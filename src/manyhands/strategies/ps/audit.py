@@ -18,7 +18,7 @@ from typing import Any
 
 from manyhands.data.batches import BatchPlan, split
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.errors import DataError, UserError, printable
+from manyhands.errors import DataError, UserError, num_of, printable
 from manyhands.observe.record.checked_values import whole
 from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit_shard import Fate, ShardAuditor, ShardSummary, Violation
@@ -132,9 +132,9 @@ class _RunAuditor:
         for name, written in sorted(self.evidence.recorded.items()):
             found = self.evidence.found.get(name, 0)
             if found < written:
-                self.missing.append(f"{name} has {found} rows of the {written} that were written")
+                self.missing.append(f"{name} has {found} of the {written} rows that were written")
             elif found > written:
-                sentence = f"{name} has {found} rows, and {written} were written"
+                sentence = f"{name} has {found} rows, but only {written} were written"
                 self.violations.append(Violation(shard=-1, sentence=sentence))
         self.missing += self.evidence.unrecorded
         for number, version in sorted((self.evidence.versions or {}).items()):
@@ -145,7 +145,7 @@ class _RunAuditor:
                     f"shard {number}: its log ends at version {recorded}, the run at version {version}"
                 )
             elif recorded > version and one is not None:
-                one.say(f"its log has version {recorded}, and it ended with version {version}")
+                one.say(f"its log ends at version {recorded}, the run at version {version}")
         for shard in self.shards.values():
             self._check_batches(shard)
         if not self.is_restored:
@@ -166,8 +166,8 @@ class _RunAuditor:
             self.lost += num_absent
             return
         first = next(batch for batch in count(begun) if batch not in there)
-        which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} others are"
-        shard.lack(f"its log has {len(there)} of the run's {self.steps - begun} batches; {which} not there")
+        which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} more are"
+        shard.lack(f"its log has {len(there)} of the run's {self.steps - begun} batches; {which} missing")
 
     def _whole_batches(self, shard: ShardAuditor) -> set[int]:
         """The batches of a policy where an update is a whole batch; a batch with two updates is a violation."""
@@ -179,8 +179,8 @@ class _RunAuditor:
             if batch in seen and not self.is_restored:
                 other = seen[batch]
                 shard.say(
-                    f"slot {slot}, clock {clock}: batch {batch} was {settled.fate.value}, although slot {other[0]}, "
-                    f"clock {other[1]} was of it already"
+                    f"slot {slot}, clock {clock}: batch {batch} was {settled.fate.value}, but slot {other[0]}, "
+                    f"clock {other[1]} already had this batch"
                 )
             seen.setdefault(batch, (slot, clock))
         return {batch for batch in seen if self.evidence.begun <= batch < self.steps}
@@ -198,7 +198,7 @@ class _RunAuditor:
             if here < len(fates) and not (self.policy.chosen_by_lead or self.is_restored):
                 late = next(slot for slot, one in zip(slots, fates, strict=True) if one and one.batch is None)
                 shard.say(
-                    f"slot {late}, clock {clock}: {self.policy} waits for every part, and this is not there"
+                    f"slot {late}, clock {clock}: {self.policy} waits for every part, and this one is missing"
                 )
             if not self.is_restored or all(one is None or one.fate is not Fate.LOST for one in fates):
                 there.add(clock)
@@ -215,9 +215,9 @@ class _RunAuditor:
                 here, there = settled.update, other.update
                 what, at = f"slot {name[0]}, clock {name[1]}", f"at shard {first.summary.shard}"
                 if here is not None and there is not None and _batch_of(here) != _batch_of(there):
-                    shard.say(f"{what}: {_batch_of(here)}, and {at} it is {_batch_of(there)}")
+                    shard.say(f"{what}: {_batch_of(here)}, but {at} it is {_batch_of(there)}")
                 elif Fate.LATE in (settled.fate, other.fate) and settled.fate is not other.fate:
-                    shard.say(f"{what}: {settled.fate.value}, and {at} {other.fate.value}")
+                    shard.say(f"{what}: {settled.fate.value}, but {at} it is {other.fate.value}")
 
     def _check_workers(self, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
         """Check every applied update against its worker's record of it."""
@@ -238,7 +238,7 @@ class _RunAuditor:
                 # It is only missing if the worker's record may have ended before it.
                 is_missing = is_cut and tops[update.slot, update.member] < update.clock
                 report = shard.lack if is_missing else shard.say
-                report(f"{name}: no record of a worker says that member {update.member} computed this")
+                report(f"{name}: no worker recorded that member {update.member} computed it")
             if not self.is_restored:
                 _check_acknowledged(shard, computed)
 
@@ -249,9 +249,9 @@ def _compare(
     """Check that what the shard logged of an update equals one of its worker's records of it."""
     for row in made:
         if not number < len(row.versions) == len(row.rows_versions):
-            shard.say(f"{name}: its worker recorded {len(row.versions)} shards")
+            shard.say(f"{name}: its worker recorded {num_of(len(row.versions), 'shard')}")
             return
-    fields = ("batch", "part", "read version", "version of rows")
+    fields = ("batch", "part", "read version", "row version")
     logged = (update.batch, (update.part, update.parts), update.read_version, update.rows_version)
     recorded = [
         (row.batch, (row.part, row.parts), row.versions[number], row.rows_versions[number]) for row in made
@@ -260,7 +260,7 @@ def _compare(
         what, ours, theirs = next(
             one for one in zip(fields, logged, recorded[-1], strict=True) if one[1] != one[2]
         )
-        shard.say(f"{name}: its {what} is logged as {ours}, and its worker recorded {theirs}")
+        shard.say(f"{name}: the shard logged {what} {ours}, but its worker recorded {theirs}")
 
 
 def _check_acknowledged(shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
@@ -275,13 +275,13 @@ def _check_acknowledged(shard: ShardAuditor, computed: Mapping[int, Sequence[Com
             newest[row.slot, row.member] = row
             if before is not None and (before.slot, before.clock) not in shard.settled:
                 shard.lack(
-                    f"its log lacks slot {before.slot}, clock {before.clock}, which it had acknowledged before "
+                    f"its log lacks slot {before.slot}, clock {before.clock}, which it acknowledged before "
                     f"member {row.member} computed clock {row.clock}"
                 )
 
 
 def _batch_of(update: UpdateRow) -> str:
-    return f"part {update.part} of {update.parts} of batch {update.batch}, of weight {update.weight!r}"
+    return f"part {update.part} of {update.parts} of batch {update.batch}, with weight {update.weight!r}"
 
 
 # ── the files of a run ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,11 +301,11 @@ def audit_run(run: Path) -> AuditedRun:
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     if not isinstance(strategy, Ps):
-        raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
+        raise UserError(f"{run} is a run of {strategy}; only runs of ps can be audited")
     record, logs, computed = read_record(run), read_logs(run), read_computed(run)
     for shard in range(strategy.servers):
         if shard not in logs.files:
-            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
+            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is missing")
     summary = directory.read_summary() or {}
     recorded, unrecorded = summary.get("recorded"), summary.get("unrecorded")
     recorded = recorded if isinstance(recorded, dict) else {}
@@ -322,7 +322,7 @@ def audit_run(run: Path) -> AuditedRun:
     missing = found.missing
     if (steps := directory.config.get("steps")) not in (None, record.steps):
         # The run was resumed for more steps and ended before it continued.
-        says = f"{record.steps} steps, and config.json says steps={printable(str(steps))}"
+        says = f"{record.steps} steps, but config.json says steps={printable(str(steps))}"
         missing = (f"updates/run.json is of a run of {says}", *missing)
     violations = (*_contradictions(record, strategy, directory.config), *found.violations)
     found = replace(found, violations=violations, missing=missing)
@@ -341,7 +341,7 @@ def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) 
     said = {"strategy": str(recorded), "workers": record.workers, "seed": record.seed}
     for name, value in said.items():
         if known[name] not in (None, value):
-            shown = f"{name}={value}, and config.json says {name}={known[name]}"
+            shown = f"{name}={value}, but config.json says {name}={known[name]}"
             yield Violation(shard=-1, sentence=f"updates/run.json says {printable(shown)}")
 
 

@@ -123,8 +123,8 @@ class ShardAuditor:
                     self._settle(row.slot, row.clock, Fate.SKIPPED, batch=row.batch)
                 case LostRow(first=first, until=until) if until - first > self._most_clocks:
                     self.say(
-                        f"entry {row.sequence}: clocks {first} to {until - 1} of slot {row.slot} were lost, and the "
-                        f"run has {len(self._batches)} batches"
+                        f"entry {row.sequence}: clocks {first} to {until - 1} of slot {row.slot} were lost, but the "
+                        f"run has only {len(self._batches)} batches"
                     )
                 case LostRow(first=first, until=until):
                     for clock in range(first, until):
@@ -135,15 +135,15 @@ class ShardAuditor:
                     if all(row.slots != known.slots for known in same):
                         if same and self._policy.by_clock and not self._is_restored:
                             self.say(
-                                f"entry {row.sequence}: two rows say who is active from clock {start} on"
+                                f"entry {row.sequence}: two rows disagree on the active slots from clock {start}"
                             )
                         self._slots.append(row)
                 case RestoredRow(version=version):
                     before = self.summary.versions
                     if version > before:
-                        self.lack(f"no log tells of versions {before + 1} to {version}")
+                        self.lack(f"no log has versions {before + 1} to {version}")
                     elif version < before:
-                        self.say(f"it went back to version {version}, and its log has {before} by then")
+                        self.say(f"it went back to version {version}, but its log already has {before}")
                     self.summary.restores += 1
                     self.summary.versions = version
                     self._lives.append(row)
@@ -188,7 +188,7 @@ class ShardAuditor:
             clock = before.updates[0].clock if isinstance(before, StepRow) and before.updates else -1
             if not any(one.first <= clock < one.until for one in lost.get(entry, ())):
                 self.say(
-                    f"{_where(row)}: its sequence number {row.sequence} is that of {_where(before)} already"
+                    f"{_where(row)}: its sequence number {row.sequence} is already used by {_where(before)}"
                 )
 
     def say(self, sentence: str) -> None:
@@ -210,7 +210,7 @@ class ShardAuditor:
         if (before, row.version) in story.gaps:
             pass  # reported already
         elif row.version > before + 1:
-            self.lack(f"no log tells of versions {before + 1} to {row.version - 1}")
+            self.lack(f"no log has versions {before + 1} to {row.version - 1}")
         elif row.version <= before:
             self.say(f"version {row.version} follows version {before}")
         self.summary.versions = row.version
@@ -221,14 +221,14 @@ class ShardAuditor:
             self.summary.staleness[update.staleness] = self.summary.staleness.get(update.staleness, 0) + 1
         weights = [update.weight for update in row.updates]
         if not weights or sum(weights) <= 0:
-            self.say(f"version {row.version} was made of nothing")
+            self.say(f"version {row.version} has no updates, or their weights add up to 0")
             return
         first = row.updates[0]
         factors, rate = blend(self._policy, weights, [one.staleness for one in row.updates], first.parts)
         if rate != row.rate or factors != [update.factor for update in row.updates]:
             self.say(
-                f"version {row.version}, slot {first.slot}, clock {first.clock}: the step was scaled by {row.rate!r} "
-                f"where {self._policy} asks for {rate!r}, or its gradients by other factors"
+                f"version {row.version}, slot {first.slot}, clock {first.clock}: {self._policy} scales "
+                f"this step by {rate!r}, but it was scaled by {row.rate!r}, or its gradients by wrong factors"
             )
 
     def _settle(
@@ -239,7 +239,7 @@ class ShardAuditor:
         now = _Settled(fate, self.summary.versions, update, batch)
         if before is not None:
             at = f"version {now.version}, " if fate is Fate.APPLIED else ""
-            self.say(f"{at}slot {slot}, clock {clock}: {now}, although it was {before} already")
+            self.say(f"{at}slot {slot}, clock {clock}: {now}, but it was already {before}")
             return
         self.settled[slot, clock] = now
         self._settled_at[slot].append((self.summary.versions, clock))
@@ -252,25 +252,25 @@ class ShardAuditor:
             kept = self._kept(update)
             true = row.version - 1 - min(update.read_version, kept)
             if update.staleness != true or true < 0:
-                lost = f" of a life of which {kept} were kept" if kept < update.read_version else ""
+                lost = f", and the restore kept only {kept}" if kept < update.read_version else ""
                 self.say(
-                    f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}, "
-                    f"which makes {true}"
+                    f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}: "
+                    f"its staleness is {true}"
                 )
             if not self._is_restored and update.read_term not in terms:
-                self.say(f"{name}: it read in a life {update.read_term}, which the shard never had")
+                self.say(f"{name}: it read in term {update.read_term}, which the shard never had")
             self._check_batch(update, name)
             weight = share(update.batch, update.part, update.parts) if share is not None else update.weight
             if update.weight != weight:
-                self.say(f"{name}: its weight is {update.weight!r}, and its part of the batch is {weight!r}")
+                self.say(f"{name}: its weight is {update.weight!r}, but its share of the batch is {weight!r}")
 
     def _check_batch(self, update: UpdateRow, name: str) -> None:
         if update.batch not in self._batches:
-            self.say(f"{name}: batch {update.batch} is none of the run's {len(self._batches)}")
+            self.say(f"{name}: batch {update.batch} is not one of the run's {len(self._batches)}")
         elif not 0 <= update.part < update.parts:
-            self.say(f"{name}: it is part {update.part} of {update.parts}")
+            self.say(f"{name}: it is part {update.part} of {update.parts}, which is invalid")
         elif not self._policy.stepwise and update.parts != 1:
-            self.say(f"{name}: it is one part of {update.parts}, and {self._policy} gives batches out whole")
+            self.say(f"{name}: it is one of {update.parts} parts, but {self._policy} does not split batches")
         exact = self._policy.by_clock and not self._is_restored
         generation = self.generation_at(update.clock) if exact else None
         if generation is None:
@@ -280,8 +280,8 @@ class ShardAuditor:
             place = self._policy.place(slots.index(update.slot), len(slots), update.clock, first)
             if (place.batch, place.part, place.parts) != (update.batch, update.part, update.parts):
                 self.say(
-                    f"{name}: it is part {update.part} of {update.parts} of batch {update.batch}, and its slot and "
-                    f"clock say part {place.part} of {place.parts} of batch {place.batch}"
+                    f"{name}: it is part {update.part} of {update.parts} of batch {update.batch}, but its slot and "
+                    f"clock require part {place.part} of {place.parts} of batch {place.batch}"
                 )
 
     def _kept(self, update: UpdateRow) -> int:
@@ -300,7 +300,7 @@ class ShardAuditor:
                 report = self.lack if self.missing else self.say
                 what = f"clock {first}: it was" if first == last else f"clocks {first} to {last}: they were"
                 report(
-                    f"version {self.summary.versions}, slot {slot}, {what} neither applied nor reported, although "
+                    f"version {self.summary.versions}, slot {slot}, {what} neither applied nor reported, but "
                     f"clock {top} was applied"
                 )
 
@@ -326,7 +326,7 @@ class ShardAuditor:
                 self.say(
                     f"version {row.version}, slot {update.slot}, clock {update.clock}: it read version "
                     f"{update.read_version}, which lacks clock {floor} of slot {slowest}; {self._policy} "
-                    f"includes all below {update.clock - lag}"
+                    f"requires all below {update.clock - lag}"
                 )
 
 
@@ -427,14 +427,14 @@ def _merged(files: Sequence[Iterable[Row]]) -> _Story:
                 if isinstance(other, StepRow) and isinstance(row, StepRow):
                     differ = [a for a, b in zip(other.updates, row.updates, strict=False) if a != b]
                     where = _where(other, *differ[:1])
-                story.problems.append(f"two replicas wrote different rows about {where}")
+                story.problems.append(f"two replicas wrote different rows for {where}")
     order = sorted(merged)
     for stint in stints:
         # It has every row that any server wrote between its opening and its last entry, which may be cut.
         term, end, _ = max(stint.rows, default=(-1, -1, -1))
         after, until = bisect_left(order, (term, stint.begin + 1, 0)), bisect_left(order, (term, end, 0))
         story.problems += [
-            f"one replica's log lacks {_where(merged[key])}, which another's has"
+            f"one replica's log lacks {_where(merged[key])}, which another replica has"
             for key in order[after:until]
             if key not in stint.rows
         ]

@@ -210,7 +210,7 @@ class ClientCore:
                     self._handle_primary(shard, message)
             case _:
                 raise ManyhandsError(
-                    f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
+                    f"worker {self.slot} received a {type(message).__name__}, which workers do not accept"
                 )
         return self._done()
 
@@ -223,7 +223,7 @@ class ClientCore:
         if self._left:
             return []
         if work is None:
-            raise ManyhandsError(f"worker {self.slot} reads rows for nothing that it was asked to compute")
+            raise ManyhandsError(f"worker {self.slot} reads rows but has no work to compute")
         for shard in self._shards:
             shard.rows, shard.rows_version = None, -1
             if shard.index in shards:
@@ -242,7 +242,7 @@ class ClientCore:
         if self._left:
             return []
         if work is None:
-            raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
+            raise ManyhandsError(f"worker {self.slot} computed something it was not asked to compute")
         slot, member, clock, pulls = self.slot, self.member, work.clock, not self._confirms
         part = (work.batch, work.part, work.parts)
         self.clock = clock + 1
@@ -403,11 +403,11 @@ class ClientCore:
         elif not all(shard.welcome for shard in shards):
             pass
         elif work.kind is WorkKind.FINISHED:
-            self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
+            self._leave(Reason.FINISHED, f"slot {self.slot} has no more work")
         elif work.kind is WorkKind.RETIRED:
             self._leave(Reason.RETIRED, f"slot {self.slot} was removed from the run")
         else:
-            raise ManyhandsError("the lead shard answered a Read without saying what to do")
+            raise ManyhandsError("the lead shard answered a Read without work")
 
     def _leave(self, reason: Reason, sentence: str) -> None:
         self._left = True

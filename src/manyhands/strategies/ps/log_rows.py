@@ -154,10 +154,10 @@ def row_from_json(line: str) -> Row:
     try:
         table = parse_record(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"a line of the log is not JSON of a row ({error}): {line[:80]!r}") from None
+        raise DataError(f"a line of the log is not a valid JSON row ({error}): {line[:80]!r}") from None
     if not isinstance(table, dict) or str(table.get("row")) not in _KINDS:
         raise DataError(
-            f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
+            f"a line of the log is not a row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
         )
     kind = _KINDS[str(table.pop("row"))]
     where = f"a line of the log, a {_NAMES[kind]} row, {line[:80]!r}"
@@ -171,7 +171,7 @@ def row_from_json(line: str) -> Row:
     row = checked(kind, table, where)
     if isinstance(row, LostRow) and not 0 <= row.until - row.first <= _MOST_LOST:
         raise DataError(
-            f"{where}: {row.until - row.first} clocks are lost in it, which none that a run writes has"
+            f"{where}: it has {row.until - row.first} lost clocks; at least 0 and at most {_MOST_LOST} are allowed"
         )
     return row
 
@@ -210,7 +210,7 @@ def parse_record(text: str | bytes) -> Any:
         table = dict(pairs)
         if len(table) < len(pairs):
             twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
-            raise ValueError(f"the key {twice[:_SHOWN]!r} comes twice")
+            raise ValueError(f"the key {twice[:_SHOWN]!r} appears twice")
         return table
 
     return json.loads(text, object_pairs_hook=once)
@@ -225,12 +225,12 @@ def checked(kind: type[_T], table: Any, where: str) -> _T:
         if not _fits(name, hint, table[name]):
             shown = repr(table[name])
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-            within = " with at least one" if "Row" in hint else ""
+            within = " with at least one item" if "Row" in hint else ""
             if "int" in hint:
                 within = " from {} to {}".format(*_LIMITS.get(name, (0, _MOST)))
             elif hint == "float":
-                within = f" from {_LEAST_PART:g} to 1, nor 0" if name == "weight" else f" within {_VAST:g}"
-            raise DataError(f"{where}: {name}={shown} is no {hint}{within}")
+                within = f" from {_LEAST_PART:g} to 1, or 0" if name == "weight" else f" within ±{_VAST:g}"
+            raise DataError(f"{where}: {name}={shown} must be {hint}{within}")
     return kind(**table)
 
 

@@ -133,11 +133,11 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
-            raise UserError(f"shard={self.shard} must lie between 0 and num_shards={self.num_shards} - 1")
+            raise UserError(f"shard={self.shard} must be between 0 and num_shards={self.num_shards} - 1")
         if self.steps < 0:
-            raise UserError(f"steps={self.steps} must not be negative")
+            raise UserError(f"steps={self.steps} must be at least 0")
         if not self.slots or len(set(self.slots)) < len(self.slots) or min(self.slots) < 0:
-            raise UserError(f"slots={self.slots} must be at least one, distinct, and not negative")
+            raise UserError(f"slots={self.slots} must be one or more distinct numbers of at least 0")
         set_once = partial(object.__setattr__, self)  # asked several times for every message
         policy, leads = self.policy, self.shard == LEAD
         set_once("leads", leads)

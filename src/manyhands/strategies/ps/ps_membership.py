@@ -73,9 +73,9 @@ class MembershipPlan:
     def __post_init__(self) -> None:
         for name, value in (("num_shards", self.num_shards), ("num_workers", self.num_workers)):
             if value < 1:
-                raise UserError(f"{name}={value}: must be at least 1")
+                raise UserError(f"{name}={value} must be at least 1")
         if self.replicas not in (0, 1):
-            raise UserError(f"replicas={self.replicas}: allowed are 0 and 1")
+            raise UserError(f"replicas={self.replicas} must be 0 or 1")
 
     @property
     def num_servers(self) -> int:
@@ -294,13 +294,13 @@ class PsMembership(Membership):
             self._num_server_errors += 1
             if again or self._num_server_errors >= MAX_DEATHS:
                 return self._fail(
-                    f"a server raised {error}{again}, which makes {self._num_server_errors} errors of servers: "
-                    "the next one would fail in the same way"
+                    f"a server raised {error}{again}, server error {self._num_server_errors} of this run: the next "
+                    "server would fail in the same way"
                 )
         self._server_deaths += 1
         if self._server_deaths >= MAX_DEATHS * self._plan.num_servers:
             return self._fail(
-                f"servers died {self._server_deaths} times in a row, and not once between were all shards whole"
+                f"servers died {self._server_deaths} times in a row without all shards being complete in between"
             )
         starts = StartServer(member=self._new_member(None).number)
         if self._epoch == 0:
@@ -309,7 +309,7 @@ class PsMembership(Membership):
         gone = self._shards.drop(member.number)
         if gone and not self._plan.can_restore:
             return self._fail(
-                f"shard {gone[0]} is gone: server {member.number} died, no other server had all of it, and "
+                f"shard {gone[0]} is lost: server {member.number} died, no other server had a complete copy, and "
                 "there is no snapshot; use replicas=1, or snapshots"
             )
         return [self._publish(), starts]
@@ -376,14 +376,14 @@ class PsMembership(Membership):
         slot = self._slots.get(number)
         active = [one.number for one in self._in_phase(SlotPhase.ACTIVE)]
         if slot is None or slot.phase is SlotPhase.RETIRING:
-            raise UserError(f"slot={number}: there is no such slot to remove; active are {active}")
+            raise UserError(f"slot={number} does not exist; the active slots are {active}")
         if slot.phase is SlotPhase.FINISHED:
             return []
         if slot.phase is SlotPhase.WANTED:
             del self._slots[number]
             return self._open() if self._epoch == 0 else []
         if self._epoch == 0:
-            raise UserError(f"slot={number}: the run has not begun; remove it when every worker has come")
+            raise UserError(f"slot={number}: the run has not started; remove it after every worker joined")
         if active == [number]:
             raise UserError(f"slot={number}: the last active slot cannot be removed")
         slot.phase = SlotPhase.RETIRING  # its worker stays until the lead shard has retired it

@@ -83,9 +83,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
         task = _built_in(path, directory.config)
         _check_capacity(path, task, record)
     if not 1 <= record.threads <= _MOST_THREADS:
-        raise UserError(
-            f"the run was recorded with {record.threads} threads, which no run has; its record is damaged"
-        )
+        raise UserError(f"{path} is damaged: threads={record.threads} must be between 1 and {_MOST_THREADS}")
     with preserved(), with_threads(record.threads):
         stage = ReplayStage(task, record, strategy)
         _require_same_task(path, task, record, directory.config, stage)
@@ -126,17 +124,15 @@ def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:
     """The strategy of a run that left a log of each of its shards; UserError where it is none or one is missing."""
     strategy = Strategy.parse(record.strategy)
     if not isinstance(strategy, Ps):
-        raise DataError(
-            f"{path / 'updates' / 'run.json'}: strategy={record.strategy!r} is none of servers (ps)"
-        )
+        raise DataError(f"{path / 'updates' / 'run.json'}: strategy={record.strategy!r} must be ps")
     if strategy.averages:
         raise UserError(
-            f"{path} cannot be replayed: with push={strategy.push} each worker has an optimizer of its own, whose "
-            "state is in no log; audit reads it"
+            f"{path} cannot be replayed: with push={strategy.push} each worker has its own optimizer, whose "
+            "state is not logged; use audit"
         )
     missing = next((shard for shard in range(strategy.servers) if shard not in logs.files), None)
     if missing is not None:
-        raise UserError(f"{path} has no log of shard {missing}: it took no step, or its file is gone")
+        raise UserError(f"{path} has no log of shard {missing}: it took no step, or its file is missing")
     return strategy
 
 
@@ -154,7 +150,7 @@ def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
     workload = find(name) if isinstance(name, str) else None
     if workload is None or not workload.task:
         raise UserError(
-            f"{path / 'config.json'}: its task is {printable(repr(name))}, which is no built-in one; "
+            f"{path / 'config.json'}: its task is {printable(repr(name))}, which is not a built-in task; "
             f"{nearest(str(name), TASK_NAMES)}"
         )
     task: Task = load(workload.task).build(**options)
@@ -170,13 +166,13 @@ def _check_capacity(path: Path, task: Task, record: RunRecord) -> None:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path}: the model of its configuration cannot be made: {first_line(error)[:200]}"
+            f"{path}: the model of its config.json cannot be built: {first_line(error)[:200]}"
         ) from error
     one = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     needed, room = one * (_COPIES + 2 * max(1, record.workers)), available_bytes()
     if needed > room:
         raise UserError(
-            f"{path}: the model of its configuration has {format_bytes(one)} of parameters, and replaying it takes "
+            f"{path}: the model of its config.json has {format_bytes(one)} of parameters, and replaying it needs "
             f"{format_bytes(needed)}, but only {format_bytes(room)} is available; is config.json the run's own?"
         )
 
@@ -194,10 +190,10 @@ def _require_same_task(
     }
     conflict = fingerprint(config).conflict(fingerprint(now))
     if conflict is not None:
-        raise UserError(f"{path} is no run of this task: {conflict.partition(';')[0]}")
+        raise UserError(f"{path} is not a run of this task: {conflict.partition(';')[0]}")
     if layout_digest(stage.layout) != record.layout:
         raise UserError(
-            f"{path} is no run of this task: its optimizer, or what of the model is trained, was different"
+            f"{path} is not a run of this task: its optimizer or its trained parameters were different"
         )
 
 
@@ -215,7 +211,7 @@ def _environment(record: RunRecord) -> list[str]:
     cpu = torch.backends.cpu.get_cpu_capability()
     changed = [("torch", record.torch, torch.__version__), ("instructions", record.cpu, cpu)]
     return [
-        f"the run was recorded with {what} {before}, and this is {now}: bits may differ"
+        f"the run was recorded with {what} {before}, but this is {now}: bits may differ"
         for what, before, now in changed
         if before != now
     ]

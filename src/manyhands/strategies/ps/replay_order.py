@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, num_of
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow, UpdateRow
 from manyhands.strategies.ps.update_files import ComputedRow
 
@@ -81,7 +81,7 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
             if isinstance(row, RestoredRow):
                 raise UserError(
                     f"shard {shard} went back to a snapshot of version {row.version}, as after resuming or the death "
-                    "of a server without replicas=1: workers may have read versions of it that are gone, so this run "
+                    "of a server without replicas=1: workers may have read versions that are lost, so this run "
                     "cannot be replayed"
                 )
             if isinstance(row, StepRow) and steps.setdefault(row.version, row) != row:
@@ -89,12 +89,10 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
                     f"shard {shard}, version {row.version}: two servers logged it differently"
                 )
     if 0 in steps:
-        raise ReplayImpossible(f"shard {shard}: a log has a step to version 0; the first is 1")
+        raise ReplayImpossible(f"shard {shard}: a log has a step to version 0; the first version is 1")
     for version in range(1, max(steps, default=0) + 1):
         if version not in steps:
-            raise ReplayImpossible(
-                f"shard {shard}: no log has its version {version}, and later ones are there"
-            )
+            raise ReplayImpossible(f"shard {shard}: no log has version {version}, but later versions exist")
     return [steps[version] for version in sorted(steps)]
 
 
@@ -127,8 +125,8 @@ class ReplayOrder:
         for row in (row for rows in computed.values() for row in rows):
             if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(steps)}:
                 raise ReplayImpossible(
-                    f"process {row.process} recorded {len(row.versions)} shards for slot {row.slot}, clock "
-                    f"{row.clock}; the run has {len(steps)}"
+                    f"process {row.process} recorded {num_of(len(row.versions), 'shard')} for slot {row.slot}, clock "
+                    f"{row.clock}, but the run has {len(steps)}"
                 )
             if row.name in self.computed:
                 raise ReplayImpossible(
@@ -181,7 +179,7 @@ class ReplayOrder:
                 if update.name in versions:
                     before = versions[update.name]
                     raise ReplayImpossible(
-                        f"{_where(row, update)}: it was applied as version {before} already"
+                        f"{_where(row, update)}: it was already applied as version {before}"
                     )
                 versions[update.name] = row.version
         return versions
@@ -191,7 +189,7 @@ class ReplayOrder:
             return len(self.steps[shard])
         applied = [0, *accumulate(num_batches(row) for row in self.steps[shard])]
         if not 0 <= until <= applied[-1]:
-            raise UserError(f"until={until}: shard {shard} applied {applied[-1]} batches in this run")
+            raise UserError(f"until={until} must be between 0 and {applied[-1]}, the batches of a shard")
         return next(version for version, batches in enumerate(applied) if batches >= until)
 
     def _need(self, name: Name | None) -> None:
@@ -201,7 +199,7 @@ class ReplayOrder:
                 if version > len(self.steps[shard]):
                     raise ReplayImpossible(
                         f"slot {row.slot}, clock {row.clock} (batch {row.batch}) read version {version} of shard "
-                        f"{shard}, whose log ends at version {len(self.steps[shard])}"
+                        f"{shard}, but its log ends at version {len(self.steps[shard])}"
                     )
                 self.ends[shard] = max(self.ends[shard], version)
             name = self.before.get(name)
@@ -285,7 +283,7 @@ class _Walk:
         shard, version = next(at for at in sorted(read.reads) if self._at[at[0]] < at[1])
         return (
             f"{_where(row, update)} cannot be reached: slot {read.slot}, clock {read.clock} read version "
-            f"{version} of shard {shard}, which waits for that itself at version {self._at[shard]}"
+            f"{version} of shard {shard}, which itself waits for this update at version {self._at[shard]}"
         )
 
 

@@ -227,7 +227,7 @@ class Player:
                     f"version {applied}" if applied is not None else "an update that was not applied there"
                 )
                 where = f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch})"
-                sentence = f"{where}: its gradient is not the recorded one"
+                sentence = f"{where}: its gradient differs from the recorded one"
                 return Difference(shard, applied, row.slot, row.clock, row.batch, sentence)
         for shard in compute.shards:
             part = self._parts[shard]

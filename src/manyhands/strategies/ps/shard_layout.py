@@ -108,7 +108,7 @@ class FlatLayout:
         A UserError names an optimizer that cannot be shared out, or a parameter of the wrong kind.
         """
         if shards < 1:
-            raise UserError(f"the number of shards is {shards}; it must be at least 1")
+            raise UserError(f"shards={shards} must be at least 1")
         if sparse:
             require_lazy(optimizer)
         named = trainable(model)
@@ -116,7 +116,7 @@ class FlatLayout:
         for name in sparse:
             if name not in names:
                 raise UserError(
-                    f"sparse names {name!r}, which is no trainable parameter; {nearest(name, names)}"
+                    f"sparse names {name!r}, which is not a trainable parameter; {nearest(name, names)}"
                 )
         is_table = {parameter: any(name in sparse for name in names) for parameter, names in named.items()}
         dense = [parameter for parameter in named if not is_table[parameter]]
@@ -204,7 +204,7 @@ def _runs(memory: Tensor, starts: Sequence[tuple[int, torch.dtype]]) -> tuple[Te
 
 def _check_capacity(memory: Tensor, num_bytes: int, what: str) -> None:
     if memory.dtype != torch.uint8 or memory.shape != (num_bytes,):
-        raise ValueError(f"{what} is {num_bytes} bytes, and not {tuple(memory.shape)} of {memory.dtype}")
+        raise ValueError(f"{what} needs {num_bytes} bytes, not {tuple(memory.shape)} of {memory.dtype}")
 
 
 def _cut(sizes: Sequence[int], shards: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
@@ -246,12 +246,12 @@ def _entry(names: Sequence[str], parameter: nn.Parameter, offset: int, position:
 def _table(names: Sequence[str], parameter: nn.Parameter, position: int | None) -> Table:
     if parameter.dim() == 0 or parameter.dtype not in _TABLE_DTYPES:
         raise UserError(
-            f"sparse names {names[0]!r}, a {parameter.dtype} of shape {tuple(parameter.shape)}; a table has rows, of "
+            f"sparse names {names[0]!r}, a {parameter.dtype} of shape {tuple(parameter.shape)}; a table needs rows of "
             "float32 or float64"
         )
     if position is None:
         raise UserError(
-            f"sparse names {names[0]!r}, which the optimizer does not have; a table is one of its parameters"
+            f"sparse names {names[0]!r}, which the optimizer does not have; a table must be one of its parameters"
         )
     return Table(
         name=names[0], aliases=tuple(names), shape=parameter.shape, dtype=parameter.dtype, position=position

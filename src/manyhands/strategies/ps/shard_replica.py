@@ -141,7 +141,7 @@ class ShardReplica:
             case Yield():
                 return self._step_down() if serving is not None and message.epoch > self.epoch else []
             case _:
-                raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
+                raise ValueError(f"shard {self.config.shard} does not accept a {type(message).__name__}")
 
     def state(self) -> dict[str, Any]:
         """The committed state as JSON values; the store matches it once all actions are executed.
@@ -231,7 +231,7 @@ class ServerCore:
         elif isinstance(message, View):
             return self.view(message)
         else:
-            raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
+            raise ValueError(f"server {self.member} does not accept a {type(message).__name__}")
         if replica is not None:
             return replica.handle(message, sender)
         if isinstance(message, _OF_WORKERS):

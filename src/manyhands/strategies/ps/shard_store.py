@@ -217,11 +217,11 @@ class ShardStore:
             {name: tuple(tensor.shape) for name, tensor in model.items()} for model in (own, state.model)
         )
         if shapes != given:
-            raise ValueError(f"the state holds {given}, and shard {self._shard} holds {shapes}")
+            raise ValueError(f"the state has {given}, but shard {self._shard} has {shapes}")
         if self._scheduler is not None:
             if state.batches < self._batches:
                 raise ValueError(
-                    f"the state is of batch {state.batches}, and the scheduler is at {self._batches}"
+                    f"the state is of batch {state.batches}, but the scheduler is already at {self._batches}"
                 )
             for _ in range(state.batches - self._batches):
                 self._scheduler.step()

@@ -100,7 +100,7 @@ class SlotTable:
             slot for slot in generation.slots if slot in self.records and self.records[slot].end < _NEVER
         ]
         if again:
-            raise ValueError(f"slots {again} were removed from the run; their numbers are never given again")
+            raise ValueError(f"slots {again} were removed from the run; their numbers cannot be reused")
         before = self.generations[-1] if self.generations else None
         self.generations.append(generation)
         self._ranks.append({slot: rank for rank, slot in enumerate(generation.slots)})

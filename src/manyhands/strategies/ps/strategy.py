@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, num_of
 from manyhands.facts import (
     BY_CHANCE,
     ROUNDED,
@@ -30,8 +30,7 @@ __all__ = ["Ps"]
 _PUSHED = ("gradients", "parameters")
 MEANS_OF_STEPS = Promise(
     answer=Answer.PARTLY,
-    words="those of one process where a step is proportional to the gradient, as of plain SGD; the same in every "
-    "repetition",
+    words="those of one process if steps are proportional to the gradient, as in plain SGD; the same in every run",
 )
 
 
@@ -69,9 +68,9 @@ class Ps(Strategy):
         if self.servers < 1:
             raise UserError(f"servers={self.servers} must be at least 1")
         if self.replicas not in (0, 1):
-            raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
+            raise UserError(f"replicas={self.replicas} must be 0 or 1; 1 keeps every shard on two servers")
         check_link(self.link)
-        no_sum = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
+        no_sum = "factors are summed over workers, but a server receives one worker's at a time; use allreduce link=tcp"
         check_codec(
             self.codec,
             link=self.link,
@@ -82,8 +81,8 @@ class Ps(Strategy):
         check_choice("push", self.push, _PUSHED)
         if self.averages and self.codec != RAW:
             raise UserError(
-                f"ps push={self.push} codec={self.codec}: a step is small beside the parameters that it moves, and a "
-                "codec would round it away; leave one of the two out"
+                f"ps push={self.push} codec={self.codec}: a codec would round away a step, which is small compared "
+                "to the parameters; leave one of the two out"
             )
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
@@ -93,7 +92,7 @@ class Ps(Strategy):
         if workers < fewest:
             raise UserError(
                 f"consistency={self.consistency} workers={workers}: it needs at least {fewest} workers; start more, or "
-                f"write a smaller number in consistency="
+                f"give a smaller number in consistency="
             )
 
     @property
@@ -123,8 +122,8 @@ class Ps(Strategy):
             servers = self.num_server_processes
             if world <= servers:
                 raise UserError(
-                    f"strategy={self}: of {world} processes {servers} would serve, and nobody would train; start at "
-                    f"least {servers + 1}, servers and workers together"
+                    f"strategy={self}: world size {world} leaves no worker besides {num_of(servers, 'server')}; start "
+                    f"at least {servers + 1} processes"
                 )
             return self, world - servers
         servers, workers = roles.get("ps", 0), roles.get("worker", 0)
@@ -132,17 +131,17 @@ class Ps(Strategy):
             raise UserError(f"strategy={self}: the cluster lists no ps; add one, or use allreduce")
         if not workers:
             raise UserError(
-                f"strategy={self}: the cluster lists no worker: its chief leads and does not train; add one"
+                f"strategy={self}: the cluster lists no worker, and a chief does not train; add a worker"
             )
         if self.servers not in (1, servers):
             raise UserError(
-                f"strategy={self}: servers={self.servers}, and the cluster lists {servers} of type ps; leave servers= "
+                f"strategy={self}: servers={self.servers}, but the cluster lists {servers} of type ps; leave servers= "
                 "out, or make them equal"
             )
         placed = replace(self, servers=servers)
         if placed.num_server_processes > servers:
             raise UserError(
-                f"strategy={self}: replicas={self.replicas} needs {placed.num_server_processes} servers, and the "
+                f"strategy={self}: replicas={self.replicas} needs {placed.num_server_processes} servers, but the "
                 f"cluster lists {servers} of type ps; add one, or leave replicas out"
             )
         return placed, workers
@@ -181,8 +180,8 @@ class Ps(Strategy):
         promises = Promises(
             worker_dies=Promise(
                 answer=Answer.YES,
-                words="the others go on; a successor takes its place, and no update is applied twice"
-                + (", but its optimizer begins anew" if self.averages else ""),
+                words="the others continue; a successor takes its place, and no update is applied twice"
+                + (", but its optimizer starts without state" if self.averages else ""),
             ),
             server_dies=Promise(
                 answer=Answer.YES, words="its shards are kept by a second server, which takes over"
@@ -190,9 +189,9 @@ class Ps(Strategy):
             if self.replicas
             else Promise(
                 answer=Answer.PARTLY,
-                words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
+                words="in a run with a directory a new server continues from the last snapshot; later updates are lost",
             ),
-            workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
+            workers_join=Promise(answer=Answer.YES, words="they may join and leave while it runs (mh.start)"),
             same_numbers=same,
         )
         # Each server steps its shard; where workers step, each does all of it.
@@ -211,20 +210,20 @@ class Ps(Strategy):
             kept_copies=1 + self.replicas,
             kernels=() if rounds_hops(self.codec) else ("codecs",),
             straggler_advice=advice[policy.waits_for],
-            cannot_clip="the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it "
+            cannot_clip="the servers of ps apply their shards of a gradient separately, and no process has all of it "
             "to clip",
-            cannot_stream="a batch of ps may be computed again, by a worker that takes over or a replay, and a stream "
-            "only goes forward",
-            cannot_read_apart="a batch of ps may be computed again, by a worker that takes over or a replay, without "
-            "the data of the first",
-            cannot_heed_evaluations="workers of ps evaluate in turn while the others train on, and none of "
-            "them sees every evaluation",
-            cannot_stop="the servers of ps give out work up to the last step that was asked for, and the run "
+            cannot_stream="a batch of ps may be computed again by a successor or a replay, but a stream can be "
+            "read only once",
+            cannot_read_apart="a batch of ps may be computed again by a successor or a replay, which does not have "
+            "the first worker's data",
+            cannot_heed_evaluations="workers of ps take turns evaluating while the others train, so no "
+            "worker sees every evaluation",
+            cannot_stop="the servers of ps assign work up to the requested last step, so the run "
             "ends here at once",
             cannot_cross_hosts="",
             instead_of_own_loop="give mh.fit a Task for ps",
             refused_buffers={
                 "synchronize": "its workers do not compute on parts of the same batch at the same time",
-                "mean": "its workers end one by one, and the model has the buffers of the last of them",
+                "mean": "its workers end one by one, and the model has the buffers of the last one",
             },
         )

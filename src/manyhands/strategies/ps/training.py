@@ -69,8 +69,8 @@ class PsTraining(Training):
         self._strategy = request.strategy
         if self._strategy.averages and request.plan.task.sparse:
             raise UserError(
-                f"strategy={self._strategy}: a worker has some rows of task.sparse, and no whole table to step; leave "
-                f"push={self._strategy.push} out, or sparse"
+                f"strategy={self._strategy}: a worker has only some rows of task.sparse and cannot step a table; "
+                f"leave push={self._strategy.push} out, or sparse"
             )
         self._point: ResumePoint | None = None
         self._steps_anew = False
@@ -112,11 +112,11 @@ class PsTraining(Training):
         if not self._steps_anew:
             return super().notes
         why = (
-            "nobody has the state that belongs to the parameters"
+            "no process has the state that belongs to the parameters"
             if self._strategy.consistency.lockstep
-            else f"under consistency={self._strategy.consistency} no state of theirs belongs to the parameters"
+            else f"with consistency={self._strategy.consistency} no saved state matches the parameters"
         )
-        return (*super().notes, f"the workers' optimizers begin anew: {why}")
+        return (*super().notes, f"the workers' optimizers start without state: {why}")
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:
@@ -130,8 +130,8 @@ class PsTraining(Training):
         if not strategy.consistency.stepwise:
             raise UserError(
                 f"{directory.path} cannot be resumed with another strategy or number of workers yet: it stopped in the "
-                f"middle of consistency={strategy.consistency}, where batches are done out of their order; resume it "
-                f"with {str(strategy)!r} and workers={directory.config['workers']}, and change them once that has ended"
+                f"middle of consistency={strategy.consistency}, where batches are not computed in order; resume it "
+                f"with {str(strategy)!r} and workers={directory.config['workers']}, and change them after that"
             )
         found = ShardSnapshots(directory.path, strategy.servers).at([point.version] * strategy.servers)
         assert found is not None, "the point is of these snapshots"

@@ -146,7 +146,7 @@ class _RecordFile:
         except WriteFailed as error:
             self.close()
             self.log = None
-            return f"{error}: its recording ends, the run continues, and can be neither replayed nor audited as a whole"
+            return f"{error}: its recording ends; the run continues, but cannot be fully replayed or audited"
         return None
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ def clear_records(run_path: Path) -> None:
                 shutil.rmtree(removing)
     except OSError as error:
         raise WriteFailed(
-            f"{folder}, of a run that begins again, could not be removed: {reason(error)}"
+            f"{folder} could not be removed before the run restarts: {reason(error)}"
         ) from error
 
 
@@ -253,7 +253,7 @@ def write_record(run_path: Path, record: RunRecord) -> None:
     try:
         make_directory(folder)
     except OSError as error:
-        raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
+        raise WriteFailed(f"{folder} could not be created: {reason(error)}") from error
     write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **record._asdict()})
 
 
@@ -267,9 +267,9 @@ def read_record(run_path: Path) -> RunRecord:
             f"{run_path} has no {_FOLDER}/{_RECORD}: only runs of strategy ps with a run directory are recorded"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged, it is not JSON: {error}") from None
+        raise DataError(f"{path} is damaged: it is not valid JSON: {error}") from None
     if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
-        raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
+        raise DataError(f"{path} does not have the format {_FORMAT!r} version {_VERSION}")
     del table["format"], table["version"]
     table.setdefault("begun", 0)  # a record from before runs could change to ps has none
     return checked(RunRecord, table, f"{path}")
@@ -299,7 +299,7 @@ def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
         try:
             table = parse_record(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
+            raise DataError(f"it is not a valid JSON row ({error}): {line[:80]!r}") from None
         if isinstance(table, dict):
             table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
         return checked(ComputedRow, table, f"{line[:80]!r}")
@@ -327,14 +327,14 @@ def _read(path: Path, parse: Callable[[str], _T], of: tuple[str, int], notes: li
         raise DataError(f"{path} cannot be read: {reason(error)}") from error
     if rest:
         notes.append(
-            f"{path.name}: its last line is cut, as of a process that was killed, and was passed over"
+            f"{path.name}: its last line is incomplete, as when a process is killed, and was skipped"
         )
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(row := parse(line))
             if getattr(row, of[0]) != of[1]:
-                raise DataError(f"{of[0]}={getattr(row, of[0])} in a log of {of[0]} {of[1]}: {line[:80]!r}")
+                raise DataError(f"{of[0]}={getattr(row, of[0])} in the log of {of[0]} {of[1]}: {line[:80]!r}")
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
     return rows

@@ -58,7 +58,7 @@ class WorkerArea:
         expected = _num_bytes(layout, with_values=values is None)
         if segment.num_bytes != expected:
             segment.close()
-            raise ValueError(f"a worker's area of this task has {expected} bytes, not {segment.num_bytes}")
+            raise ValueError(f"a worker's shared memory must have {expected} bytes, not {segment.num_bytes}")
         self.segment = segment
         self._layout = layout
         begin = _flags_bytes(layout)

@@ -200,7 +200,7 @@ class ServerTraining:
         try:
             write_record(run_path, record)
         except WriteFailed as error:
-            return f"{error}: the run continues, and can be neither replayed nor audited"
+            return f"{error}: the run continues, but cannot be replayed or audited"
         return None
 
     def model(self) -> nn.Module:

@@ -83,14 +83,14 @@ class Gradients:
             least = flags + self._coding.least_bytes(push.shard)
             if num_bytes < least:
                 what = f"an encoded gradient for shard {push.shard}"
-                raise ProtocolError("payload_bytes", f"{what} has at least {least} bytes, not {num_bytes}")
+                raise ProtocolError("payload_bytes", f"{what} needs at least {least} bytes, not {num_bytes}")
             rows = num_bytes - flags - self._coding.most_bytes(push.shard)
             self.tables.check_capacity(push.shard, max(0, rows))
             return None
         dense = self._dense_bytes[push.shard] if self._inline else 0
         if num_bytes < dense:
             raise ProtocolError(
-                "payload_bytes", f"a gradient for shard {push.shard} has {dense} bytes, not {num_bytes}"
+                "payload_bytes", f"a gradient for shard {push.shard} needs {dense} bytes, not {num_bytes}"
             )
         self.tables.check_capacity(push.shard, num_bytes - dense)
         if not self._inline:

@@ -227,15 +227,13 @@ class Launcher(RunLauncher[RunMembers]):
         taken = set(self._places.values())
         place = next((one for one in range(len(self._files.server_rings)) if one not in taken), None)
         if place is None:
-            raise ManyhandsError(f"member {member} has no place: all {len(taken)} servers are still there")
+            raise ManyhandsError(f"member {member} replaces no server: all {len(taken)} are still alive")
         self._places[member], self._roles[member] = place, self._files.server_rings[place].role
         return place
 
     def _report_recovered(self, recovered: list[tuple[str, int]]) -> None:
         for what, member in recovered:
-            self._log.recovered(
-                member, what, f"{what} is whole again after {{seconds}} s, with member {member}"
-            )
+            self._log.recovered(member, what, f"{what} recovered after {{seconds}} s, with member {member}")
 
     def _stop(self) -> None:
         raise Aborted("the run was asked to stop")
@@ -249,7 +247,7 @@ class Launcher(RunLauncher[RunMembers]):
         deadline = time.monotonic() + self._job.timeout_s
         while missing := self._missing_shards():
             if time.monotonic() > deadline:
-                raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
+                raise PeerTimeout(f"the servers did not hand over shards {missing} in time", peer=-1)
             self._poll()
         self._closing = True
         self._outcome.shards = [self._left[shard]._asdict() for shard in sorted(self._left)]

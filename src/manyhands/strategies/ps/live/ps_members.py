@@ -166,7 +166,7 @@ class RunKeeper:
                     # The successor of a member that died before the confirmation sends its record again.
                     self._before[shipment.file] = take_record(self._run_path, shipment.file, bytes(data))
         except WriteFailed as error:
-            self._say(f"no {shipment}: {error}")
+            self._say(f"{shipment} was not saved: {error}")
 
     def snapshot(self, wanted: remote.SnapshotWanted) -> Sequence[Any]:
         found = self._snapshots.load(wanted.shard, wanted.version) if self._snapshots.kept else None
@@ -178,8 +178,8 @@ class RunKeeper:
         if run is None:
             return []
         return [
-            f"{record} stayed on the host of {name}, which died, and nobody has come from there since: its recording "
-            "is missing, and the run can be neither replayed nor audited as a whole"
+            f"{record} is on the host of {name}, which died, and no process from there has rejoined: this recording is "
+            "missing, so the run cannot be fully replayed or audited"
             for member, name in self.computed.items()
             if record_rows(run, record := record_of(member)) is None
         ]
@@ -270,7 +270,7 @@ class RoleMembers(ExternalMembers):
     def _give_snapshot(self, rank: int, wanted: remote.SnapshotWanted) -> None:
         servers = self._job.strategy.servers
         if not 0 <= wanted.shard < servers or (wanted.version is not None and wanted.version < 0):
-            raise ProtocolError("shard", f"version {wanted.version} of {wanted.shard}, of {servers} shards")
+            raise ProtocolError("shard", f"no version {wanted.version} of shard {wanted.shard} of {servers}")
         name = str(remote.Shipment("snapshot", shard=wanted.shard))
         self._control_server.give(rank, name, self._keeper.snapshot(wanted))
 

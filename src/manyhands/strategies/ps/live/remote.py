@@ -147,7 +147,7 @@ class _ControlMember:
         while not self._line.stop_requested():
             if time.monotonic() - reported_s >= _STANDS_BY_S:
                 reported_s = time.monotonic()
-                _log.warning("%s stands by: %s has no part for it yet", self.name, self._line.leader)
+                _log.warning("%s is waiting: %s has no work for it yet", self.name, self._line.leader)
             received = self._line.received()
             if received:
                 first, *self._orders = received
@@ -157,7 +157,7 @@ class _ControlMember:
             select.select([self._line.control_fileno()], [], [], _LOOK_S)
         over = self._line.over
         raise Aborted(
-            over.sentence if over is not None else f"the run ended before {self.name} had a part in it"
+            over.sentence if over is not None else f"the run ended before {self.name} received any work"
         )
 
     def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
@@ -213,7 +213,9 @@ class _SentSnapshots(ShardSnapshots):
         """Send a snapshot once the previous one has left: each is as large as the shard."""
         before = self._leaving.get(shard)
         if before is not None and not before.wait(self._timeout_s):
-            raise PeerTimeout(f"{self._line.leader} took no snapshot for {self._timeout_s:.0f} s", peer=0)
+            raise PeerTimeout(
+                f"{self._line.leader} did not accept a snapshot within {self._timeout_s:.0f} s", peer=0
+            )
         left = self._leaving[shard] = threading.Event()
         self._line.give(str(Shipment("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
 
@@ -261,7 +263,9 @@ class _Records:
                 if line.over is not None:
                     raise Aborted(line.over.sentence)
                 if time.monotonic() - since_s >= timeout_s:
-                    raise PeerTimeout(f"{line.leader} took no {path.name} for {timeout_s:.0f} s", peer=0)
+                    raise PeerTimeout(
+                        f"{line.leader} did not accept {path.name} within {timeout_s:.0f} s", peer=0
+                    )
         line.store.check(["records"])  # the reply follows all that was sent: the leader has it
         self.remove()
 
@@ -296,7 +300,7 @@ class Shipment:
         """The shipment of that name; ProtocolError for an invalid name."""
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ProtocolError("name", f"{name[:80]!r} is nothing that members send")
+            raise ProtocolError("name", f"{name[:80]!r} is not an item that members send")
         kind, shard, buffers, file = match.groups()
         if buffers:
             return BUFFERS
@@ -305,7 +309,7 @@ class Shipment:
                 raise ProtocolError("name", f"{file[:80]!r} is not a record of updates")
             return cls("record", file=file)
         if int(shard) >= shards:
-            raise ProtocolError("name", f"{name!r} where there are {shards} shards")
+            raise ProtocolError("name", f"{name!r}: there is no such shard of {shards}")
         return cls(kind, shard=int(shard))
 
 
@@ -329,7 +333,7 @@ def take_final(layout: FlatLayout, shard: int, data: bytearray, memory: Tensor) 
     sizes = [len(own[name]) * values[:1].nbytes for name, values in tables.items()]
     expected = end - begin + sum(sizes)
     if len(data) != expected:
-        raise ProtocolError("bytes", f"shard {shard} has {expected} bytes at the end, and {len(data)} came")
+        raise ProtocolError("bytes", f"shard {shard} has {expected} bytes, but {len(data)} arrived")
     came = torch.from_numpy(np.frombuffer(data, np.uint8))
     memory[begin:end] = came[: end - begin]
     at = end - begin
@@ -352,6 +356,6 @@ def unpack_snapshot(data: bytearray) -> ShardSnapshot:
         version, length = _HEAD.unpack_from(data)
         core = bytes(data[_HEAD.size : _HEAD.size + length]).decode()
     except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError("payload", f"is not a snapshot of a shard: {error}") from error
+        raise ProtocolError("payload", f"not a snapshot of a shard: {error}") from error
     state, held = unpack_install(memoryview(data)[_HEAD.size + length :])
     return ShardSnapshot(version=version, state=state, held=held, core=core)

@@ -63,7 +63,7 @@ class UnknownSets(Exception):
     """A payload names row sets that are not known here."""
 
     def __init__(self, unknown: Sequence[Unknown]) -> None:
-        super().__init__(f"{len(unknown)} row sets are not known")
+        super().__init__(f"{len(unknown)} row sets are unknown")
         self.names = tuple(one.name.hex() for one in unknown)
 
 
@@ -118,7 +118,7 @@ def take_sets(
             rows, rest = _cut(rest, count, torch.int64)
             _require_own(table, placement, shard, rows)
             if not bool((rows[1:] > rows[:-1]).all()):
-                raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
+                raise ProtocolError("rows", f"the rows of table {table.name!r} are not in ascending order")
             try:
                 found.append(sets.learn(Given(name=name, rows=rows)))
             except ValueError as error:
@@ -136,7 +136,7 @@ def take_sets(
         elif kind == _Kind.ABSENT and count == 0:
             found.append(None)
         else:
-            raise ProtocolError("rows", f"table {table.name!r} comes as kind {kind} with {count} rows")
+            raise ProtocolError("rows", f"table {table.name!r}: kind {kind} with {count} rows is invalid")
     unknown = [one for one in found if isinstance(one, Unknown)]
     if unknown:
         raise UnknownSets(unknown)
@@ -184,7 +184,7 @@ def _cut(
     num_bytes = count * dtype.itemsize
     end = round_up(num_bytes, LINE_BYTES)
     if end > len(rest):
-        raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
+        raise ProtocolError("rows", f"{len(rest)} bytes are left, but {end} were announced")
     array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
     if not array.flags.writeable and borrow and num_bytes:
         # The same memory as an array that torch accepts without a warning; for reading only, and it owns nothing.
@@ -198,4 +198,4 @@ def _cut(
 def _require_own(table: Table, placement: Placement, shard: int, rows: Tensor) -> None:
     bad = placement.foreign_row(rows, shard)
     if bad is not None:
-        raise ProtocolError("rows", f"row {bad} of table {table.name!r} is not shard {shard}'s")
+        raise ProtocolError("rows", f"row {bad} of table {table.name!r} does not belong to shard {shard}")

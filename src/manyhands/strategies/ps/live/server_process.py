@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.errors import Aborted, ManyhandsError
+from manyhands.errors import Aborted, ManyhandsError, num_of
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.events import EventKind
@@ -91,7 +91,7 @@ def require_sense(message: Any, role: str, num_shards: int) -> None:
     if not isinstance(message, _FROM_WORKERS) and not (
         isinstance(message, _FROM_SERVERS) and role == "server"
     ):
-        raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
+        raise ProtocolError("message", f"a server does not accept a {type(message).__name__} from a {role}")
     require_shard(message.shard, num_shards)
 
 
@@ -191,7 +191,7 @@ class _Server:
                     try:
                         if self._peers[member] != "server" and tag != member:
                             segment.close()
-                            raise ProtocolError("tag", f"member {member} shares memory as if it were {tag}")
+                            raise ProtocolError("tag", f"member {member} shares memory as member {tag}")
                         self._gradients.add_area(tag, segment)
                     except (ProtocolError, ValueError) as error:
                         wrong = (
@@ -212,7 +212,7 @@ class _Server:
                 case Ready():
                     self._attend()
                 case Rejected(reason=reason, count=count):
-                    whom = "a connection:" if count == 1 else f"{count} connections, the last of them:"
+                    whom = "a connection:" if count == 1 else f"{count} connections, most recently:"
                     self._note(f"{self._context.name} rejected {whom} {reason}")
 
     def _attend(self) -> None:
@@ -281,7 +281,7 @@ class _Server:
                 if not push.skip and self._core.keeps(message):
                     contribution = self._gradients.of(push, payload, by_worker=push is message)
                     if contribution is None:  # a worker's protocol error, or the end of this replica
-                        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+                        sentence = f"the gradient of slot {push.slot}, clock {push.clock} is missing"
                         raise ProtocolError("push", sentence) if message is push else ManyhandsError(sentence)
                     if push is message and self._refuse(member, push, contribution):
                         return
@@ -289,7 +289,7 @@ class _Server:
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
         except UnknownSets as unknown:
             if not isinstance(message, _NAMING_ROWS):
-                raise ProtocolError("rows", "a forward names rows that it should give") from unknown
+                raise ProtocolError("rows", "a forward must list its rows, not name a set") from unknown
             again = RowsUnknown(message.shard, message.slot, message.clock, unknown.names)
             self._hub.send(member, again)
             return
@@ -414,7 +414,7 @@ class _Server:
         if failure is not None:
             self._note(failure, ends_recording=True)
         if isinstance(row, LostRow):
-            lost = f"{row.until - row.first} updates of worker {row.slot}"
+            lost = f"{num_of(row.until - row.first, 'update')} of worker {row.slot}"
             self._note(f"shard {row.shard} lost {lost} with a server that had no replica")
 
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:

@@ -52,11 +52,11 @@ class ServerTables:
     def check_capacity(self, shard: int, num_bytes: int) -> None:
         """Reject a payload that is longer than rows of this shard can be, before it is read."""
         if not 0 <= shard < self._layout.shards:
-            raise ProtocolError("shard", f"{shard} is none of {self._layout.shards}")
+            raise ProtocolError("shard", f"there is no shard {shard} of {self._layout.shards}")
         most = self._most_bytes[shard]
         if num_bytes > most:
             raise ProtocolError(
-                "payload_bytes", f"rows for shard {shard} have at most {most} bytes, not {num_bytes}"
+                "payload_bytes", f"rows for shard {shard} must have at most {most} bytes, not {num_bytes}"
             )
 
     def asked(self, shard: int, payload: memoryview, whole: bool) -> list[Tensor | None]:
@@ -66,7 +66,7 @@ class ServerTables:
             return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
         rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
         if rest:
-            raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
+            raise ProtocolError("rows", f"{len(rest)} bytes follow the last table")
         return rows
 
     def values(

@@ -91,7 +91,7 @@ class RangeCoding:
         if not fits or end > payload.numel():
             raise ProtocolError(
                 "payload_bytes",
-                f"{lengths} bytes for the parcels of shard {shard}, of {payload.numel()} in all",
+                f"parcels of {lengths} bytes for shard {shard} do not fit its payload of {payload.numel()} bytes",
             )
         return end
 
@@ -122,7 +122,7 @@ class RangeCoding:
         head = self.least_bytes(shard)
         if payload.numel() < head:
             raise ProtocolError(
-                "payload_bytes", f"{payload.numel()} bytes, where {head} say how many there are"
+                "payload_bytes", f"{payload.numel()} bytes are too few: the lengths alone take {head}"
             )
         return head, payload[:head].view(torch.int64)[: len(self._parcels[shard])].tolist()
 

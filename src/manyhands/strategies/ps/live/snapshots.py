@@ -56,7 +56,7 @@ def unpack_install(payload: memoryview) -> tuple[ShardState, dict[tuple[int, int
         state = ShardState(model=tree["model"], optimizer=tree["optimizer"], batches=tree["batches"])
         held = {(slot, clock): buffer for slot, clock, buffer in tree["held"]}
     except (ValueError, KeyError, TypeError, struct.error, safetensors.SafetensorError) as error:
-        raise ProtocolError("payload", f"is not a state of a shard: {error}") from error
+        raise ProtocolError("payload", f"not the state of a shard: {error}") from error
     return state, held
 
 

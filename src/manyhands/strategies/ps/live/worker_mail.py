@@ -52,7 +52,7 @@ def wire_of_link(strategy: Ps) -> int:
 
 def require_shard(shard: int, num_shards: int) -> None:
     if not 0 <= shard < num_shards:
-        raise ProtocolError("shard", f"{shard} is none of {num_shards}")
+        raise ProtocolError("shard", f"there is no shard {shard} of {num_shards}")
 
 
 class WorkerMail:
@@ -125,7 +125,7 @@ class WorkerMail:
             most = self._body.coding.most_bytes(message.shard)
             if num_bytes > most:
                 raise ProtocolError(
-                    "payload_bytes", f"{num_bytes} bytes of parameters, where at most {most} can be"
+                    "payload_bytes", f"{num_bytes} bytes of parameters; at most {most} are allowed"
                 )
         elif values.nbytes == num_bytes:
             return memoryview(values.numpy())  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class WorkerMail:
     def require_known(self, message: Any) -> None:
         """ProtocolError for a message that no worker is sent, or of an unknown shard."""
         if not isinstance(message, _FOR_WORKERS):
-            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker")
+            raise ProtocolError("message", f"a worker does not accept a {type(message).__name__}")
         require_shard(message.shard, self._shards)
 
     def take(self, message: Parameters, payload: memoryview) -> None:
@@ -148,7 +148,7 @@ class WorkerMail:
             return
         if payload.nbytes != values.nbytes:
             raise ProtocolError(
-                "payload_bytes", f"{payload.nbytes} bytes of parameters where {values.nbytes} are expected"
+                "payload_bytes", f"{payload.nbytes} bytes of parameters; {values.nbytes} are expected"
             )
         came = np.frombuffer(payload, np.uint8)
         if came.ctypes.data != values.data_ptr():

@@ -77,7 +77,7 @@ class WorkerState:
                 if kept is not None:
                     codec.remember(kept.model)
             except CorruptCheckpoint as error:
-                notice = f"worker {part} continues without the residuals of its codec: {error}"
+                notice = f"worker {part} continues without its codec's residuals: {error}"
         self.coding.begin(batch, part)
         self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
         done = batch + 1
@@ -85,7 +85,7 @@ class WorkerState:
             try:
                 self._residuals.save(done, part, codec.memory())
             except WriteFailed as error:
-                notice = f"the residuals of worker {part} after {done} batches were not kept: {error}"
+                notice = f"the residuals of worker {part} after batch {done} were not saved: {error}"
         return notice
 
     def await_place(self, member: int) -> tuple[int, int] | None:
@@ -134,7 +134,7 @@ class WorkerState:
             if done.samples:
                 self.course.add(done.loss)
             return None
-        return f"{where}: {'the gradient' if finite else 'the loss'} is not finite; nothing of it was applied"
+        return f"{where}: {'the gradient' if finite else 'the loss'} is not finite; it was not applied"
 
     def cause(self, done: Computed) -> str:
         """The likely cause of a non-finite value, as far as this worker can tell, and what to try."""
@@ -287,15 +287,15 @@ class OwnSteps:
         if self._begun:
             return None
         self._begun = True
-        anew = f"the optimizer of worker {slot} begins anew at batch {work.batch + 1}"
+        anew = f"the optimizer of worker {slot} starts without state at batch {work.batch + 1}"
         if not self._load_states:
-            return f"{anew}: who takes a place over has no state of it" if work.clock else None
+            return f"{anew}: a successor does not receive the state" if work.clock else None
         try:
             kept = self._residuals.load(work.batch, work.part)
         except CorruptCheckpoint as error:
             return f"{anew}: {error}"
         if kept is None:
-            return f"{anew}: its state was not kept"
+            return f"{anew}: its state was not saved"
         optimizer = self._built.optimizer  # its groups as they are: the scheduler brings them to this batch
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": kept.optimizer["state"], "param_groups": groups})
@@ -316,7 +316,7 @@ class OwnSteps:
             try:
                 self._residuals.save(done, part, {}, optimizer.state_dict())
             except (WriteFailed, NonFiniteSnapshot) as error:
-                return f"the optimizer of worker {part} was not kept after {done} batches: {error}"
+                return f"the optimizer of worker {part} was not saved after batch {done}: {error}"
         return None
 
 

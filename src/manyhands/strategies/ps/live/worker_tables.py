@@ -102,7 +102,7 @@ class WorkerTables:
             expected = self._sizes[shard] = values_bytes(tables, counts)
         if num_bytes != expected:
             raise ProtocolError(
-                "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
+                "payload_bytes", f"the rows of shard {shard} must have {expected} bytes, not {num_bytes}"
             )
 
     def take(self, shard: int, payload: memoryview) -> None:
@@ -166,22 +166,22 @@ class WorkerTables:
 
 def _checked(table: Table, rows: Any) -> Tensor:
     """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
-    allowed = f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
+    allowed = f"it must return row indices from 0 to {table.shape[0] - 1}"
     try:
         found = torch.as_tensor(rows)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
+        raise UserError(f"sparse[{table.name!r}] returned a {type(rows).__name__}; {allowed}") from error
     if not found.numel():
         return _NO_ROWS
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
+        raise UserError(f"sparse[{table.name!r}] returned items of {found.dtype}; {allowed}")
     given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
     if not ascend(given):
         given.sort()
         given = given[np.append(True, given[1:] != given[:-1])]
     for row in (int(given[0]), int(given[-1])):
         if not 0 <= row < table.shape[0]:
-            raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
+            raise UserError(f"sparse[{table.name!r}] returned row {row}; {allowed}")
     return torch.from_numpy(given)
 
 
@@ -219,6 +219,6 @@ def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:
 def _require_none(table: Table, rows: Tensor) -> None:
     if rows.numel():
         raise UserError(
-            f"sparse[{table.name!r}] did not name row {int(rows[0])}, which the batch has a gradient in; it must name "
-            "every row that the batch reads; a table that is also used whole, such as an output layer, is not sparse"
+            f"sparse[{table.name!r}] did not return row {int(rows[0])}, but the batch has a gradient there; return "
+            "every row that the batch reads; a table that is also used in full, such as an output layer, is not sparse"
         )
