@@ -207,7 +207,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
             records[name][1] = value
         line.queue.put(ControlEvents(lost=lost), [records.tobytes()])
         failure = party.one(Ended).failure
-        assert "it broke the protocol: link protocol, field 'events'" in failure.sentence
+        assert "it violated the protocol: link protocol, field 'events'" in failure.sentence
         line.close()
     Collector({"worker-1": ring}, workers=2, directory=tmp_path).start().close()
     assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
@@ -275,7 +275,7 @@ def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
     ("asked", "kind", "told"),
     [
         ({"terms": terms_of({"task": "words", "steps": 10})}, UserError, "worker 1 on host1 has task=words"),
-        ({"world": 4}, UserError, "is one of 4 processes"),
+        ({"world": 4}, UserError, "has world size 4"),
         ({"token": b"another secret of another run"}, UserError, "field 'token'"),
     ],
 )
@@ -297,9 +297,9 @@ def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stay
 ) -> None:
     party = make()
     first = party.join(1)
-    with pytest.raises(UserError, match="two processes are rank 1"):
+    with pytest.raises(UserError, match="two processes have rank 1"):
         party.join(1)
-    assert "two processes are rank 1" in party.control_server.register.late("join", 1.0)
+    assert "two processes have rank 1" in party.control_server.register.late("join", 1.0)
     first.send({"still": "here"})
     assert party.one(Said).payload == {"still": "here"}
 
@@ -319,7 +319,7 @@ def test_a_member_that_dies_or_leaves_is_told_once_and_may_come_again(make: Call
     again = party.join(1)
     party.until(lambda: party.control_server.members == (1,))
     again.close()
-    assert "left before it had a result" in party.one(Ended).failure.sentence
+    assert "left before it reported a result" in party.one(Ended).failure.sentence
 
 
 def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
@@ -333,7 +333,7 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     party.until(lambda: line.over is not None)
     assert "worker 1 on host1" in ended.failure.sentence
     assert "worker 0 on " in line.over.sentence
-    assert "nothing heard for 0.5 s" in ended.failure.sentence + line.over.sentence  # who looked first
+    assert "nothing received for 0.5 s" in ended.failure.sentence + line.over.sentence  # who looked first
     assert time.monotonic() - began < 5.0
 
 
@@ -371,7 +371,7 @@ def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callabl
     party = make(4)
     line = party.join(1)
     line.queue.put(hello_of(ProcessPlace(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
-    assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
+    assert "is lost: it sent a second hello" in party.one(Ended).failure.sentence
     assert (party.control_server.members, party.control_server.register.missing) == ((), (1, 2, 3))
     party.join(2)
     party.until(lambda: party.control_server.members == (2,))

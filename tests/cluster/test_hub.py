@@ -171,7 +171,7 @@ def test_memory_is_not_shared_over_tcp(party: Party) -> None:
     _, two = party.pair("tcp")
     with (
         Segment.create(4096, "a test") as segment,
-        pytest.raises(UserError, match="TCP, which cannot pass memory"),
+        pytest.raises(UserError, match="TCP, which cannot share memory"),
     ):
         two.share(1, segment)
 
@@ -354,7 +354,7 @@ def test_another_release_is_refused_by_name(party: Party, monkeypatch: pytest.Mo
 def test_another_member_than_expected_is_refused(party: Party) -> None:
     one, two = party.add(1), party.add(2)
     two.connect(3, one.listen("unix"))
-    assert "1 answers where 3 is expected" in party.one(2, Lost).reason
+    assert "1 answers, but 3 is expected" in party.one(2, Lost).reason
     assert "'member'" in party.one(1, Rejected).reason
 
 
@@ -429,7 +429,7 @@ def test_what_is_no_address_is_refused(party: Party, address: str) -> None:
 
 def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party) -> None:
     one, two = party.pair("unix")
-    with pytest.raises(UserError, match="member 1 is connected"):
+    with pytest.raises(UserError, match="member 1 is already connected"):
         two.connect(1, "unix:x")
     address = one.listen("unix")
     party.events[3] = []
@@ -506,7 +506,7 @@ def test_a_stranger_is_turned_away_and_the_hub_goes_on(
         (encode_header(1, 0, 8, 100, 0) + bytes(8) + b"cut", "cut in the middle"),
         (encode_header(1, 0, 8, 0)[:20], "cut in the middle"),
         (encode_header(1, IN_ARENA, 8, 100, 64) + bytes(8), "no memory is shared"),
-        (encode_header(8, 1, 8, 0) + bytes(8), "none passed"),
+        (encode_header(8, 1, 8, 0) + bytes(8), "not passed"),
         (b"", "without a goodbye"),
     ],
     ids=[
@@ -570,7 +570,7 @@ def test_a_silent_member_is_lost_at_the_limit(party: Party, how: str) -> None:
         clock.now_s += 0.5
         (lost,) = one.poll(0)
         assert isinstance(lost, Lost)
-        assert lost.reason == "nothing heard for 5 s, not even a heartbeat"
+        assert lost.reason == "nothing received for 5 s, not even a heartbeat"
 
 
 def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
@@ -580,7 +580,7 @@ def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
         for _ in range(10):
             assert one.poll(0.001) == []
             clock.now_s += 0.5
-        assert "did not say who it is" in party.one(1, Rejected).reason
+        assert "did not identify itself" in party.one(1, Rejected).reason
 
 
 @all_three

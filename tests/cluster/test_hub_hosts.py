@@ -67,7 +67,7 @@ def test_a_role_without_the_runs_certificate_is_refused_with_its_address(
     foreign_row = careless_security(folders("other") / HOSTS[1])
     one, two = meet(party, two_hosts, run_security(), foreign_row)
     remote = party.one(1, Rejected)
-    assert remote.reason.startswith(f"{two_hosts.address(1)}: its certificate is of another authority")
+    assert remote.reason.startswith(f"{two_hosts.address(1)}: its certificate is from another authority")
     assert "it refused this end's certificate" in party.one(2, Lost).reason
     assert one.members() == two.members() == ()
 

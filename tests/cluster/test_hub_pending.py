@@ -352,7 +352,9 @@ def test_calls_pause_longer_and_longer_and_end_with_a_sentence() -> None:
     )
     assert all(pause <= 1.0 for pause in pauses)
     assert len(set(pauses[5:])) > 3  # by chance
-    assert sentence == f"not reached at tcp:x within 10.0 s, in {len(pauses) + 1} tries; the last: no answer"
+    assert (
+        sentence == f"not reached at tcp:x within 10.0 s, in {len(pauses) + 1} tries; last error: no answer"
+    )
     assert 7 not in calls
 
 

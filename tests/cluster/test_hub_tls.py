@@ -46,9 +46,9 @@ def test_a_role_of_another_authority_is_named_on_both_sides(party: Party) -> Non
     two.connect(1, one.listen("tcp"))
     lost = party.one(2, Lost)
     assert (lost.member, lost.in_peace) == (1, False)
-    assert "its certificate is of another authority; give both hosts folders" in lost.reason
+    assert "its certificate is from another authority; give both hosts folders" in lost.reason
     reason = party.one(1, Rejected).reason
-    assert "it refused this end's certificate, which is of another authority" in reason
+    assert "it refused this end's certificate, which is from another authority" in reason
     assert time.monotonic() - begin_s < 5.0  # it was refused by name, so nobody dials for a minute
     assert one.members() == two.members() == ()
 
@@ -57,8 +57,8 @@ def test_a_role_that_would_believe_anybody_is_refused_all_the_same(party: Party)
     one = party.add(1, settings=SECURE)
     foreign_row = careless_security(folders("other") / HOSTS[1])
     party.add(2, settings=Settings(security=foreign_row)).connect(1, one.listen("tcp"))
-    assert "it refused this end's certificate, which is of another authority" in party.one(2, Lost).reason
-    assert "its certificate is of another authority" in party.one(1, Rejected).reason
+    assert "it refused this end's certificate, which is from another authority" in party.one(2, Lost).reason
+    assert "its certificate is from another authority" in party.one(1, Rejected).reason
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def talk_tls(party: Party, address: str, context: ssl.SSLContext) -> str:
 def test_nobody_comes_in_without_a_certificate_or_with_an_older_protocol(party: Party) -> None:
     address = party.add(1, settings=SECURE).listen("tcp")
     assert "CERTIFICATE_REQUIRED" in talk_tls(party, address, careless(None))
-    assert "it showed no certificate" in party.one(1, Rejected).reason
+    assert "it sent no certificate" in party.one(1, Rejected).reason
     old = careless(folders() / HOSTS[1])
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     assert "PROTOCOL_VERSION" in talk_tls(party, address, old)
-    assert "does not speak TLS 1.3" in party.one(1, Rejected).reason
+    assert "does not use TLS 1.3" in party.one(1, Rejected).reason
     assert talk_tls(party, address, careless(folders() / HOSTS[1])) == str(b"\x01")  # the control
 
 
@@ -134,11 +134,11 @@ def test_a_hub_with_tls_and_one_without_tell_each_other(party: Party) -> None:
     secure, plain = party.add(1, settings=SECURE), party.add(2)
     begin_s = time.monotonic()
     plain.connect(1, secure.listen("tcp"))
-    assert "it speaks TLS; give this process --tls DIR as well" in party.one(2, Lost).reason
-    assert "does not speak TLS 1.3; start it with --tls DIR" in party.one(1, Rejected).reason
+    assert "it uses TLS; give this process --tls DIR too" in party.one(2, Lost).reason
+    assert "does not use TLS 1.3; start it with --tls DIR" in party.one(1, Rejected).reason
     secure.connect(2, plain.listen("tcp"))
-    assert "does not speak TLS 1.3; start it with --tls DIR" in party.one(1, Lost).reason
-    assert "the peer speaks TLS; give this process --tls DIR" in party.one(2, Rejected).reason
+    assert "does not use TLS 1.3; start it with --tls DIR" in party.one(1, Lost).reason
+    assert "the peer uses TLS; give this process --tls DIR" in party.one(2, Rejected).reason
     assert time.monotonic() - begin_s < 5.0
 
 
@@ -165,7 +165,7 @@ def test_an_impostor_who_listens_gets_nothing_that_the_token_sealed(party: Party
 
             party.until(shake)
             assert "UNKNOWN_CA" in failed[0]
-        assert "its certificate is of another authority" in party.one(2, Lost).reason
+        assert "its certificate is from another authority" in party.one(2, Lost).reason
 
 
 # ── strangers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,7 +256,7 @@ def test_a_handshake_may_stop_at_any_byte_and_has_a_deadline(party: Party) -> No
         assert one.rejected == 0
         clock.now_s += 0.6
         party.until(lambda: one.rejected == len(cuts))
-        assert "did not say who it is in time" in party.one(1, Rejected).reason
+        assert "did not identify itself in time" in party.one(1, Rejected).reason
     party.add(2, settings=SECURE).connect(1, address)
     assert party.one(1, Joined).member == 2
 
@@ -323,7 +323,7 @@ def test_one_bit_changed_on_the_way_ends_the_connection(party: Party) -> None:
         two.send(1, Number(value=1), [bytes(100)])
         lost = party.one(1, Lost)
         assert (lost.member, lost.in_peace) == (2, False)
-        assert "was changed on its way" in lost.reason
+        assert "was changed in transit" in lost.reason
         assert party.of(1, Arrived) == []
         for hub in (two, one):
             hub.close()

@@ -83,7 +83,7 @@ def test_one_bit_changed_on_the_way_is_the_end_of_the_link() -> None:
     first.send(Message(kind=1, payload=torch.zeros(1000)))
     outcome = second.receive(PATIENCE_S)
     assert isinstance(outcome, PeerDied)
-    assert outcome.reason == "worker 0 is gone: its connection broke (what came was changed on its way)"
+    assert outcome.reason == "worker 0 is gone: its connection broke (the data was changed in transit)"
     for link in (first, second):
         link.close(silently=True)
     relay.__exit__()
@@ -98,10 +98,10 @@ def test_an_end_of_another_authority_is_named_on_both_sides() -> None:
         lambda: run_security().wrap(far, "worker 1 on host-b", server_side=True),
     )
     assert [str(one) for one in refused] == [
-        "worker 0 on host-a: it refused this end's certificate, which is of another authority; give both hosts folders "
-        "that the same `manyhands certificates` made",
-        "worker 1 on host-b: its certificate is of another authority; give both hosts folders that the same "
-        "`manyhands certificates` made",
+        "worker 0 on host-a: it refused this end's certificate, which is from another authority; give both hosts "
+        "folders made by the same `manyhands certificates`",
+        "worker 1 on host-b: its certificate is from another authority; give both hosts folders made by the same "
+        "`manyhands certificates`",
     ]
     assert time.monotonic() - begin_s < 5.0
     assert near.fileno() == far.fileno() == -1
@@ -111,9 +111,7 @@ def test_an_end_without_tls_is_named() -> None:
     near, far = connected()
     with near:
         near.sendall(bytes(64))
-        with pytest.raises(
-            TlsRefused, match=r"worker 1: it does not speak TLS 1\.3; start it with --tls DIR"
-        ):
+        with pytest.raises(TlsRefused, match=r"worker 1: it does not use TLS 1\.3; start it with --tls DIR"):
             run_security().wrap(far, "worker 1", server_side=True)
         near.settimeout(PATIENCE_S)
         assert near.recv(100)[:2] == b"\x15\x03"  # and is told in the words of TLS
@@ -147,7 +145,7 @@ def test_a_server_that_says_something_else_after_the_handshake_is_refused() -> N
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(say_no, server._context)
         with pytest.raises(
-            TlsRefused, match=r"worker 1: TLS failed \(.*it sent something else than the handsh"
+            TlsRefused, match=r"worker 1: TLS failed \(.*it sent something other than the hands"
         ):
             run_security(HOSTS[1]).wrap(near, "worker 1", server_side=False)
         said.result(PATIENCE_S)

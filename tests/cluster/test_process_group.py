@@ -134,7 +134,7 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
 def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:
     store = HashStore()
     seat(store, "twice", 1, process="process 1 (worker 1 on vm)")
-    with pytest.raises(UserError, match=r"two processes are rank 1: process .* and process "):
+    with pytest.raises(UserError, match=r"two processes have rank 1: process .* and process "):
         join_group(places(2, store)[1], TERMS, "twice", security=Security.loopback(), timeout_s=0.2)
 
     first, second, _ = places(3)
@@ -143,22 +143,22 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
         lambda: lead_group(first, TERMS, "late", **call), lambda: join_group(second, TERMS, "late", **call)
     )
     assert isinstance(led, PeerTimeout)
-    assert "rank 2 of 3 did not come within 0 s" in str(led)
-    assert "cannot begin: timed out: rank 2 of 3 did not come" in str(followed)
+    assert "rank 2 of 3 did not connect within 0 s" in str(led)
+    assert "cannot start: timed out: rank 2 of 3 did not connect" in str(followed)
 
     store = HashStore()
     seat(store, "old", 1, version="0.0.1", name="worker 1 on hostB")
-    with pytest.raises(UserError, match=r"worker 1 on hostB is manyhands 0\.0\.1, and worker 0 on "):
+    with pytest.raises(UserError, match=r"worker 1 on hostB runs manyhands 0\.0\.1, but worker 0 on "):
         lead_group(places(2, store)[0], TERMS, "old", **call)
 
-    with pytest.raises(PeerTimeout, match=r"rank 0, which leads, did not come within"):
+    with pytest.raises(PeerTimeout, match=r"rank 0, the leader, did not connect within"):
         groups._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
 
 
 @pytest.mark.parametrize(
     ("master", "security", "report"),
     [
-        ("127.0.0.1", Security.insecure(), "MASTER_ADDR=127.0.0.1 means 127.0.0.1 on "),
+        ("127.0.0.1", Security.insecure(), "MASTER_ADDR=127.0.0.1 is 127.0.0.1 on "),
         ("192.0.2.1", Security.loopback(), "--tls DIR"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_process_without_a_certificate_is_told_that_the_leader_has_one() -> No
     store = HashStore()
     led = {**groups._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
     PrefixStore("manyhands/a", store).set("leader", json.dumps(led))
-    with pytest.raises(UserError, match="has no certificate, and the leader"):
+    with pytest.raises(UserError, match="has no certificate, but the leader"):
         join_group(places(2, store)[1], TERMS, "a", security=Security.loopback(), timeout_s=1.0)
 
 
@@ -188,11 +188,11 @@ def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> 
         port = str(taken.getsockname()[1])
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with pytest.raises(
-            ManyhandsError, match=f"MASTER_PORT={port} cannot be opened .*another MASTER_PORT"
+            ManyhandsError, match=f"MASTER_PORT={port} could not be opened .*another MASTER_PORT"
         ):
             under_torchrun(environment).open_store(1.0)
     began = time.monotonic()
-    with pytest.raises(ManyhandsError, match=f"MASTER_PORT={port} cannot be reached within 1 s"):
+    with pytest.raises(ManyhandsError, match=f"MASTER_PORT={port} could not be reached within 1 s"):
         under_torchrun({**environment, "RANK": "1"}).open_store(1.0)
     assert time.monotonic() - began < 20.0
 
@@ -305,9 +305,9 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
     )
     assert isinstance(first, PeerTimeout)
     assert "rank 1 did not connect in time" in str(first)
-    assert "what answers at rank 0's address" in str(second)
-    assert "is not of this run" in str(second)
-    with pytest.raises(PeerTimeout, match="rank 0 did not say where it listens in time"):
+    assert "the process at rank 0's address" in str(second)
+    assert "is not part of this run" in str(second)
+    with pytest.raises(PeerTimeout, match="rank 0 did not publish its address in time"):
         open_links(1, [0], KeyValueStore(), token=TOKEN, **{**call, "timeout_s": 0.1})
     with pytest.raises(UserError, match="--tls DIR"):
         open_links(0, [1], KeyValueStore(), token=TOKEN, **{**call, "address": "192.0.2.1"})

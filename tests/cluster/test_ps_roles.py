@@ -319,7 +319,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
     [
         (
             lambda line: line.send(remote.WANTS.write(remote.SnapshotWanted(shard=-1, version=None))),
-            "of -1, of 1",
+            "of shard -1 of 1",
         ),
         (
             lambda line: line.send({"kind": "StepComputed", "step": "one"}),

@@ -269,7 +269,7 @@ def test_a_server_that_forgot_a_set_is_sent_it_again(link: str) -> None:
             lambda batch: batch[0][:, :1],
             r"sparse\['words.weight'\] did not return row \d+, but the batch has",
         ),
-        (lambda batch: batch[0] + WORDS, r"sparse\['words.weight'\] gave row \d+; .* from 0 to 39"),
+        (lambda batch: batch[0] + WORDS, r"sparse\['words.weight'\] returned row \d+; .* from 0 to 39"),
     ],
 )
 def test_a_task_that_names_the_wrong_rows_is_reported(

@@ -168,9 +168,9 @@ def test_torchs_engines_find_each_other_in_the_store_that_a_leader_keeps() -> No
 
     assert in_threads(2, act) == [[2.0, 3.0], [2.0, 3.0]]
     late = RunStore(key_value_store, "torch", 0.05)
-    with pytest.raises(ManyhandsError, match="nobody has set 'nothing' in the run's store within 0 s"):
+    with pytest.raises(ManyhandsError, match="no process set 'nothing' in the run's store within 0 s"):
         late.wait(["nothing"])
-    with pytest.raises(ManyhandsError, match="nobody has set"):
+    with pytest.raises(ManyhandsError, match="no process set"):
         late.get("nothing")
     assert late.delete_key("name")
     assert not late.check(["name"])

@@ -215,7 +215,7 @@ def test_data_and_batches_that_cannot_be_sent_are_refused() -> None:
     locked.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(mh.UserError, match=r"loading: data cannot be sent to loader processes .*workers=0"):
         weights(task(locked), "single")
-    report = "a loader process cannot hand over what it read .*workers=0"
+    report = "a loader process cannot send its batch .*workers=0"
     with pytest.raises(mh.UserError, match=report):
         weights(task(collate=lambda samples: (one for one in samples)), "single")
 
@@ -281,7 +281,7 @@ def is_running(pid: int) -> bool:
 def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     slow = task(Sleeper(tmp_path), loading=mh.Loading(workers=1, timeout_s=1))
     with pytest.raises(
-        ManyhandsError, match=r"loader 0 of worker 0 \(pid \d+\) gave nothing for 1 s: "
+        ManyhandsError, match=r"loader 0 of worker 0 \(pid \d+\) returned nothing for 1 s: "
     ) as caught:
         weights(slow, "single")
     assert "it is in time.sleep(1e9) (test_loading.py:" in str(caught.value)

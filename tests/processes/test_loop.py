@@ -237,4 +237,4 @@ def test_a_worker_of_fit_can_not_join(tmp_path: Path) -> None:
         )
     )
     done = run(sys.executable, script)
-    assert "this process is a worker of fit, which has a loop of its own" in done.stderr
+    assert "this process is a worker of fit, which has its own loop" in done.stderr

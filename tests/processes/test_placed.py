@@ -144,14 +144,14 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
     report = [dict(line.split(": ", 1) for line in one.stdout.splitlines()) for one in done]
     host = socket.gethostname()
     for lines in report:
-        assert "workers=7: torchrun started 3 processes, each of which is a worker" in lines["workers"]
+        assert "workers=7: torchrun started 3 processes, all of them workers" in lines["workers"]
         assert lines["elastic"] == "came to its end"
     alike = "allreduce algorithm=hierarchical group=3"
     over_links = mh.fit(task(), alike, workers=3, steps=STEPS, options=options())
     assert {lines["elastic digest"] for lines in report} == {digest(over_links)}
-    steps = f"has steps={STEPS + 1}, and the leader, worker 0 on {host}, steps={STEPS}"
+    steps = f"has steps={STEPS + 1}, but the leader, worker 0 on {host}, has steps={STEPS}"
     assert f"worker 1 on {host} {steps}" in report[1]["steps"]
-    assert any(f"has steps={STEPS + rank}, and the leader" in report[0]["steps"] for rank in (1, 2))
+    assert any(f"has steps={STEPS + rank}, but the leader" in report[0]["steps"] for rank in (1, 2))
     raised = f"worker 1 on {host} (process "
     for lines in (report[0], report[2]):
         assert raised in lines["raises"]
@@ -166,7 +166,7 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
         assert float(lines["killed took"]) < 30.0, (
             lines
         )  # and not timeout_s; seconds, where the machine is free
-        assert "rank 2 of 3 did not come within 1 s" in lines["missing"]
+        assert "rank 2 of 3 did not connect within 1 s" in lines["missing"]
     assert "missing" not in report[2]
     fault = json.loads((tmp_path / "e" / "members.jsonl").read_text().splitlines()[-1])
     assert (fault["event"], fault["name"]) == ("fault", "worker 2")

@@ -62,7 +62,7 @@ def test_a_seat_is_read_back_and_nothing_else_is() -> None:
     seat = RankEntry(host="a/1", pid=12, world=3, version="1.0")
     assert RankEntry.from_text(seat.to_text()) == seat
     for text in ("", "[]", '["a", 1, 2]', '{"a": 1}', "[1, 1, 1, 1]", "cos\nsystem\n(S'true'\ntR."):
-        with pytest.raises(ManyhandsError, match="where manyhands keeps who has a rank"):
+        with pytest.raises(ManyhandsError, match="in place of a rank of manyhands"):
             RankEntry.from_text(text)
 
 
@@ -114,7 +114,7 @@ def test_ranks_of_other_hosts_do_not_connect(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_missing_ranks_are_named() -> None:
     with pytest.raises(
-        PeerTimeout, match=r"group 'g': ranks 0, 2 of 3 did not come to the rendezvous within 0\."
+        PeerTimeout, match=r"group 'g': ranks 0, 2 of 3 did not join the rendezvous within 0\."
     ) as late:
         meet(dist.HashStore(), rank=1, world=3, name="g", timeout_s=0.3)
     assert late.value.peer == 0
@@ -138,7 +138,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
     while not store.check(["rank/0"]):
         pass
     with pytest.raises(
-        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already is rank \d"
+        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already has rank \d"
     ):
         meet(store, rank=0, world=3, name="mine", timeout_s=20)
     first.join()
@@ -155,9 +155,9 @@ def test_ranks_that_expect_another_world_are_reported() -> None:
         return str(wrong.value)
 
     first, second = all_ranks(2, act)
-    assert first.startswith("group 'g': rank 1 is manyhands ")
-    assert " in a group of 3, rank 0 is manyhands " in first
-    assert second.startswith("group 'g': rank 0 is manyhands ")
+    assert first.startswith("group 'g': rank 1 runs manyhands ")
+    assert " in a group of 3, but rank 0 runs manyhands " in first
+    assert second.startswith("group 'g': rank 0 runs manyhands ")
 
 
 def test_bad_ranks_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_ranks_that_open_a_group_differently_are_reported() -> None:
                 return str(error)
             return ""
 
-        assert "rank 0 shares memory of 0 where rank 1 expects memory of 1" in all_ranks(2, act)[1]
+        assert "rank 0 shares memory of 0, but rank 1 expects memory of 1" in all_ranks(2, act)[1]
 
 
 def test_unknown_peers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

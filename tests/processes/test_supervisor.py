@@ -286,7 +286,7 @@ def test_lines_of_the_board_are_used_again_but_not_more_than_there_are() -> None
         for _ in range(3):
             assert heard.first(Ended, supervisor.start(role("brief", brief))).payload == {}
         last = supervisor.start(role("worker 4"))
-        with pytest.raises(ManyhandsError, match="2 processes are there already"):
+        with pytest.raises(ManyhandsError, match="2 processes are already running"):
             supervisor.start(role("one too many"))
         heard.first(Started, last)
         assert supervisor._open_children().status(stays).pid == heard.first(Started, stays).pid
@@ -349,7 +349,7 @@ def test_leaving_by_an_error_ends_everyone_and_one_who_does_not_stop_is_killed()
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match="num_members=0 must lie between 1 and capacity=1024"):
+    with pytest.raises(UserError, match="num_members=0 must be between 1 and capacity=1024"):
         Supervisor(num_members=0)
     with pytest.raises(UserError, match=r"silent_after_s=0\.1 must be at least 1"):
         Supervisor(num_members=1, silent_after_s=0.1)

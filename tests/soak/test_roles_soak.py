@@ -78,7 +78,7 @@ def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_pa
         first = roles.roles["worker", 1]
         start("worker", 1)  # a second one: it is told, and the first goes on
         assert roles.roles["worker", 1].ended() == 1
-        assert "two processes are rank 1" in roles.roles["worker", 1].said
+        assert "two processes have rank 1" in roles.roles["worker", 1].said
         roles.roles["worker", 1] = first
         for one, what in ((("ps", 0), "every shard"), (("worker", 1), "slot 1")):
             roles.roles[one].kill()

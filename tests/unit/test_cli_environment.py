@@ -71,7 +71,7 @@ def test_an_evaluator_ends_in_peace(
     task = {"type": "evaluator", "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1"]}, "task": task}))
     assert run_command(monkeypatch, "train", "digits") == 0
-    assert capfd.readouterr().err.startswith("manyhands: an evaluator has nothing to do here, and ends")
+    assert capfd.readouterr().err.startswith("manyhands: an evaluator has no work here and ends")
 
 
 @pytest.mark.parametrize(

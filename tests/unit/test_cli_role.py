@@ -22,7 +22,7 @@ def asked(folder: Path, kind: str, index: str = "0", *words: str) -> list[str | 
 @pytest.mark.parametrize(
     ("kind", "index", "words", "sentence"),
     [
-        ("worker", "2", TRAIN, "task.index=2: the cluster lists 2 of type worker, which count from 0 to 1"),
+        ("worker", "2", TRAIN, "task.index=2: the cluster lists 2 of type worker, numbered from 0 to 1"),
         ("chief", "0", TRAIN, "task.type=chief: the cluster lists no chief, only worker, ps"),
         (
             "wroker",
@@ -32,12 +32,12 @@ def asked(folder: Path, kind: str, index: str = "0", *words: str) -> list[str | 
         ),
         ("ps", "0", ("--", "compare", "digits"), "'compare' cannot be one role of a cluster"),
         ("ps", "0", (*TRAIN[:-1], "allreduce"), "strategy=allreduce has no parameter servers"),
-        ("ps", "0", (*TRAIN[:-1], "ps servers=3"), "servers=3, and the cluster lists 1 of type ps"),
+        ("ps", "0", (*TRAIN[:-1], "ps servers=3"), "servers=3, but the cluster lists 1 of type ps"),
         (
             "ps",
             "0",
             (*TRAIN, "--workers", "3"),
-            "workers=3: the cluster lists 3 processes, 2 of which are workers",
+            "workers=3: the cluster lists 3 processes, 2 of them workers",
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_an_evaluator_says_why_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(monkeypatch, *asked(tmp_path, "evaluator")) == 0
-    assert "an evaluator has nothing to do here, and ends" in capfd.readouterr().err
+    assert "an evaluator has no work here and ends" in capfd.readouterr().err
 
 
 def test_a_specification_that_is_not_there(

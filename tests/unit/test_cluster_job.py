@@ -153,7 +153,7 @@ def test_a_data_set_used_by_many_functions_is_written_once() -> None:
 
 
 def test_what_can_not_be_sent_is_the_user_s_error() -> None:
-    with pytest.raises(UserError, match=r"cannot be sent to them: .*lock.*no open files, locks"):
+    with pytest.raises(UserError, match=r"cannot be sent to the workers: .*lock.*no open files, locks"):
         pack({"x": threading.Lock()})
 
 

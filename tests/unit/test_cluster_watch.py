@@ -175,10 +175,10 @@ def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (3, "worker 0 (pid 100) exited with status 3 before it had reported a result"),
-        (0, "worker 0 (pid 100) exited with status 0 before it had reported a result"),
+        (3, "worker 0 (pid 100) exited with status 3 before it reported a result"),
+        (0, "worker 0 (pid 100) exited with status 0 before it reported a result"),
         (-signal.SIGSEGV, "worker 0 (pid 100) was killed by SIGSEGV"),
-        (-signal.SIGKILL, "worker 0 (pid 100) was killed by SIGKILL (by someone, or by the kernel"),
+        (-signal.SIGKILL, "worker 0 (pid 100) was killed by SIGKILL (by a user, or by the kernel"),
     ],
 )
 def test_a_death_without_a_report_is_reported_with_place_and_last_words(status: int, said: str) -> None:
@@ -188,7 +188,7 @@ def test_a_death_without_a_report_is_reported_with_place_and_last_words(status: 
     text = str(play.failure())
     assert text.startswith(said)
     assert "last seen computing step 17, 0.0 s ago" in text
-    assert text.endswith("its last words on stderr:\nit hurts")
+    assert text.endswith("the end of its stderr:\nit hurts")
 
 
 def test_a_signal_without_a_name_is_reported_by_number() -> None:
@@ -325,7 +325,7 @@ def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:
 def test_what_a_child_may_not_say_is_its_failure() -> None:
     play = Play(1).at_work()
     assert play.do(Garbled(0, "not a message")) == [KillProcess(0), ("alarm", 0), ("stop", 0)]
-    assert "worker 0 (pid 100) broke the control channel's rules: not a message" in str(play.failure())
+    assert "worker 0 (pid 100) violated the control protocol: not a message" in str(play.failure())
     play = Play(1).at_work()
     assert play.do(Heard(0, Stop())) == [KillProcess(0), ("alarm", 0), ("stop", 0)]
 

@@ -142,7 +142,7 @@ def test_a_tuple_of_plain_numbers_is_one_struct_too() -> None:
     assert coder.encode(Quick(-5, 0.25)) == (3, struct.pack("<qd", -5, 0.25))
     back = coder.decode(3, memoryview(struct.pack("<qd", -5, 0.25)))
     assert (type(back), back) == (Quick, Quick(-5, 0.25))
-    with pytest.raises(ProtocolError, match="is 16 bytes, not 15"):
+    with pytest.raises(ProtocolError, match="must have 16 bytes, not 15"):
         coder.decode(3, bytes(15))
     with pytest.raises(UserError, match="cannot be sent"):
         coder.encode(Quick(1 << 63, 0.0))
@@ -274,11 +274,11 @@ class Unsendable:
 @pytest.mark.parametrize(
     ("kinds", "sentence"),
     [
-        ({0: Flat}, "kind 0 of Flat: must be from 1"),
+        ({0: Flat}, "kind 0 of Flat must be from 1"),
         ({1 << 16: Flat}, "must be from 1 to 65535"),
         ({1: Flat, 2: Flat}, "Flat has two kinds"),
         ({1: int}, "int is neither a dataclass"),
-        ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] cannot travel"),
+        ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] cannot be sent"),
     ],
 )
 def test_a_protocol_that_can_not_be_is_refused_when_it_is_made(kinds: dict[int, type], sentence: str) -> None:

@@ -114,7 +114,7 @@ def test_events_keep_a_codec_beside_its_wire() -> None:
     assert codec_of(wire_of(Wire.TCP, "topk:0.01,sampled+qsgd:3") >> 8) == "topk+qsgd"
     assert wire_of(Wire.TCP, "bf16") >> 8 == 1  # as it was written before there were chains
     for number in (31, 1 << 5, 9 | 31 << 5, 1 << 15 | 9):
-        with pytest.raises(ValueError, match=f"{number} is no codec"):
+        with pytest.raises(ValueError, match=f"{number} is not a codec"):
             codec_of(number)
 
 

@@ -105,7 +105,7 @@ def test_room_leads_into_the_payload_itself_once_that_has_begun() -> None:
 
 
 def test_a_place_of_another_size_ends_the_stream() -> None:
-    with pytest.raises(ProtocolError, match="8 bytes announced where 4 are due"):
+    with pytest.raises(ProtocolError, match="8 bytes announced, 4 expected"):
         feed(decoder(place=memoryview(bytearray(4))), frame_bytes(1, b"", b"12345678"), 100)
 
 

@@ -109,13 +109,13 @@ def test_the_page_says_who_waits_for_whom_and_where() -> None:
     assert verdict is not None
     assert headline(seen, verdict, 60.0) == (
         "worker 1 holds up the run: for 60 s it has been in time.sleep(1e9) (train.py:9) at step 6; it waits for "
-        "nobody, and 1 other waits for it: worker 0 in loss.backward() (train.py:23)"
+        "no other, and 1 other waits for it: worker 0 in loss.backward() (train.py:23)"
     )
     assert page(seen, verdict, 60.0, NOW_NS).splitlines() == [
-        "No progress for 60.0 s. Who waits for whom:",
+        "No progress for 60.0 s. Which process waits for which:",
         "",
-        "  worker 0  exchanging step 6    waits for worker 1 since 61.0 s  in loss.backward() (train.py:23)",
-        "> worker 1  computing step 6     waits for nobody                 in time.sleep(1e9) (train.py:9)",
+        "  worker 0  exchanging step 6    has waited 61.0 s for worker 1   in loss.backward() (train.py:23)",
+        "> worker 1  computing step 6     does not wait                    in time.sleep(1e9) (train.py:9)",
         "",
         "worker 1 is here (main thread, innermost call last):",
         "    train.py:23 in main:  loss.backward()",
@@ -131,7 +131,7 @@ def test_the_page_says_who_waits_for_whom_and_where() -> None:
             (1, Being.STOPPED),
             "worker 1 (pid 101) is stopped (SIGSTOP, or a debugger) at step 6; 1 other waits",
         ),
-        ((1, Being.LEFT), "worker 1 has left after step 6, and 1 other waits for it"),
+        ((1, Being.LEFT), "worker 1 left after step 6, and 1 other waits for it"),
     ],
 )
 def test_each_kind_of_end_has_its_sentence(waits: tuple[int | Being | None, ...], said: str) -> None:
@@ -209,7 +209,7 @@ def test_the_call_is_the_users_line_or_else_the_strategys() -> None:
     assert users.is_users
     assert call_of((finish, agree)) == "in agree() (strategies/allreduce/exchange.py:76)"
     assert call_of((finish, agree, users)) == "in loss (task.py:3)"
-    assert call_of(()) == "in a place that it did not tell"
+    assert call_of(()) == "at an unknown place"
 
 
 def ours(place: str, function: str = "f") -> Frame:

@@ -34,8 +34,8 @@ def test_torchrun_says_rank_and_world() -> None:
 @pytest.mark.parametrize(
     ("environment", "report"),
     [
-        ({LAUNCHER_VARIABLE: "0.0.7"}, f"started by manyhands 0.0.7 and imports manyhands {mh.__version__}"),
-        ({LAUNCHER_VARIABLE: mh.__version__}, "started by a worker of `manyhands launch`"),
+        ({LAUNCHER_VARIABLE: "0.0.7"}, f"started by manyhands 0.0.7 but imports manyhands {mh.__version__}"),
+        ({LAUNCHER_VARIABLE: mh.__version__}, "a worker of `manyhands launch` started"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "not MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "not MASTER_ADDR, MASTER_PORT"),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 and WORLD_SIZE=4"),

@@ -57,8 +57,8 @@ def test_what_is_written_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kind": "Shout"}, "'Shout' is none of Said, Inner"),
-        ({"kind": "Inner"}, "Inner.*is 8 bytes, not"),
+        ({"kind": "Shout"}, "'Shout' must be one of Said, Inner"),
+        ({"kind": "Inner"}, "Inner.*must have 8 bytes, not"),
         ({"body": "x"}, "of a Said is not hexadecimal"),
         ({"body": 3}, "of a Said is not hexadecimal"),
         ({"body": ""}, "Said.whole"),
@@ -70,7 +70,7 @@ def test_anything_else_is_refused_by_name(change: dict[str, Any], sentence: str)
 
 
 def test_a_message_that_is_not_listed_is_not_written() -> None:
-    with pytest.raises(UserError, match="a Colour is not a message of this protocol, which has Said, Inner"):
+    with pytest.raises(UserError, match="a Colour is not a message of this protocol; use Said, Inner"):
         WORDS.write(Colour.RED)
 
 

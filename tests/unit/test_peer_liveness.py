@@ -66,7 +66,7 @@ def test_a_rank_that_falls_silent_is_named_with_its_host_within_five_seconds_and
     assert lost.rank == 2
     assert SILENCE_S <= world.now - silent_since < 5.0
     assert f"rank 2 on {B} fell silent" in lost.sentence
-    assert "last heard in exchange 7" in lost.sentence
+    assert "last received in exchange 7" in lost.sentence
     assert world.run(60.0, 1, 3) is None, "it is told once"
 
 
@@ -107,10 +107,10 @@ def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     report = world.pulse.handle(world.others[1].frame(0, HeartbeatKind.GIVEN_UP, blamed=0), world.now)
     assert report is not None
     assert report.rank == 1
-    assert f"rank 1 on {B} hears nothing of rank 0 any more, though it is heard here" in report.sentence
+    assert f"rank 1 on {B} no longer receives anything from rank 0, but still sends to it" in report.sentence
     report = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
     assert report is not None
-    assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in report.sentence
+    assert f"rank 2 on {B} has left: it no longer receives anything from rank 3 on {C}" in report.sentence
 
 
 def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_first() -> None:
@@ -120,7 +120,7 @@ def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_firs
     report = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
     assert report is not None
     assert report.rank == 3
-    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in report.sentence
+    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data from it for 3.0 s" in report.sentence
 
 
 def test_one_who_is_known_to_live_is_not_given_up_until_it_is_not() -> None:

@@ -72,8 +72,8 @@ def test_a_specification_says_how_many_servers_there_are(text: str, placed: str)
 @pytest.mark.parametrize(
     ("text", "roles", "sentence"),
     [
-        ("ps servers=3", {"worker": 1, "ps": 2}, "servers=3, and the cluster lists 2 of type ps"),
-        ("ps replicas=1", {"worker": 1, "ps": 1}, "replicas=1 needs 2 servers, and the cluster lists 1"),
+        ("ps servers=3", {"worker": 1, "ps": 2}, "servers=3, but the cluster lists 2 of type ps"),
+        ("ps replicas=1", {"worker": 1, "ps": 1}, "replicas=1 needs 2 servers, but the cluster lists 1"),
         ("ps", {"worker": 1}, "the cluster lists no ps; add one, or use allreduce"),
         ("ps", {"chief": 1, "ps": 1}, "the cluster lists no worker, and a chief does not train"),
         ("allreduce", {"worker": 1, "ps": 2}, "allreduce has no parameter servers, but the cluster lists 2"),
@@ -99,14 +99,14 @@ def test_tf_config_says_where_this_process_stands() -> None:
     assert find_place(environment={}).world is None
     assert find_place(environment={"TF_CONFIG": " {} "}).world is None
     evaluator = text.replace('"type": "worker", "index": 1', '"type": "evaluator", "index": 0')
-    with pytest.raises(UserError, match="an evaluator has nothing to do here"):
+    with pytest.raises(UserError, match="an evaluator has no work here"):
         find_place(environment={"TF_CONFIG": evaluator})
 
 
 def test_a_name_that_means_loopback_here_is_refused_where_others_are_elsewhere() -> None:
     worker = PLAIN.roles("worker")[0]
     check_hosts(PLAIN, worker, lambda host: "10.0.0.7")
-    with pytest.raises(UserError, match=r"cluster.worker\[0\]='b:1': 'b' means 127.0.1.1 on this host"):
+    with pytest.raises(UserError, match=r"cluster.worker\[0\]='b:1': 'b' is 127.0.1.1 on this host"):
         check_hosts(PLAIN, worker, lambda host: "127.0.1.1")
     alone = ClusterSpec({"worker": ["b:1", "b:2"]})
     check_hosts(alone, alone.leader, lambda host: "127.0.1.1")  # all are on one host

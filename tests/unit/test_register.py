@@ -44,7 +44,7 @@ def test_a_rank_is_taken_once_and_free_again_when_its_process_has_left() -> None
     assert refused is not None
     assert refused.field == "rank"
     assert (
-        "two processes are rank 1: process 101 (worker 1 on host1) and process 999 (worker 1 on hostX)"
+        "two processes have rank 1: process 101 (worker 1 on host1) and process 999 (worker 1 on hostX)"
         in (refused.reason)
     )
     assert register.missing == (2,)
@@ -62,15 +62,15 @@ def test_a_term_that_differs_is_named_with_both_values(field: str) -> None:
     assert refused is not None
     assert refused.field == field
     assert f"worker 2 on host2 has {field}=another" in refused.reason
-    assert f"the leader, worker 0 on host0, {field}={TERMS[field]}" in refused.reason
+    assert f"the leader, worker 0 on host0, has {field}={TERMS[field]}" in refused.reason
 
 
 @pytest.mark.parametrize(
     ("said", "report"),
     [
-        (hello(0), "says it is rank 0"),
+        (hello(0), "claims rank 0"),
         (hello(3), "the ranks of this run are 0"),
-        (hello(1, world=4), "worker 1 on host1 is one of 4 processes"),
+        (hello(1, world=4), "worker 1 on host1 has world size 4"),
         (hello(1, terms=()), "worker 1 on host1 has task=nothing"),
     ],
 )

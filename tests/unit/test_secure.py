@@ -81,7 +81,7 @@ def test_an_authority_that_was_kept_signs_for_more_hosts(tmp_path: Path) -> None
     make_certificates(run, ["b"])
     assert (run / "a" / "ca.pem").read_bytes() == (run / "b" / "ca.pem").read_bytes()
     assert Security.from_directory(run / "a").token == Security.from_directory(run / "b").token
-    with pytest.raises(UserError, match=r"run/a: is there already"):
+    with pytest.raises(UserError, match=r"run/a already exists"):
         make_certificates(run, ["c", "a"])
     assert not (run / "c").exists()
 
@@ -92,8 +92,8 @@ def test_an_authority_that_was_kept_signs_for_more_hosts(tmp_path: Path) -> None
         ([], {}, "--hosts: name at least one"),
         (["a", "../b"], {}, r"'\.\./b' is neither a host name nor an address"),
         (["a", "a"], {}, "a is named twice"),
-        (["a"], {"days": 0}, "--days 0: must be above 0"),
-        (["a"], {"days": float("nan")}, "--days nan: must be above 0"),
+        (["a"], {"days": 0}, "--days 0 must be above 0"),
+        (["a"], {"days": float("nan")}, "--days nan must be above 0"),
     ],
 )
 def test_what_no_certificates_can_be_made_for(
@@ -170,7 +170,7 @@ def test_certificates_that_openssl_made_work_as_well(tmp_path: Path) -> None:
         (tmp_path / "cert.pem").write_text(chain)
         assert Security.from_directory(tmp_path).tls
     (tmp_path / "ca.pem").write_text(root)
-    with pytest.raises(UserError, match=r"cert\.pem: does not hold under ca\.pem: unable to get"):
+    with pytest.raises(UserError, match=r"cert\.pem is not valid under ca\.pem: unable to get"):
         Security.from_directory(tmp_path)
 
 
@@ -191,28 +191,28 @@ def _encrypt(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no key": (lambda f: (f / "key.pem").unlink(), r"host/key\.pem: is missing; copy this host's folder"),
-    "no token": (lambda f: (f / "token").unlink(), r"host/token: is missing; every host needs the same one"),
-    "no authority": (lambda f: (f / "ca.pem").unlink(), r"host/ca\.pem: is missing"),
-    "a folder": (lambda f: ((f / "key.pem").unlink(), (f / "key.pem").mkdir()), r"key\.pem: must be a file"),
+    "no key": (lambda f: (f / "key.pem").unlink(), r"host/key\.pem is missing; copy this host's folder"),
+    "no token": (lambda f: (f / "token").unlink(), r"host/token is missing; every host needs the same one"),
+    "no authority": (lambda f: (f / "ca.pem").unlink(), r"host/ca\.pem is missing"),
+    "a folder": (lambda f: ((f / "key.pem").unlink(), (f / "key.pem").mkdir()), r"key\.pem must be a file"),
     "everybody's key": (
         lambda f: (f / "key.pem").chmod(0o644),
         r"host/key\.pem: every user of this host can read or change it \(mode 0644\); chmod 600",
     ),
     "everybody's token": (lambda f: (f / "token").chmod(0o606), r"host/token: every user .*0606"),
-    "another key": (lambda f: _other(f, "key.pem"), r"host/key\.pem: is not the key of cert\.pem; copy both"),
+    "another key": (lambda f: _other(f, "key.pem"), r"host/key\.pem is not the key of cert\.pem; copy both"),
     "another authority": (
         lambda f: _other(f, "ca.pem"),
-        r"host/cert\.pem: does not hold under ca\.pem: .*; copy both from the same folder",
+        r"host/cert\.pem is not valid under ca\.pem: .*; copy both from the same folder",
     ),
     "no PEM": (lambda f: (f / "cert.pem").write_text("hello"), r"cert\.pem: it has no PEM certificate"),
-    "no PEM key": (lambda f: (f / "key.pem").write_text("hello"), r"host/key\.pem: .*must be PEM"),
+    "no PEM key": (lambda f: (f / "key.pem").write_text("hello"), r"host/key\.pem .*must be PEM"),
     "a cut certificate": (
         lambda f: (f / "ca.pem").write_text((f / "ca.pem").read_text()[:200]),
         r"ca\.pem: it has no PEM certificate",
     ),
-    "an encrypted key": (_encrypt, r"host/key\.pem: is encrypted; write it without a password"),
-    "a short token": (lambda f: (f / "token").write_text("12345"), r"host/token: has 5 characters"),
+    "an encrypted key": (_encrypt, r"host/key\.pem is encrypted; write it without a password"),
+    "a short token": (lambda f: (f / "token").write_text("12345"), r"host/token has 5 characters"),
 }
 
 
@@ -229,11 +229,13 @@ def test_each_bad_file_is_named_with_what_to_do(folder: Path, spoiled: str) -> N
 def test_certificates_of_another_time_are_reported_with_the_clock(tmp_path: Path) -> None:
     old = make_certificates(tmp_path / "old", ["a"], now=now() - timedelta(days=9), days=7).folders[0]
     with pytest.raises(
-        UserError, match=r"ca\.pem: expired on .*UTC, 2 days ago by this host's clock; make new ones"
+        UserError, match=r"ca\.pem expired on .*UTC, 2 days ago by this host's clock; make new ones"
     ):
         Security.from_directory(old)
     early = make_certificates(tmp_path / "early", ["a"], now=now() + timedelta(hours=5)).folders[0]
-    with pytest.raises(UserError, match=r"this host's clock says .*UTC, 4\.8 h earlier; set the clock"):
+    with pytest.raises(
+        UserError, match=r"this host's clock says .*UTC, 4\.8 h earlier; correct the wrong clock"
+    ):
         Security.from_directory(early)
     near = make_certificates(tmp_path / "near", ["a"], now=now() + timedelta(minutes=5)).folders[0]
     assert Security.from_directory(near).tls  # clocks differ a little
@@ -245,9 +247,9 @@ def test_a_directory_of_all_hosts_is_searched_for_this_one(
     monkeypatch.setattr(socket, "gethostname", lambda: "host-b.example.org")
     assert Security.from_directory(folders()).directory == folders() / "host-b"
     monkeypatch.setattr(socket, "gethostname", lambda: "host-c")
-    with pytest.raises(UserError, match="has folders for host-a, host-b and none for this host, host-c"):
+    with pytest.raises(UserError, match="has folders for host-a, host-b but not for this host, host-c"):
         Security.from_directory(folders())
-    with pytest.raises(UserError, match=r"nowhere: there is no such folder; make it with `manyhands cert"):
+    with pytest.raises(UserError, match=r"nowhere: this folder does not exist; make it with `manyhands cert"):
         Security.from_directory(tmp_path / "nowhere")
 
 
@@ -353,7 +355,7 @@ def test_options_say_how_connections_are_protected() -> None:
 
 
 def test_a_bad_folder_is_reported_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--tls .*: there is no such folder"):
+    with pytest.raises(UserError, match=r"--tls .*: this folder does not exist"):
         fit(digits(), steps=1, options=Options(tls=tmp_path / "none"))
 
 

@@ -72,14 +72,17 @@ def test_tf_config() -> None:
         ({"worker": ["::1:2222"]}, "is not a host name or IPv4 address"),
         ({"worker": ["a:x"]}, "the port 'x' is not a number"),
         ({"worker": ["a:"]}, "the port '' is not a number"),
-        ({"worker": ["a:0"]}, "must lie between 1 and 65535"),
-        ({"worker": ["a:65536"]}, "must lie between 1 and 65535"),
+        ({"worker": ["a:0"]}, "must be between 1 and 65535"),
+        ({"worker": ["a:65536"]}, "must be between 1 and 65535"),
         (
             {"worker": ["a:1", "A:01"]},
-            r"cluster.worker\[1\]='a:1' is the address of cluster.worker\[0\] as well",
+            r"cluster.worker\[1\]='a:1' is also the address of cluster.worker\[0\]",
         ),
-        ({"worker": ["a:1"], "ps": ["a:1"]}, r"cluster.ps\[0\]='a:1' is the address of cluster.worker\[0\]"),
-        ({"chief": ["a:1", "b:1"]}, "cluster.chief lists 2 addresses: one chief leads"),
+        (
+            {"worker": ["a:1"], "ps": ["a:1"]},
+            r"cluster.ps\[0\]='a:1' is also the address of cluster.worker\[0\]",
+        ),
+        ({"chief": ["a:1", "b:1"]}, "cluster.chief lists 2 addresses; list one"),
     ],
 )
 def test_a_bad_cluster_gets_a_sentence(cluster: object, sentence: str) -> None:
@@ -105,7 +108,7 @@ def test_a_bad_cluster_gets_a_sentence(cluster: object, sentence: str) -> None:
             tf_config(task={"type": "ps", "index": 2}),
             "TF_CONFIG: task.index=2: the cluster lists 2 of type ps",
         ),
-        (tf_config(task={"type": "ps", "index": -1}), "task.index=-1 must be an integer from 0 on"),
+        (tf_config(task={"type": "ps", "index": -1}), "task.index=-1 must be an integer of at least 0"),
         (tf_config(task={"type": "ps", "index": True}), "task.index=True must be an integer"),
         (tf_config({"worker": ["a:1"]}, {"type": "ps", "index": 0}), "the cluster lists no ps, only worker"),
         (tf_config({"worker": ["a"]}), r"TF_CONFIG: cluster.worker\[0\]='a' has no port"),

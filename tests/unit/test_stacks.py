@@ -19,7 +19,7 @@ def test_the_users_own_line_comes_first_and_then_the_call_of_the_strategy() -> N
     exchange, begins = OURS / "strategies" / "allreduce" / "exchange.py", Path(entry.__file__).resolve()
     assert call_of(frames(exchange, "/home/me/train.py", begins)) == "in step (train.py:7)"
     assert call_of(frames(exchange, begins)) == "in step() (strategies/allreduce/exchange.py:7)"
-    assert call_of([]) == "in a place that it did not tell"
+    assert call_of([]) == "at an unknown place"
 
 
 def test_whoever_started_the_process_of_a_role_is_not_taken_for_the_user() -> None:

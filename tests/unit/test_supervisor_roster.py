@@ -107,7 +107,7 @@ def test_a_death_is_reported_with_place_and_last_words_and_nobody_else_is_touche
     assert ended.failure is not None
     assert ended.failure.sentence.startswith("server 2 (pid 102) was killed by SIGKILL")
     assert "last seen computing step 17, 0.0 s ago" in ended.failure.sentence
-    assert str(ended.failure.error()).endswith("its last words on stderr:\nit hurts")
+    assert str(ended.failure.error()).endswith("the end of its stderr:\nit hurts")
     assert play.let_pass(60.0) == []
 
 
@@ -216,16 +216,16 @@ def test_what_a_child_may_not_say_is_its_end() -> None:
     assert play.roster.handle(Garbled(2, "not a message"), play.now_ns) == [KillProcess(2)]
     failure = play.exit(1, -9).failure
     assert failure is not None
-    assert f"a child may not send {type(message).__name__}" in failure.sentence
-    assert "broke the control channel's rules: not a message" in str(play.exit(2, -9).failure)
+    assert f"a child must not send {type(message).__name__}" in failure.sentence
+    assert "violated the control protocol: not a message" in str(play.exit(2, -9).failure)
 
 
 def test_patience_without_sense_is_refused_by_name() -> None:
     for changed, complaint in (
         ({"silent_after_s": 0.5}, r"silent_after_s=0\.5 must be at least 1"),
         ({"silent_after_s": float("nan")}, "silent_after_s=nan must be at least 1"),
-        ({"grace_s": -1.0}, "grace_s=-1 must not be negative"),
-        ({"start_timeout_s": 0.0}, "start_timeout_s=0 must be positive"),
+        ({"grace_s": -1.0}, "grace_s=-1 must be at least 0"),
+        ({"start_timeout_s": 0.0}, "start_timeout_s=0 must be above 0"),
     ):
         usual = {"silent_after_s": 5.0, "grace_s": 2.0, "start_timeout_s": 120.0}
         with pytest.raises(UserError, match=complaint):

@@ -57,17 +57,17 @@ def examine() -> list[Finding]:
             "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
             needed=True,
         ),
-        _finding("cores", f"{usable}{limited}", "" if usable > 1 else "all workers will share one core"),
+        _finding("cores", f"{usable}{limited}", "" if usable > 1 else "all workers share one core"),
         _finding(
             "memory",
             f"{format_bytes(free)} available",
             ""
             if free >= 2 * 1024**3
-            else "each worker holds torch and a model: expect about 0.5 GiB and three times the model",
+            else "each worker needs about 0.5 GiB plus three times the size of the model",
         ),
         _finding(
             "shared memory",
-            "anonymous segments (memfd), no /dev/shm needed" if has_memfd else "no memfd on this system",
+            "anonymous segments (memfd), no /dev/shm needed" if has_memfd else "this system has no memfd",
             "" if has_memfd else "several workers on one host need Linux; strategy=single works anywhere",
             needed=True,
         ),
@@ -88,7 +88,7 @@ def _gpus() -> Finding:
         return _finding("GPUs", ", ".join(names))
     if torch.version.cuda:
         return _finding(
-            "GPUs", "none", f"torch is for CUDA {torch.version.cuda} but finds no driver or device"
+            "GPUs", "none", f"torch was built for CUDA {torch.version.cuda} but finds no driver or device"
         )
     return _finding("GPUs", "none", "this torch is a CPU build; for GPUs install a CUDA build of torch")
 
@@ -98,7 +98,7 @@ def _engines() -> list[Finding]:
     gloo = available and torch.distributed.is_gloo_available()
     nccl = available and torch.distributed.is_nccl_available()
     need_gloo = "needed between hosts and by `bench`; install a torch with distributed support"
-    need_nccl = "sums gradients on GPUs where every worker has its own; comes with CUDA builds of torch"
+    need_nccl = "sums gradients if every worker has its own GPU; included in CUDA builds of torch"
     return [
         _finding("torch", torch.__version__),
         _finding("Gloo", "found" if gloo else "not in this torch", "" if gloo else need_gloo),
@@ -111,16 +111,14 @@ def _kernels() -> Finding:
     if place is None:
         return _finding(
             "kernels",
-            "no folder to keep compiled code in",
-            "every run compiles again; set NUMBA_CACHE_DIR to a folder of your own",
+            "no folder for compiled code",
+            "every run compiles again; set NUMBA_CACHE_DIR to a folder that you can write to",
         )
     every, missing = jobs_of("all"), missing_jobs("all")
     return _finding(
         "kernels",
         f"{len(every) - len(missing)} of {len(every)} groups compiled, in {place}",
-        "the others are compiled when they are needed, or now with manyhands doctor --warm"
-        if missing
-        else "",
+        "the others are compiled when needed, or now with manyhands doctor --warm" if missing else "",
     )
 
 

@@ -124,7 +124,7 @@ class Place(ABC):
     @classmethod
     def parse(cls, text: str) -> Self:
         """The place that `cluster=` asks for; UserError where nobody can ask for it."""
-        raise UserError(f"cluster={text}: {cls.kind} starts the processes of a run itself; leave it out")
+        raise UserError(f"cluster={text}: {cls.kind} starts the processes of the run itself; leave it out")
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> Self | None:  # noqa: ARG003
@@ -169,7 +169,7 @@ def find_place(cluster: str | Place | None = None, environment: Mapping[str, str
     if cluster is None:
         return place or LocalPlace()
     if place is not None:
-        raise UserError(f"cluster={cluster}: {place.kind} has started this run's processes; leave it out")
+        raise UserError(f"cluster={cluster}: {place.kind} already started this run's processes; leave it out")
     if isinstance(cluster, Place):
         return cluster
     word = cluster.split()[0] if isinstance(cluster, str) and cluster.split() else ""

@@ -78,14 +78,14 @@ def make_certificates(
         authority = _read_authority(directory)
         end = min(end, authority.certificate.not_valid_after_utc)
         if end <= now:
-            raise UserError(f"{directory / AUTHORITY_KEY}: its authority has expired; make others elsewhere")
+            raise UserError(f"{directory / AUTHORITY_KEY}: its authority expired; make new ones elsewhere")
         for host in hosts:
             if (directory / host).exists():
-                raise UserError(f"{directory / host}: is there already; name only hosts that are new")
+                raise UserError(f"{directory / host} already exists; name only new hosts")
     else:
         if directory.exists() and any(directory.iterdir()):
             raise UserError(
-                f"{directory}: is not empty; give a folder that is, or one whose authority was kept (--keep-authority)"
+                f"{directory} is not empty; give an empty folder, or one whose authority was kept (--keep-authority)"
             )
         authority = _new_authority(now, end)
     directory.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def make_certificates(
 
 def _check(hosts: Sequence[str], days: float) -> None:
     if not hosts:
-        raise UserError("--hosts: name at least one host, as in --hosts node1,node2")
+        raise UserError("--hosts: name at least one host, such as --hosts node1,node2")
     for host in hosts:
         is_name = _NAME.fullmatch(host) is not None and ".." not in host
         if _address(host) is None and (not is_name or host in (AUTHORITY_KEY, TOKEN)):
@@ -120,7 +120,7 @@ def _check(hosts: Sequence[str], days: float) -> None:
     if twice:
         raise UserError(f"--hosts: {', '.join(twice)} is named twice")
     if not (math.isfinite(days) and 0 < days <= _MOST_DAYS):
-        raise UserError(f"--days {days:g}: must be above 0 and at most {_MOST_DAYS:.0f}")
+        raise UserError(f"--days {days:g} must be above 0 and at most {_MOST_DAYS:.0f}")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -216,9 +216,9 @@ def _read_authority(directory: Path) -> _Authority:
         [certificate] = x509.load_pem_x509_certificates(content)
         token = (directory / TOKEN).read_text("ascii").strip()
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}; make new ones in another folder") from error
+        raise UserError(f"{path} cannot be read: {error}; make new ones in another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{path}: is not a key of `manyhands certificates`; make new ones elsewhere")
+        raise UserError(f"{path} is not a key of `manyhands certificates`; make new ones in another folder")
     return _Authority(key, certificate, token)
 
 

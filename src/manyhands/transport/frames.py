@@ -65,9 +65,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 0 <= self.body_bytes < 1 << 32:
-            raise UserError(f"body_bytes={self.body_bytes}: must be from 0 to 2**32-1")
+            raise UserError(f"body_bytes={self.body_bytes} must be from 0 to 2**32-1")
         if self.payload_bytes < 0:
-            raise UserError(f"payload_bytes={self.payload_bytes}: must not be negative")
+            raise UserError(f"payload_bytes={self.payload_bytes} must be at least 0")
 
 
 class FrameHeader(NamedTuple):
@@ -99,12 +99,12 @@ def decode_header(
     magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
     if magic != _MAGIC:
         if magic & 0xFFFF == _TLS_HANDSHAKE:
-            raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
-        raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is not of manyhands")
+            raise ProtocolError("magic", "the peer uses TLS; give this process --tls DIR too")
+        raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is not manyhands")
     if version != _VERSION:
-        raise ProtocolError("version", f"the peer speaks {version}, this end {_VERSION}; run one release")
+        raise ProtocolError("version", f"the peer uses {version}, this end {_VERSION}; run the same release")
     if flags & ~(OF_TRANSPORT | IN_ARENA):
-        raise ProtocolError("flags", f"{flags:#06x} is not known")
+        raise ProtocolError("flags", f"{flags:#06x} is unknown")
     if reserved:
         raise ProtocolError("reserved", "must be zero in this version")
     if body > max_body_bytes or payload > max_payload_bytes:
@@ -113,7 +113,7 @@ def decode_header(
             field, size, most = "payload_bytes", payload, max_payload_bytes
         raise ProtocolError(field, f"{format_bytes(size)} announced, at most {format_bytes(most)} allowed")
     if position and not flags & IN_ARENA:
-        raise ProtocolError("position", "is for payloads in shared memory")
+        raise ProtocolError("position", "it is only for payloads in shared memory")
     return FrameHeader(kind, flags, body, payload, position)
 
 
@@ -191,7 +191,7 @@ class FrameDecoder(Generic[T]):
         if target is None:
             target = fresh_bytes(num_bytes)
         elif target.nbytes != num_bytes:
-            raise ProtocolError("payload_bytes", f"{num_bytes} bytes announced where {target.nbytes} are due")
+            raise ProtocolError("payload_bytes", f"{num_bytes} bytes announced, {target.nbytes} expected")
         self._message = message
         self._fill(header, target.cast("B"))
         return self._filled_frame()
@@ -217,4 +217,4 @@ def fresh_bytes(num_bytes: int) -> memoryview:
     try:
         return np.empty(num_bytes, np.uint8).data
     except MemoryError:
-        raise ProtocolError("payload_bytes", f"there is no memory for {format_bytes(num_bytes)}") from None
+        raise ProtocolError("payload_bytes", f"not enough memory for {format_bytes(num_bytes)}") from None

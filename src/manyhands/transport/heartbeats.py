@@ -192,8 +192,8 @@ class Heartbeats:
                 self._liveness.data_came(addresses[address], now_s - age_s, now_s)
         for rank in self._liveness.unheard(now_s):
             _log.warning(
-                "no heartbeat has come from rank %d on %s: are datagrams (UDP) let through? until then a silent cut "
-                "shows only when a wait times out",
+                "no heartbeat received from rank %d on %s; does a firewall block UDP? without heartbeats a lost "
+                "connection is noticed only when a wait times out",
                 rank,
                 self._far[rank].words,
             )

@@ -65,10 +65,10 @@ class LivenessTimes:
         for name in ("heartbeat_s", "silence_s", "handshake_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
-                raise UserError(f"{name}={value}: must be a positive number of seconds")
+                raise UserError(f"{name}={value} must be a finite number above 0")
         if self.silence_s < 2 * self.heartbeat_s:
             raise UserError(
-                f"silence_s={self.silence_s}: must be at least twice heartbeat_s={self.heartbeat_s}"
+                f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}"
             )
 
 
@@ -111,10 +111,10 @@ class LivenessMonitor(Generic[K]):
                 self._spared.add(peer)
                 self._until_s[peer] = now_s + self._times.heartbeat_s
             elif peer in self._pending:
-                lost.append((peer, "did not say who it is in time"))
+                lost.append((peer, "did not identify itself in time"))
             else:
                 silence_s = self._times.silence_s
-                lost.append((peer, f"nothing heard for {silence_s:g} s, not even a heartbeat"))
+                lost.append((peer, f"nothing received for {silence_s:g} s, not even a heartbeat"))
         return lost
 
 
@@ -205,10 +205,10 @@ class PeerLiveness:
                 sentence = f"rank {rank} on {self._hosts[rank]}"
                 where = f" on {self._hosts[blamed]}" if blamed in self._hosts else ""
                 sentence += (
-                    f" hears nothing of rank {blamed} any more, though it is heard here: the network is cut in the "
-                    "direction from here to there"
+                    f" no longer receives anything from rank {blamed}, but still sends to it: the network is cut in "
+                    "the direction from here to there"
                     if blamed == self._rank
-                    else f" has left: it hears nothing of rank {blamed}{where} any more"
+                    else f" has left: it no longer receives anything from rank {blamed}{where}"
                 )
                 return PeerLost(rank=rank, sentence=sentence)
         return None
@@ -250,9 +250,9 @@ class PeerLiveness:
         seconds = now_s - self._heard_s[rank]
         return PeerLost(
             rank=rank,
-            sentence=f"rank {rank} on {self._hosts[rank]} fell silent: neither a heartbeat nor data of it for "
-            f"{seconds:.1f} s, last heard in exchange {self._progress[rank]}; it was stopped or its host is down, "
-            "or the network between is cut",
+            sentence=f"rank {rank} on {self._hosts[rank]} fell silent: neither a heartbeat nor data from it for "
+            f"{seconds:.1f} s, last received in exchange {self._progress[rank]}; it was stopped or its host is down, "
+            "or the network in between is cut",
         )
 
     def unheard(self, now_s: float) -> tuple[int, ...]:

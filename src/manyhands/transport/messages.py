@@ -62,14 +62,14 @@ class _Input:
     def take(self, num_bytes: int, where: str) -> memoryview:
         begin, self.at = self.at, self.at + num_bytes
         if self.at > len(self.data):
-            raise ProtocolError(where, f"needs {num_bytes} bytes, and {len(self.data) - begin} are left")
+            raise ProtocolError(where, f"needs {num_bytes} bytes, but {len(self.data) - begin} are left")
         return self.data[begin : self.at]
 
     def count(self, where: str) -> int:
         """A length; not above the bytes that are left, so nothing is allocated for what never comes."""
         count = int.from_bytes(self.take(4, where), "little")
         if count > len(self.data) - self.at:
-            raise ProtocolError(where, f"{count} announced, and {len(self.data) - self.at} bytes are left")
+            raise ProtocolError(where, f"{count} announced, but {len(self.data) - self.at} bytes are left")
         return count
 
 
@@ -88,7 +88,7 @@ class MessageCoder:
         self._decoders: dict[int, Callable[[Buffer], Any]] = {}
         for kind, message in kinds.items():
             if not 0 < kind <= MAX_KIND:
-                raise UserError(f"kind {kind} of {message.__name__}: must be from 1 to {MAX_KIND}")
+                raise UserError(f"kind {kind} of {message.__name__} must be from 1 to {MAX_KIND}")
             if message in self._encoders:
                 raise UserError(f"{message.__name__} has two kinds: {self._encoders[message][0]} and {kind}")
             encode, self._decoders[kind] = _compile(message)
@@ -99,9 +99,7 @@ class MessageCoder:
         entry = self._encoders.get(type(message))
         if entry is None:
             names = ", ".join(one.__name__ for one in self._encoders)
-            raise UserError(
-                f"a {type(message).__name__} is not a message of this protocol, which has {names}"
-            )
+            raise UserError(f"a {type(message).__name__} is not a message of this protocol; use {names}")
         kind, encode = entry
         try:
             return kind, encode(message)
@@ -186,7 +184,7 @@ def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Call
 
     def decode(body: Buffer) -> Any:
         if len(body) != layout.size:
-            raise ProtocolError(message.__name__, f"is {layout.size} bytes, not {len(body)}")
+            raise ProtocolError(message.__name__, f"must have {layout.size} bytes, not {len(body)}")
         numbers = list(layout.unpack(body))
         for place, allowed, where, hint in checks:
             number = numbers[place]
@@ -246,7 +244,7 @@ def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
     if is_union and all(arm is NoneType or _is_record(arm) or len(arguments) == 2 for arm in arguments):
         return _union_rules(arguments, where)
     raise UserError(
-        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, Enum, dataclasses and NamedTuples "
+        f"{where}: {hint} cannot be sent; allowed are int, float, bool, str, bytes, Enum, dataclasses and NamedTuples "
         "of these, one of several such, tuples and Mappings of any of these, any of these or None, Mapping[str, Any]"
     )
 
@@ -316,7 +314,7 @@ def _tuple_rules(hints: tuple[Any, ...], where: str) -> tuple[_Write, _Read]:
 
     def write(value: Any) -> bytes:
         if type(value) is not tuple or not (is_open or len(value) == len(rules)):
-            raise TypeError(f"{_quote(value)} is not such a tuple")
+            raise TypeError(f"{_quote(value)} is not a tuple of the right length")
         if not is_open:
             return b"".join([write_item(item) for (write_item, _), item in zip(rules, value, strict=True)])
         write_item = rules[0][0]
@@ -345,7 +343,7 @@ def _mapping_rules(key_hint: Any, hint: Any, where: str) -> tuple[_Write, _Read]
         for _ in range(given.count(where)):
             key = read_key(given, where)
             if key in found or (found and key_hint is not str and key < next(reversed(found))):
-                raise ProtocolError(where, f"{_quote(key)} {key} comes twice or out of order"[:_QUOTED])
+                raise ProtocolError(where, f"{_quote(key)} {key} appears twice or out of order"[:_QUOTED])
             found[key] = read_item(given, where)
         return found
 
@@ -375,7 +373,7 @@ def _json_rules() -> tuple[_Write, _Read]:
 
 def _not_json(value: object) -> Any:
     raise TypeError(
-        f"it holds a {type(value).__name__}; only numbers, text, lists and dicts of these can be sent (for a tensor "
+        f"it has a {type(value).__name__}; only numbers, text, lists and dicts of these can be sent (for a tensor "
         "of one element, send its item())"
     )
 
@@ -390,7 +388,7 @@ def _union_rules(arms: tuple[Any, ...], where: str) -> tuple[_Write, _Read]:
             return b"\0"
         number = 0 if len(some) == 1 else next((i for i, arm in enumerate(some) if type(value) is arm), -1)
         if number < 0:
-            raise TypeError(f"{_quote(value)} is none of {', '.join(arm.__name__ for arm in some)}")
+            raise TypeError(f"{_quote(value)} is not one of {', '.join(arm.__name__ for arm in some)}")
         return bytes([number + 1]) + rules[number][0](value)
 
     def read(given: _Input, where: str) -> Any:
@@ -398,7 +396,7 @@ def _union_rules(arms: tuple[Any, ...], where: str) -> tuple[_Write, _Read]:
         if number == 0 and len(some) < len(arms):
             return None
         if not 0 < number <= len(some):
-            raise ProtocolError(where, f"{number} is none of its {len(some)} types")
+            raise ProtocolError(where, f"{number} is not one of its {len(some)} types")
         inner = where if len(some) == 1 else f"{where}.{some[number - 1].__name__}"
         return rules[number - 1][1](given, inner)
 

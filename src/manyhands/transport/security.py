@@ -40,8 +40,8 @@ class Validity(NamedTuple):
         """What is wrong with it at `now`, and what to do; None while it is valid."""
         if now < self.begin:
             return (
-                f"is not valid before {self.begin:{_MOMENT}}, and this host's clock says {now:{_MOMENT}}, "
-                f"{_long(self.begin - now)} earlier; set the clock of the host that is wrong"
+                f"is not valid before {self.begin:{_MOMENT}}, but this host's clock says {now:{_MOMENT}}, "
+                f"{_long(self.begin - now)} earlier; correct the wrong clock"
             )
         if now > self.end:
             return (
@@ -104,7 +104,7 @@ class Security:
         if directory is not None:
             token = _read(directory / TOKEN).strip()
             if len(token) < _LEAST_TOKEN_CHARACTERS:
-                raise UserError(f"{directory / TOKEN}: has {len(token)} characters; {_where_from(TOKEN)}")
+                raise UserError(f"{directory / TOKEN} has {len(token)} characters; {_where_from(TOKEN)}")
             self.token = token.encode()
             self._contexts = _contexts(directory)
 
@@ -133,9 +133,9 @@ class Security:
         """Refuse an address off loopback that is neither encrypted nor allowed by the user."""
         if not self.anywhere and not is_loopback(host):
             raise UserError(
-                f"address {host!r}: it is not on loopback, and weights and gradients would travel in the clear; give "
+                f"address {host!r}: it is not on loopback, and weights and gradients would be sent unencrypted; give "
                 "every process --tls DIR, with the folder that `manyhands certificates` made for its host, or "
-                "--insecure where you trust the network"
+                "--insecure if you trust the network"
             )
 
     def begin(self, end: socket.socket, *, server_side: bool) -> End:
@@ -191,7 +191,7 @@ def is_loopback(host: str) -> bool:
 def _host_folder(path: Path) -> Path:
     """`path`, or the folder of this host in it, where it holds one for each."""
     if not path.is_dir():
-        raise UserError(f"--tls {path}: there is no such folder; make it with `manyhands certificates`")
+        raise UserError(f"--tls {path}: this folder does not exist; make it with `manyhands certificates`")
     if (path / AUTHORITY).exists():
         return path
     name = socket.gethostname()
@@ -201,23 +201,23 @@ def _host_folder(path: Path) -> Path:
     folders = sorted(one.name for one in path.iterdir() if (one / AUTHORITY).exists())
     if folders:
         raise UserError(
-            f"--tls {path}: has folders for {', '.join(folders)} and none for this host, {name}; give --tls the one to "
+            f"--tls {path} has folders for {', '.join(folders)} but not for this host, {name}; give --tls the one to "
             f"use, or make one with `manyhands certificates {path} --hosts {name},…`"
         )
-    raise UserError(f"{path / AUTHORITY}: is missing; copy this host's folder of `manyhands certificates`")
+    raise UserError(f"{path / AUTHORITY} is missing; copy this host's folder of `manyhands certificates`")
 
 
 def _check_file(path: Path) -> None:
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise UserError(f"{path}: is missing; {_where_from(path.name)}") from None
+        raise UserError(f"{path} is missing; {_where_from(path.name)}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path}: must be a file")
+        raise UserError(f"{path} must be a file")
     if found.st_size > _MOST_FILE_BYTES:
-        raise UserError(f"{path}: has {found.st_size} bytes, too many for a {path.name}")
+        raise UserError(f"{path} has {found.st_size} bytes, too many for a {path.name}")
     if path.name in _SECRET and found.st_mode & stat.S_IRWXO:
         raise UserError(
             f"{path}: every user of this host can read or change it (mode {stat.S_IMODE(found.st_mode):04o}); "
@@ -238,7 +238,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -252,7 +252,7 @@ def _contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
                 raise
             raise UserError(f"{path}: {error}; {_where_from(name)}") from None
         if complaint is not None:
-            raise UserError(f"{path}: {complaint}")
+            raise UserError(f"{path} {complaint}")
     contexts = _context(directory, server_side=False), _context(directory, server_side=True)
     _try_out(*contexts, directory)
     return contexts
@@ -269,7 +269,7 @@ def _context(directory: Path, *, server_side: bool) -> ssl.SSLContext:
     key = directory / KEY
 
     def refuse() -> str:
-        raise UserError(f"{key}: is encrypted; write it without a password (openssl pkey -in …), mode 0600")
+        raise UserError(f"{key} is encrypted; write it without a password (openssl pkey -in …), mode 0600")
 
     try:
         context.load_verify_locations(directory / AUTHORITY)
@@ -282,10 +282,10 @@ def _context(directory: Path, *, server_side: bool) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise UserError(
-                f"{key}: is not the key of {CERTIFICATE}; copy both from the same folder"
+                f"{key} is not the key of {CERTIFICATE}; copy both from the same folder"
             ) from None
         raise UserError(
-            f"{key}: with {CERTIFICATE} beside it: {error.reason or 'is not a PEM key'}; both must be PEM, of this host"
+            f"{key} with {CERTIFICATE}: {error.reason or 'not a PEM key'}; both must be PEM files of this host"
         ) from None
     return context
 
@@ -301,7 +301,7 @@ def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, directory: Path) ->
             continue
         except ssl.SSLCertVerificationError as error:
             raise UserError(
-                f"{directory / CERTIFICATE}: does not hold under {AUTHORITY}: {error.verify_message}; copy both from "
+                f"{directory / CERTIFICATE} is not valid under {AUTHORITY}: {error.verify_message}; copy both from "
                 "the same folder of `manyhands certificates`"
             ) from None
         except ssl.SSLError as error:

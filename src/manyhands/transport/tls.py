@@ -35,24 +35,24 @@ _ALERT_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])  # RFC 8446: a fatal aler
 _NOT_YET_VALID, _EXPIRED = 9, 10
 _OTHER_AUTHORITY: Final = frozenset({2, 7, 18, 19, 20, 21, 24, 27})
 
-_SAME_FOLDERS: Final = "give both hosts folders that the same `manyhands certificates` made"
-_MUST_SPEAK_TLS: Final = "it does not speak TLS 1.3; start it with --tls DIR as well"
+_SAME_FOLDERS: Final = "give both hosts folders made by the same `manyhands certificates`"
+_MUST_SPEAK_TLS: Final = "it does not use TLS 1.3; start it with --tls DIR too"
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL")
 _REASONS: Final = {
     **dict.fromkeys(_NO_TLS, _MUST_SPEAK_TLS),
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": f"it showed no certificate; {_SAME_FOLDERS}",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it refused this end, which showed no certificate",
-    "TLSV1_ALERT_UNKNOWN_CA": f"it refused this end's certificate, which is of another authority; {_SAME_FOLDERS}",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": f"it sent no certificate; {_SAME_FOLDERS}",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it refused this end, which sent no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": f"it refused this end's certificate, which is from another authority; {_SAME_FOLDERS}",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it refused this end's certificate, which has expired by its clock; make new "
     "ones with `manyhands certificates`, or set the clocks",
     "SSLV3_ALERT_BAD_CERTIFICATE": "it refused this end's certificate, which is not valid yet by its clock, or "
     "damaged; set the clocks, or make new ones with `manyhands certificates`",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it refused this end's certificate, which may not be used for this; it "
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it refused this end's certificate, which does not allow this use; it "
     "must allow both client and server authentication",
     "TLSV1_ALERT_DECRYPT_ERROR": f"it could not check this end's certificate; {_SAME_FOLDERS}",
     "TLSV1_ALERT_PROTOCOL_VERSION": _MUST_SPEAK_TLS,
     "UNSUPPORTED_PROTOCOL": _MUST_SPEAK_TLS,
-    "DECRYPTION_FAILED_OR_BAD_RECORD_MAC": "what came was changed on its way",
+    "DECRYPTION_FAILED_OR_BAD_RECORD_MAC": "the data was changed in transit",
 }
 
 
@@ -66,9 +66,9 @@ def why_refused(error: ssl.SSLError) -> str:
         if error.verify_code == _EXPIRED:
             return "its certificate has expired; make new ones with `manyhands certificates`, or set this host's clock"
         if error.verify_code == _NOT_YET_VALID:
-            return "its certificate is not valid yet: this host's clock is behind the one where it was made; set it"
+            return "its certificate is not valid yet: this host's clock is behind that of the host that made it; set it"
         if error.verify_code in _OTHER_AUTHORITY:
-            return f"its certificate is of another authority; {_SAME_FOLDERS}"
+            return f"its certificate is from another authority; {_SAME_FOLDERS}"
         return f"its certificate is not accepted: {error.verify_message}"
     reason = _reason(error)
     return _REASONS.get(reason, f"TLS failed ({reason.replace('_', ' ').lower() or error})")
@@ -132,7 +132,7 @@ class SecureSocket:
         if self._server_side:
             self._tls.send(_CONTENT)
         elif (first := self._tls.recv(1)) != _CONTENT:
-            raise ssl.SSLError(0, "it sent something else than the handshake") if first else ssl.SSLEOFError
+            raise ssl.SSLError(0, "it sent something other than the handshake") if first else ssl.SSLEOFError
         self._shaken = True
         return 0
 

@@ -128,7 +128,7 @@ def _introduce(
                     kind = UserError if final else RunEnding
                     raise kind(f"{who} cannot join the run of {leader}: {reason}")
                 case _:
-                    raise ManyhandsError(f"the leader, {leader}, sends a message before its welcome")
+                    raise ManyhandsError(f"the leader, {leader}, sent a message before its welcome")
 
 
 class ControlConnection(Closeable):

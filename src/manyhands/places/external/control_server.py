@@ -105,8 +105,8 @@ def clock_notice(name: str, theirs_unix_s: float, ours_unix_s: float) -> str | N
     much = f"{abs(off_s) / 3600:.1f} h" if abs(off_s) >= 3600 else f"{abs(off_s) / 60:.0f} min"
     way = "ahead of" if off_s > 0 else "behind"
     return (
-        f"the clock of {name} is {much} {way} the leader's: set it right, or dates in its own logs mislead; "
-        "the run's events are on one time axis all the same"
+        f"the clock of {name} is {much} {way} the leader's: set it, or dates in its own logs are wrong; "
+        "the run's events use the leader's clock"
     )
 
 
@@ -137,25 +137,25 @@ class Register:
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
         reasons = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
-        return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{reasons}"
+        return f"{who} did not {deed} within {waited_s:.1f} s; check that it was started{reasons}"
 
     def _mismatch(self, hello: ControlHello) -> tuple[str, str] | None:
         mine = self._leader
         if hello.world != mine.world:
             return "world", (
-                f"{hello.name} is one of {hello.world} processes, and the leader, {mine.name}, one of {mine.world}: "
-                "start all of them by one command"
+                f"{hello.name} has world size {hello.world}, but the leader, {mine.name}, has {mine.world}; "
+                "start all processes with one command"
             )
         if not 0 < hello.rank < mine.world:
             return "rank", (
-                f"{_process(hello)} says it is rank {hello.rank}: the ranks of this run are 0, which is "
+                f"{_process(hello)} claims rank {hello.rank}; the ranks of this run are 0, which is "
                 f"{_process(mine)}, to {mine.world - 1}"
             )
         other = self._seats.get(hello.rank)
         if other is not None:
             return "rank", (
-                f"two processes are rank {hello.rank}: {_process(other)} and {_process(hello)}; give each a rank, or "
-                "each job a port, of its own"
+                f"two processes have rank {hello.rank}: {_process(other)} and {_process(hello)}; give each its own "
+                "rank, or each job its own port"
             )
         ours = {term.name: term.value for term in mine.terms}
         theirs = {term.name: term.value for term in hello.terms}
@@ -163,8 +163,8 @@ class Register:
             here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
             if here != there:
                 return name, (
-                    f"{hello.name} has {name}={there}, and the leader, {mine.name}, {name}={here}: all processes of a "
-                    "run must be started alike"
+                    f"{hello.name} has {name}={there}, but the leader, {mine.name}, has {name}={here}; start all "
+                    "processes of a run with the same settings"
                 )
         return None
 
@@ -324,7 +324,7 @@ class ControlServer(Closeable):
     def _queue(self, rank: int) -> SendQueue:
         member = self.known.get(rank)
         if member is None:
-            raise UserError(f"member={rank} never came")
+            raise UserError(f"member={rank} never connected")
         return member.queue
 
     def _send_queued(self) -> None:
@@ -339,7 +339,7 @@ class ControlServer(Closeable):
                 return self._greet(connection, hello)
             case Arrived(connection) if connection not in self._ranks:
                 event.release()
-                self._hub.disconnect(connection, "it says something before it says who it is")
+                self._hub.disconnect(connection, "it sent a message before its hello")
             case Arrived(connection, message, payload):
                 member = self.known[self._ranks[connection]]
                 member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
@@ -347,7 +347,7 @@ class ControlServer(Closeable):
                     return self._said(member.hello.rank, member, message, payload)
                 except ProtocolError as error:
                     self._hub.disconnect(connection, str(error))
-                    return self._lost(connection, f"it broke the protocol: {printable(str(error))}", False)
+                    return self._lost(connection, f"it violated the protocol: {printable(str(error))}", False)
                 finally:
                     event.release()
             case Lost(connection, reason, in_peace):
@@ -392,33 +392,33 @@ class ControlServer(Closeable):
                 )
             case ControlEvents(lost=lost):
                 if len(payload) % RECORD.itemsize or not 0 <= lost < _MOST_LOST:
-                    raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
+                    raise ProtocolError("events", f"invalid: {len(payload)} bytes of records, {lost} lost")
                 records = np.frombuffer(payload, RECORD)
                 if not good_records(records).all():
-                    raise ProtocolError("events", "a record that no role makes")
+                    raise ProtocolError("events", "an event record is invalid")
                 self.rings[rank].append(records, lost)
             case ControlPiece(name=name, last=last):
                 data = member.large.setdefault(name, bytearray())
                 if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:
-                    raise ProtocolError("piece", f"more of {name[:80]!r} than anybody sends")
+                    raise ProtocolError("piece", f"{name[:80]!r} is too large")
                 data += payload
                 if last:
                     return [Delivered(rank, name, member.large.pop(name))]
             case StoreCall():
                 member.queue.put(self.store.answer(message))
             case _:
-                raise ProtocolError("kind", f"a {type(message).__name__} is for members, not for the leader")
+                raise ProtocolError("kind", f"the leader does not accept a {type(message).__name__}")
         return []
 
     def _greet(self, connection: int, hello: ControlHello) -> list[ControlEvent]:
         if connection in self._ranks:
-            self._hub.disconnect(connection, "it says twice who it is")
-            return self._lost(connection, "it says twice who it is", False)
+            self._hub.disconnect(connection, "it sent a second hello")
+            return self._lost(connection, "it sent a second hello", False)
         refused = self.register.arrive(hello)
         if refused is None and self._shutting_down:
             # The run is over: free the rank that `arrive` has just taken, and reject the process.
             self.register.leave(hello.rank)
-            refused = ControlRefused(field="over", reason=f"{hello.name} comes too late: the run is over")
+            refused = ControlRefused(field="over", reason=f"{hello.name} is too late: the run is over")
         if refused is not None:
             self._hub.send(connection, refused)
             return [ProcessRejected(refused.reason, refused.field)]
@@ -439,7 +439,7 @@ class ControlServer(Closeable):
         member.queue.close()
         if member.ended:
             return []  # its result or failure was reported before the connection closed
-        how = "left before it had a result" if in_peace else f"is lost: {reason}"
+        how = "left before it reported a result" if in_peace else f"is lost: {reason}"
         sentence = f"{member.name} {how}; {describe_status(member.seen, time.monotonic_ns())}"
         self.register.leave(rank)
         return [member.end(Failure(rank=rank, sentence=sentence))]

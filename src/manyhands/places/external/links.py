@@ -130,7 +130,7 @@ def open_heartbeats(
 
 def _wait_for(store: RendezvousStore, key: str, deadline: float) -> None:
     if not comes_true(lambda: store.check([key]), deadline - time.monotonic()):
-        raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "say where it listens")
+        raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "publish its address")
 
 
 def connect_all(
@@ -184,7 +184,7 @@ def _dial(mine: Credentials, peer: int, address: str, deadline: float, still: St
         except OSError as error:
             if not isinstance(error, TimeoutError) or left_s <= _CONNECT_S:
                 raise ManyhandsError(
-                    f"{mine.role} cannot connect to rank {peer} at {address}: {error}; is a firewall between?"
+                    f"{mine.role} cannot connect to rank {peer} at {address}: {error}; is a firewall in between?"
                 ) from error
     try:
         authenticate(end, mine, peer, deadline, still)
@@ -192,7 +192,7 @@ def _dial(mine: Credentials, peer: int, address: str, deadline: float, still: St
     except BaseException as error:
         end.close()
         if isinstance(error, ProtocolError | HandshakeRefused):
-            sentence = f"what answers at rank {peer}'s address, {address}, is not of this run: {error}"
+            sentence = f"the process at rank {peer}'s address, {address}, is not part of this run: {error}"
         elif isinstance(error, OSError):
             sentence = f"rank {peer} at {address} ended the connection: {error}"
         else:
@@ -237,11 +237,11 @@ def _admit(end: socket.socket, mine: Credentials, deadline: float, still: Still 
 
 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:
-    return PeerTimeout(f"{ranks_named(ranks)} did not {deed} in time; is a firewall between?", ranks[0])
+    return PeerTimeout(f"{ranks_named(ranks)} did not {deed} in time; is a firewall in between?", ranks[0])
 
 
 def no_group() -> SharedGroup:
-    raise UserError("workers of several hosts share no memory")
+    raise UserError("workers on several hosts cannot share memory")
 
 
 def share_group(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> SharedGroup:

@@ -107,7 +107,7 @@ class ProcessGroup:
         """Wait until every member has taken what was given and left; ManyhandsError names those that have not."""
         for rank in self.control_server.shutdown(max(_SHUTDOWN_S, self.timeout_s)):
             name = self.control_server.name_of(rank)
-            raise ManyhandsError(f"{name} has not taken the result of the run in time")
+            raise ManyhandsError(f"{name} did not receive the result of the run in time")
 
     def __enter__(self) -> Self:
         return self
@@ -226,14 +226,14 @@ def join_group(
     token = security.token or bytes.fromhex(str(offer.get("token", "")))
     if not token:
         raise UserError(
-            f"{place.name} has no certificate, and the leader, {offer['name']}, has one: give every process --tls DIR, "
+            f"{place.name} has no certificate, but the leader, {offer['name']}, has one; give every process --tls DIR, "
             "with the folder that `manyhands certificates` made for its host"
         )
     near = offer["host"] == host_identity()
     if not near and "tcp" not in offer:
         raise UserError(
-            f"{place.name} comes to a run that began on one host, that of {offer['name']}, and listens nowhere else; "
-            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+            f"{place.name} cannot join: the run started on one host, that of {offer['name']}, and listens only there; "
+            "start it with --tls DIR, or with --insecure if you trust the network, and let workers join later"
         )
     address = offer["unix"] if near else offer["tcp"]
     connection = open_control_connection(
@@ -264,8 +264,8 @@ def _sit_down(store: Store, place: ProcessPlace, *, follows_another: bool = Fals
         store.set(f"here/{place.rank}", mine)  # only the leader can tell whether the other process is dead
         return
     raise UserError(
-        f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
-        "or each job a port, of its own"
+        f"two processes have rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each its own "
+        "rank, or each job its own port"
     )
 
 
@@ -277,12 +277,12 @@ def _settings(security: Security, comes_again: bool) -> Settings:
 def _own_address(place: ProcessPlace, security: Security) -> str:
     """Where other hosts reach the leader; UserError if they cannot, or must not."""
     if place.master is None:
-        raise UserError(f"{place.name} is not told by which address other hosts reach it")
+        raise UserError(f"{place.name} does not know the address at which other hosts can reach it")
     address = address_towards(place.master)
     if is_loopback(address):
         raise UserError(
-            f"MASTER_ADDR={place.master} means {address} on {place.host}, the host of rank 0, which no other host can "
-            "reach; give an address that all hosts know it by"
+            f"MASTER_ADDR={place.master} is {address} on {place.host}, the host of rank 0, which no other host can "
+            "reach; give an address that all hosts can reach"
         )
     security.check_address(address)
     return address
@@ -294,8 +294,8 @@ def _wait_for_all(store: Store, place: ProcessPlace, timeout_s: float) -> tuple[
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if late:
             raise PeerTimeout(
-                f"{ranks_named(late)} of {place.world} did not come within {timeout_s:.0f} s; see whether it was "
-                "started, with the same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
+                f"{ranks_named(late)} of {place.world} did not connect within {timeout_s:.0f} s; check that it was "
+                "started with the same MASTER_ADDR and MASTER_PORT, and that it did not fail before it called fit",
                 late[0],
             )
     seats = [json.loads(store.get(key).decode()) for key in keys]
@@ -316,8 +316,8 @@ def _await_readers(store: Store, place: ProcessPlace) -> None:
 def _require_version(other: Mapping[str, str], place: ProcessPlace) -> None:
     if other["version"] != __version__:
         raise UserError(
-            f"{other['name']} is manyhands {other['version']}, and {place.name} is manyhands {__version__}: install "
-            "one release on all hosts"
+            f"{other['name']} runs manyhands {other['version']}, but {place.name} runs {__version__}; install "
+            "the same release on all hosts"
         )
 
 
@@ -326,15 +326,15 @@ def _read_leader(store: Store, place: ProcessPlace, timeout_s: float) -> dict[st
     patience_s = timeout_s + 5.0
     if not comes_true(lambda: store.check(["leader"]), patience_s):
         raise PeerTimeout(
-            f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
-            "whether it was started, and whether it failed before it called fit",
+            f"{place.name} (rank {place.rank}): rank 0, the leader, did not connect within {patience_s:.0f} s; "
+            "check that it was started, and that it did not fail before it called fit",
             0,
         )
     offer: dict[str, str] = json.loads(store.get("leader").decode())
     _require_version(offer, place)
     if "refused" in offer:
         store.set(f"heard/{place.rank}", "")
-        raise ManyhandsError(f"the leader, {offer['name']}, cannot begin: {offer['refused']}")
+        raise ManyhandsError(f"the leader, {offer['name']}, cannot start: {offer['refused']}")
     return offer
 
 
@@ -347,7 +347,7 @@ def _listen(control_server: ControlServer, leader: str) -> None:
         if near is None or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
             raise
         raise UserError(
-            f"address {leader!r}: cannot listen there: it is in use by another run that is led from this host; give "
+            f"address {leader!r}: cannot listen there: it is in use by another run that this host leads; give "
             "the leader another port"
         ) from error
 

@@ -49,7 +49,7 @@ launched: Launched | None = None  # set while a launched script runs in this pro
 
 
 def _no_store(_timeout_s: float) -> Store:
-    raise UserError("this process was given no store to find the others in")
+    raise UserError("this process has no store for the rendezvous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     version = environment.get(LAUNCHER_VARIABLE)
     if version is not None and version != __version__:
         raise UserError(
-            f"this script was started by manyhands {version} and imports manyhands {__version__}; use the "
-            "`manyhands` command of the environment that the script runs in"
+            f"this script was started by manyhands {version} but imports manyhands {__version__}; use the "
+            "`manyhands` command of the script's environment"
         )
     if launched is not None:
         context = launched.context
@@ -106,10 +106,10 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if version is not None:
         raise UserError(
-            "this process was started by a worker of `manyhands launch`, not by the launcher; join in the script itself"
+            "a worker of `manyhands launch` started this process; call join in the launched script"
         )
     if is_worker():
-        raise UserError("this process is a worker of fit, which has a loop of its own; join is for scripts")
+        raise UserError("this process is a worker of fit, which has its own loop; join is for scripts")
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return under_torchrun(environment)
     return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
@@ -120,18 +120,18 @@ def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
     missing = [name for name in _TORCHRUN if not environment.get(name)]
     if missing:
         raise UserError(
-            f"RANK and WORLD_SIZE are set, but not {', '.join(missing)}: start the script with torchrun, which sets "
+            f"RANK and WORLD_SIZE are set, but not {', '.join(missing)}; start the script with torchrun, which sets "
             f"{', '.join(_TORCHRUN)}, or unset them to run it alone"
         )
     texts = [environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     rank, world, port = (int(text) if text.isascii() and text.isdecimal() else -1 for text in texts)
     if not 0 <= rank < world:
         raise UserError(
-            f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set: RANK must be a number "
+            f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} do not match: RANK must be "
             "from 0 to WORLD_SIZE - 1"
         )
     if not 0 < port < 1 << 16:
-        raise UserError(f"MASTER_PORT={texts[2]}: must be a number from 1 to 65535")
+        raise UserError(f"MASTER_PORT={texts[2]} must be a number from 1 to 65535")
     host = environment["MASTER_ADDR"]
     hosted = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return ProcessPlace(
@@ -158,10 +158,10 @@ def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> 
         )
         return _stores[host, port]
     except (RuntimeError, ValueError) as error:
-        what = "cannot be opened" if hosted else "cannot be reached"
+        what = "could not be opened" if hosted else "could not be reached"
         raise ManyhandsError(
             f"the store at MASTER_ADDR={host}, MASTER_PORT={port} {what} within {timeout_s:.0f} s: "
-            f"{first_line(error)}; {'give another MASTER_PORT' if hosted else 'see whether rank 0 was started'}"
+            f"{first_line(error)}; {'give another MASTER_PORT' if hosted else 'check that rank 0 was started'}"
         ) from error
 
 
@@ -178,7 +178,7 @@ class ExternalPlace(Place):
         placed, count = strategy.placed(world, roles)
         if workers is not None and workers != count:
             who = "the cluster lists" if spec is not None else f"{self.kind} started"
-            each = "each of which is a worker" if count == world else f"{count} of which are workers"
+            each = "all of them workers" if count == world else f"{count} of them workers"
             raise UserError(f"workers={workers}: {who} {world} processes, {each}; leave it out")
         return placed, count
 

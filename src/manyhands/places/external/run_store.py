@@ -92,16 +92,16 @@ class KeyValueStore:
                     found = self.delete_key(key)
                 case _:
                     count = f"{len(call.keys)} keys and {len(call.values)} values"
-                    raise ValueError(f"of {count} is not a call of a store")
+                    raise ValueError(f"{count} are not valid for this call")
         except (UserError, ValueError) as error:
             raise ProtocolError("call", f"{call.call}: {error}") from error
         return StoreAnswer(number=call.number, found=found, value=result)
 
     def _put(self, key: str, value: str) -> None:
         if len(key) > _LONGEST or len(value) > _LONGEST:
-            raise UserError(f"a key or value of more than {_LONGEST} characters")
+            raise UserError(f"a key or value has more than {_LONGEST} characters")
         if key not in self._values and len(self._values) >= _MOST_KEYS:
-            raise UserError(f"more than {_MOST_KEYS} keys")
+            raise UserError(f"the store has more than {_MOST_KEYS} keys")
         self._values[key] = value
 
 
@@ -143,7 +143,7 @@ class RunStore(Store):
 
         if not comes_true(are_there, timeout_s):
             late = next((key for key in keys if not self.check([key])), keys[0])
-            raise PeerTimeout(f"nobody has set {late!r} in the run's store within {timeout_s:.0f} s", 0)
+            raise PeerTimeout(f"no process set {late!r} in the run's store within {timeout_s:.0f} s", 0)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return _decoded(self._store.compare_set(self._named(key), _encoded(expected), _encoded(desired)))

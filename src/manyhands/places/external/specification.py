@@ -23,8 +23,8 @@ from manyhands.transport.security import is_loopback
 __all__ = ["EVALUATOR", "ClusterRole", "ClusterSpec", "check_hosts", "listening_at"]
 
 EVALUATOR: Final = (
-    "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
-    "leader at the end"
+    "an evaluator has no work here and ends: workers evaluate while they train (--evaluate-every), and the leader "
+    "at the end"
 )
 
 ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
@@ -71,17 +71,17 @@ class ClusterSpec:
             for field, address in zip(fields, checked[kind], strict=True):
                 if address in taken:
                     raise UserError(
-                        f"{field}={address!r} is the address of {taken[address]} as well; every role needs a host and "
-                        "port of its own"
+                        f"{field}={address!r} is also the address of {taken[address]}; every role needs its own "
+                        "host and port"
                     )
                 taken[address] = field
         kinds = {kind: checked[kind] for kind in ROLE_TYPES if checked.get(kind)}
         if len(kinds.get("chief", ())) > 1:
             raise UserError(
-                f"cluster.chief lists {len(kinds['chief'])} addresses: one chief leads; list the others under worker"
+                f"cluster.chief lists {len(kinds['chief'])} addresses; list one, and the others under worker"
             )
         if "chief" not in kinds and "worker" not in kinds:
-            raise UserError("cluster lists no worker: somebody has to train; add worker = ['host:port']")
+            raise UserError("cluster lists no worker; add worker = ['host:port']")
         object.__setattr__(self, "addresses", kinds)
 
     @classmethod
@@ -94,7 +94,7 @@ class ClusterSpec:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--spec {path} cannot be read: {error}") from None
         if load is None:
-            raise UserError(f"--spec {path}: its name must end in .toml or .json, which says its format")
+            raise UserError(f"--spec {path}: its name must end in .toml or .json")
         try:
             table = load(text)
         except (ValueError, RecursionError) as error:
@@ -130,7 +130,7 @@ class ClusterSpec:
                 raise UserError(f'task={_shown(task)} must be like {{"type": "worker", "index": 0}}')
             for key in ("type", "index"):
                 if key not in task:
-                    raise UserError(f"task has no {key}; it must say type and index")
+                    raise UserError(f"task has no {key}; it needs type and index")
             index = task["index"]
             # Some operators write it as a string.
             index = int(index) if isinstance(index, str) and index.isdecimal() else index
@@ -145,18 +145,18 @@ class ClusterSpec:
                 f"task.type={_shown(kind)} is not a type of role; {nearest(str(kind), ROLE_TYPES)}"
             )
         if type(index) is not int or index < 0:
-            raise UserError(f"task.index={_shown(index)} must be an integer from 0 on")
+            raise UserError(f"task.index={_shown(index)} must be an integer of at least 0")
         listed = self.addresses.get(kind, ())
         if kind == "evaluator" and not listed and index == 0:
             return ClusterRole(kind, index)
         if not listed:
             raise UserError(
                 f"task.type={kind}: the cluster lists no {kind}, only {', '.join(self.addresses)}; add its address to "
-                "the cluster, or take another type"
+                "the cluster, or use another type"
             )
         if index >= len(listed):
             raise UserError(
-                f"task.index={index}: the cluster lists {len(listed)} of type {kind}, which count from 0 to "
+                f"task.index={index}: the cluster lists {len(listed)} of type {kind}, numbered from 0 to "
                 f"{len(listed) - 1}"
             )
         return ClusterRole(kind, index)
@@ -199,7 +199,7 @@ def _checked_address(field: str, address: Any) -> str:
     if not colon:
         raise UserError(f"{field}={_shown(address)} has no port; write {printable(address, 60)}:2222")
     if not host:
-        raise UserError(f"{field}={_shown(address)} has no host; write the one that others reach it by")
+        raise UserError(f"{field}={_shown(address)} has no host; write the one at which others can reach it")
     if "://" in host or any(one in host for one in "/ \t@[]") or not host.isascii() or ":" in host:
         raise UserError(
             f"{field}={_shown(address)}: {_shown(host)} is not a host name or IPv4 address; write host:port"
@@ -208,8 +208,8 @@ def _checked_address(field: str, address: Any) -> str:
         raise UserError(f"{field}={_shown(address)}: the port {_shown(port)} is not a number")
     if not 1 <= int(port) <= _MOST_PORT:
         raise UserError(
-            f"{field}={_shown(address)}: the port must lie between 1 and {_MOST_PORT}; others have to know it, so 0 "
-            "cannot stand for any"
+            f"{field}={_shown(address)}: the port must be between 1 and {_MOST_PORT}; 0 is not allowed, "
+            "because others must know the port"
         )
     return f"{host.lower()}:{int(port)}"
 
@@ -232,11 +232,11 @@ def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: _Resolve = socket
         found = resolve(host)
     except OSError as error:
         raise UserError(
-            f"{field}: this host does not know the name {host!r} ({error}); write the address that others reach it by"
+            f"{field}: this host does not know the name {host!r} ({error}); write an address that others can reach"
         ) from None
     if is_loopback(found):
         raise UserError(
-            f"{field}: {host!r} means {found} on this host, where others cannot reach it; write its address in the "
+            f"{field}: {host!r} is {found} on this host, where others cannot reach it; write its address in the "
             f"network, or correct {host!r} in /etc/hosts"
         )
 

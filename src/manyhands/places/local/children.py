@@ -161,7 +161,7 @@ class Role:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise UserError("name='' must name the role, such as 'worker 0'")
+            raise UserError("name='' must not be empty; give a name such as 'worker 0'")
         if not callable(self.target):
             raise UserError(f"target={self.target!r} must be a function of one RoleContext")
 
@@ -219,7 +219,7 @@ class Children:
         threads = {"OMP_NUM_THREADS": str(threads_per_role(self._world))}
         environment = {**threads, **inherited, **role.env, "PYTHONPATH": inherited["PYTHONPATH"]}
         if not self._free_rows:
-            raise ManyhandsError(f"{self._capacity} processes are there already; no more are allowed at once")
+            raise ManyhandsError(f"{self._capacity} processes are already running; no more are allowed")
         row = self._free_rows[0]
         self._status_table.wipe(row)
         self._rows = {rank: of for rank, of in self._rows.items() if of != row}

@@ -89,7 +89,7 @@ def encoded(message: Message, coder: MessageCoder = _CODER) -> tuple[int, bytes]
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(
             "length",
-            f"a {type(message).__name__} message of {len(body)} bytes exceeds a frame's {MAX_FRAME_BYTES}; "
+            f"a {type(message).__name__} message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}; "
             "pass large results through shared memory or a file",
         )
     return kind, body
@@ -195,11 +195,11 @@ class TypedNotes:
     def read(self, payload: Mapping[str, Any]) -> Any:
         number = self._numbers.get(str(payload.get("kind")))
         if number is None:
-            raise ProtocolError("kind", f"{payload.get('kind')!r} is none of {', '.join(self._numbers)}")
+            raise ProtocolError("kind", f"{payload.get('kind')!r} must be one of {', '.join(self._numbers)}")
         try:
             body = bytes.fromhex(payload["body"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError("body", f"of a {payload['kind']} is not hexadecimal") from error
+            raise ProtocolError("body", f"the body of a {payload['kind']} is not hexadecimal") from error
         return self._coder.decode(number, body)
 
 

@@ -21,7 +21,7 @@ def main() -> int:
     """Be the template that the environment describes, or one of its forks; the exit status, 2 if run by hand."""
     text = os.environ.pop(TEMPLATE_VARIABLE, None)
     if text is None:
-        print("this file is run by the launchers of manyhands.places.local, not by hand", file=sys.stderr)
+        print("only the launchers of manyhands.places.local can run this file", file=sys.stderr)
         return 2
     launcher_pid = json.loads(text)["launcher_pid"]
     die_with_parent(launcher_pid, signal.SIGKILL)

@@ -111,7 +111,7 @@ class Failure:
             if reported is not None:
                 parts.append(reported.traceback.rstrip())
             elif self.last_words.strip():
-                parts.append(f"its last words on stderr:\n{self.last_words.strip()}")
+                parts.append(f"the end of its stderr:\n{self.last_words.strip()}")
             error = WorkerFailed("\n\n".join(parts), worker_rank=self.rank)
         error.blamed = self.name
         return error
@@ -120,12 +120,12 @@ class Failure:
 def describe_exit(status: int) -> str:
     """`exited with status 3` or `was killed by SIGSEGV`, from the return code of a process."""
     if status >= 0:
-        return f"exited with status {status} before it had reported a result"
+        return f"exited with status {status} before it reported a result"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    hint = " (by someone, or by the kernel for want of memory)" if -status == signal.SIGKILL else ""
+    hint = " (by a user, or by the kernel because memory ran out)" if -status == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 

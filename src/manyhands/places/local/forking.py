@@ -172,7 +172,7 @@ def _import_all(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception as error:
             if isinstance(error, OSError):  # such as a limit of this shell, which the launcher names
-                print(f"manyhands: {name} is not imported ahead: {error}", file=sys.stderr)
+                print(f"manyhands: {name} could not be imported in advance: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
     spare_finalizers()
@@ -285,7 +285,7 @@ def _fork_leader() -> int:
             return 0
         report.close()
         if not result.read(1):
-            raise OSError("it ended as soon as it was made")
+            raise OSError("it ended immediately after the fork")
         return worker
 
 

@@ -129,8 +129,8 @@ def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
     fits = f"at most {most} workers fit" if most > 1 else "one worker fits" if most else "not even one fits"
     each = format_bytes(cost.per_worker.memory_bytes)
     raise Overload(
-        f"workers={workers}: the run needs about {' and '.join(lacking)}; {fits} (a worker takes about {each} before "
-        "its activations); use fewer, or free some, or insist with Options(allow_overload=True) or --allow-overload",
+        f"workers={workers}: the run needs about {' and '.join(lacking)}; {fits} (a worker needs about {each} besides "
+        "its activations); use fewer, free some, or override with Options(allow_overload=True) or --allow-overload",
         most,
     )
 
@@ -261,7 +261,7 @@ def _least(limits: Iterable[int | None]) -> int | None:
 def check_watchdog_s(watchdog_s: float) -> float:
     """The deadline of the watchdog, or UserError: checked long before anything is watched."""
     if watchdog_s != 0 and not watchdog_s >= _LEAST_WATCHDOG_S:
-        raise UserError(f"watchdog_s={watchdog_s:g} must be at least {_LEAST_WATCHDOG_S:g}, or 0 for none")
+        raise UserError(f"watchdog_s={watchdog_s:g} must be at least {_LEAST_WATCHDOG_S:g}, or 0 to disable")
     return watchdog_s
 
 
@@ -281,7 +281,7 @@ def host_identity() -> str:
         namespace = os.stat(_NETWORK_NAMESPACE).st_ino
     except OSError as error:
         raise ManyhandsError(
-            f"this host has no identity: {error.filename} cannot be read ({error.strerror}); manyhands needs Linux "
-            "with /proc mounted"
+            f"this host cannot be identified: {error.filename} cannot be read ({error.strerror}); manyhands needs "
+            "Linux with /proc mounted"
         ) from error
     return f"{boot}/{namespace}"

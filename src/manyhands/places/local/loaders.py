@@ -143,7 +143,7 @@ class Loaders(Closeable, Generic[_Key]):
             job = pack(self._make)
         except UserError as error:
             raise UserError(
-                f"loading: data cannot be sent to loader processes ({error.__cause__ or error}); make it of functions, "
+                f"loading: data cannot be sent to loader processes ({error.__cause__ or error}); use functions, "
                 "arrays and plain objects, and open files when they are first read, or set workers=0"
             ) from error
         stacks = answers_to()
@@ -201,7 +201,7 @@ class Loaders(Closeable, Generic[_Key]):
                 written = os.pread(self._stacks, os.fstat(self._stacks).st_size - before, before)
                 call = call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
                 raise ManyhandsError(
-                    f"{loader} gave nothing for {waited_s:.0f} s: it is {call}; where reading a batch takes longer, "
+                    f"{loader} returned nothing for {waited_s:.0f} s: it is {call}; if reading a batch takes longer, "
                     "set loading's timeout_s"
                 )
             with answered_by(loader.process.pid) if waited_s > _LOOK_S else nullcontext():
@@ -216,7 +216,7 @@ class Loaders(Closeable, Generic[_Key]):
                     pass
                 if loader.process.pidfd in ready:
                     reading = next(iter(loader.reading.values()), None)
-                    what = f" while it had {reading} to read" if reading is not None else ""
+                    what = f" while reading {reading}" if reading is not None else ""
                     raise ManyhandsError(f"{loader} {describe_exit(loader.process.wait())}{what}")
 
     def _receive(self, loader: _Loader[_Key]) -> bool:
@@ -228,7 +228,7 @@ class Loaders(Closeable, Generic[_Key]):
             return False
         if not descriptors:  # the kernel drops those that this process has no room for
             raise ManyhandsError(
-                f"a batch of {loader} was lost: too many open files; raise it: ulimit -n 4096"
+                f"a batch of {loader} was lost: too many open files; raise the limit: ulimit -n 4096"
             )
         ticket = json.loads(data)["ticket"]
         if ticket < 0:  # it has no reader
@@ -263,7 +263,7 @@ class _Loader(Generic[_Key]):
         except (BrokenPipeError, ConnectionResetError):  # it has ended, which its process descriptor tells
             pass
         except BlockingIOError as error:
-            raise ManyhandsError(f"{self} reads no more requests; set a smaller ahead= in loading") from error
+            raise ManyhandsError(f"{self} reads no requests; set a smaller ahead= in loading") from error
 
 
 class _File:
@@ -343,7 +343,7 @@ def _hand_over(end: socket.socket, ticket: int, found: Any) -> None:
     try:
         descriptor = pack(found)
     except UserError as error:
-        why = f"a loader process cannot hand over what it read ({error.__cause__ or error}); let collate give tensors"
+        why = f"a loader process cannot send its batch ({error.__cause__ or error}); have collate return tensors"
         descriptor = pack(_failure(UserError(f"{why}, arrays and plain objects, or set loading's workers=0")))
     try:
         socket.send_fds(end, [json.dumps({"ticket": ticket}).encode()], [descriptor])

@@ -50,7 +50,7 @@ def pack(job: object) -> int:
         _Pickler(stream, large.append).dump(job)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(
-            f"what the workers run cannot be sent to them: {error}; it may use functions, closures, tensors "
+            f"the task cannot be sent to the workers: {error}; it may use functions, closures, tensors "
             "and plain objects, but no open files, locks, sockets or generators"
         ) from error
     parts = [stream.getbuffer(), *(buffer.raw() for buffer in large)]

@@ -70,7 +70,7 @@ class RankEntry(NamedTuple):
             values = None
         if not isinstance(values, list) or [type(value) for value in values] != [str, int, int, str]:
             raise ManyhandsError(
-                f"the store holds {text[:80]!r} where manyhands keeps who has a rank; give each job a store of its own"
+                f"the store has {text[:80]!r} in place of a rank of manyhands; give each job its own store"
             )
         return cls(*values)
 
@@ -154,8 +154,8 @@ class Rendezvous(Closeable):
                     raise ManyhandsError(f"{who} could not share {purpose}: {said}")
                 if said != purpose:
                     raise ManyhandsError(
-                        f"{who} shares {said} where rank {self.rank} expects {purpose}; all ranks must open the group "
-                        "alike"
+                        f"{who} shares {said}, but rank {self.rank} expects {purpose}; all ranks must open the group "
+                        "in the same way"
                     )
                 if len(descriptors) >= total:
                     return tuple(descriptors)
@@ -208,7 +208,8 @@ class Rendezvous(Closeable):
                 self._watcher.join(_STOP_S)
                 if self._watcher.is_alive():
                     raise PeerTimeout(
-                        f"group {self.name!r}: what ends with a rank did not end in {_STOP_S:g} s", self.rank
+                        f"group {self.name!r}: its watcher thread did not end within {_STOP_S:g} s",
+                        self.rank,
                     )
             os.close(self._stop_watcher)
             self._watcher = None
@@ -240,13 +241,13 @@ def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s:
     sockets: dict[int, socket.socket] = {}
     try:
         keys = [f"rank/{other}" for other in range(world)]
-        table.wait(keys, range(world), "come to the rendezvous")
+        table.wait(keys, range(world), "join the rendezvous")
         entries = [RankEntry.from_text(store.get(key).decode().partition(" ")[2]) for key in keys]
         for other, entry in enumerate(entries):
             if (entry.world, entry.version) != (world, __version__):
                 raise UserError(
-                    f"group {name!r}: rank {other} is manyhands {entry.version} in a group of {entry.world}, rank "
-                    f"{rank} is manyhands {__version__} in a group of {world}"
+                    f"group {name!r}: rank {other} runs manyhands {entry.version} in a group of {entry.world}, but "
+                    f"rank {rank} runs manyhands {__version__} in a group of {world}"
                 )
         hosts = hosts_of([entry.host for entry in entries])
         here = next(ranks for ranks in hosts if rank in ranks)
@@ -289,9 +290,9 @@ class _Table:
                 continue
             other = RankEntry.from_text(there.partition(" ")[2])
             raise UserError(
-                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already is "
-                f"rank {self.rank}, as process {mine.pid} wants to be in a group of {mine.world}; give each group "
-                "a name, or each job a store, of its own"
+                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already has "
+                f"rank {self.rank}, which process {mine.pid} claims in a group of {mine.world}; give each group "
+                "its own name, or each job its own store"
             )
 
     def clear(self, leaders: Iterable[int]) -> None:
@@ -320,7 +321,7 @@ class _Table:
     def timeout(self, late: Sequence[int], deed: str) -> PeerTimeout:
         return PeerTimeout(
             f"group {self.name!r}: {ranks_named(late)} of {self.world} did not {deed} within "
-            f"{time.monotonic() - self.began:.1f} s; see whether it was started, with the same store and world size",
+            f"{time.monotonic() - self.began:.1f} s; check that it was started with the same store and world size",
             late[0],
         )
 
@@ -378,7 +379,7 @@ def _connect(table: _Table, leader: int) -> socket.socket:
             ) from error
         if isinstance(error, ProtocolError | HandshakeRefused):
             raise ManyhandsError(
-                f"group {table.name!r}: who answers at rank {leader}'s address is not rank {leader}: {error}"
+                f"group {table.name!r}: the process at rank {leader}'s address is not rank {leader}: {error}"
             ) from error
         raise
     return end
@@ -389,7 +390,7 @@ def _authenticated(
 ) -> int:
     """The rank at the other end, once both have proved that they know the secret and are of one user."""
     if not same_user(end):
-        raise ProtocolError("user", "it is a process of another user")
+        raise ProtocolError("user", "it belongs to another user")
     role, protocol = f"rank {table.rank}", "manyhands rendezvous"
     mine = Credentials(member=table.rank, role=role, token=secret, fingerprint=protocol)
     return authenticate(end, mine, expected, deadline).member

@@ -130,12 +130,12 @@ class Patience:
     def __post_init__(self) -> None:
         if not self.silent_after_s >= _LEAST_SILENCE_S:
             raise UserError(
-                f"silent_after_s={self.silent_after_s:g} must be at least {_LEAST_SILENCE_S:g}: five heartbeats"
+                f"silent_after_s={self.silent_after_s:g} must be at least {_LEAST_SILENCE_S:g}, five heartbeats"
             )
         if not self.grace_s >= 0:
-            raise UserError(f"grace_s={self.grace_s:g} must not be negative")
+            raise UserError(f"grace_s={self.grace_s:g} must be at least 0")
         if not self.start_timeout_s > 0:
-            raise UserError(f"start_timeout_s={self.start_timeout_s:g} must be positive")
+            raise UserError(f"start_timeout_s={self.start_timeout_s:g} must be above 0")
 
 
 class ProcessPhase(Enum):
@@ -238,7 +238,7 @@ class Roster:
                 is_silent = member.at_work and member.silent_s > self._patience.silent_after_s - 2 * TICK_S
                 if is_silent and not member.reported_silent:
                     seen = describe_status(row, now_ns)
-                    stopped = f"{member} fell silent (stopped, or starved of processor time); {seen}"
+                    stopped = f"{member} fell silent (it was stopped, or got no CPU time); {seen}"
                     events.append(Silent(number, stopped))
                 member.reported_silent = is_silent
         return events
@@ -267,8 +267,8 @@ class Roster:
                 member.failure = Failure(rank=number, sentence=sentence, reported=reported)
                 self.failures.append(member.failure)
             case Heard(_, Stop()) | Garbled():
-                problem = event.problem if isinstance(event, Garbled) else "a child may not send Stop"
-                sentence = f"{member} broke the control channel's rules: {problem}"
+                problem = event.problem if isinstance(event, Garbled) else "a child must not send Stop"
+                sentence = f"{member} violated the control protocol: {problem}"
                 return self._fail(number, sentence, now_ns)
             case Exited(_, status, last_words):
                 return [self._end(number, status, last_words, now_ns)]

@@ -154,4 +154,4 @@ def call_of(stack: Sequence[Frame]) -> str:
     if calls:
         first = calls[0]
         return f"in {first.function}() ({PurePath(first.file).relative_to(_OURS)}:{first.line})"
-    return f"in {stack[0].function}() ({stack[0].place})" if stack else "in a place that it did not tell"
+    return f"in {stack[0].function}() ({stack[0].place})" if stack else "at an unknown place"

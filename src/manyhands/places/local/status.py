@@ -170,9 +170,9 @@ class StatusTable(Closeable):
 
 def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:
     if not 0 <= step <= _MAX_STEP:
-        raise ValueError(f"step={step} must lie between 0 and {_MAX_STEP}")
+        raise ValueError(f"step={step} must be between 0 and {_MAX_STEP}")
     if not NOBODY <= waiting_for <= _MAX_RANK:
-        raise ValueError(f"waiting_for={waiting_for} must lie between {NOBODY} (nobody) and {_MAX_RANK}")
+        raise ValueError(f"waiting_for={waiting_for} must be between {NOBODY} (none) and {_MAX_RANK}")
     return step << 24 | state << 16 | (waiting_for + 1)
 
 

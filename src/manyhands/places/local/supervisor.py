@@ -85,7 +85,7 @@ class Supervisor(Closeable):
         replaces: bool = True,
     ) -> None:
         if not 1 <= num_members <= capacity:
-            raise UserError(f"{num_members=} must lie between 1 and {capacity=}")
+            raise UserError(f"{num_members=} must be between 1 and {capacity=}")
         self._num_members = num_members
         self._capacity = capacity
         patience = Patience(silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s)
@@ -137,7 +137,7 @@ class Supervisor(Closeable):
         children = self._open_children()
         number = max(self._numbers, default=0) + 1 if member is None else member
         if number < 0 or number in self._numbers:
-            raise UserError(f"member={number} must be a number from 0 on that no member has had before")
+            raise UserError(f"member={number} must be a number of at least 0 that no member has had before")
         with ExitStack() as stack:
             if job is None:
                 job = pack({number: role.target})
@@ -241,7 +241,7 @@ class LocalCluster:
         **settings: Any,
     ) -> None:
         if not roles:
-            raise UserError("roles=[] must hold at least one role")
+            raise UserError("roles=[] must have at least one role")
         self._roles = tuple(roles)
         self._on_note = on_note
         self._on_failure = on_failure

@@ -184,7 +184,7 @@ class Template:
                 raise self._gone(name)
             if time.monotonic() > deadline:
                 raise PeerTimeout(
-                    f"{name} was not started: the template process (pid {self.pid}) is silent for {_START_S:g} s",
+                    f"{name} was not started: the template process (pid {self.pid}) did not answer for {_START_S:g} s",
                     peer=-1,
                 )
         data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)

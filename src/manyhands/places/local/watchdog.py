@@ -181,25 +181,25 @@ def headline(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float)
         if role.being is Being.RUNNING and role.row.waiting_for == verdict.culprits[0]
     ]
     others = "1 other waits" if verdict.behind == 1 else f"{verdict.behind} others wait"
-    waiting = f"{others} for it{(waiters or [''])[0]}" if verdict.behind else "nobody waits for it"
+    waiting = f"{others} for it{(waiters or [''])[0]}" if verdict.behind else "no other waits for it"
     match verdict.end:
         case End.CYCLE:
             circle = " waits for ".join(roles[n].name for n in (*verdict.culprits, verdict.culprits[0]))
-            return f"nobody has made progress for {idle_s:.0f} s: a cycle of waits: {circle}; {first.name} is {where}"
+            return f"no progress for {idle_s:.0f} s, a cycle of waits: {circle}; {first.name} is {where}"
         case End.STOPPED:
             stopped = f"{first.name} (pid {first.pid}) is stopped (SIGSTOP, or a debugger)"
             return f"{stopped} at step {first.row.step}; {waiting}"
         case End.LEFT:
-            return f"{first.name} has left after step {first.row.step}, and {waiting}"
+            return f"{first.name} left after step {first.row.step}, and {waiting}"
         case End.STUCK:
             return (
                 f"{first.name} holds up the run: for {idle_s:.0f} s it has been {where} at step {first.row.step}; "
-                f"it waits for nobody, and {waiting}"
+                f"it waits for no other, and {waiting}"
             )
 
 
 def page(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float, now_ns: int) -> str:
-    lines = [f"No progress for {idle_s:.1f} s. Who waits for whom:", ""]
+    lines = [f"No progress for {idle_s:.1f} s. Which process waits for which:", ""]
     width = max(len(role.name) for role in roles.values())
     shown = sorted(roles, key=lambda number: (number not in verdict.culprits, number))[:_PAGE_ROLES]
     for number in sorted(shown):
@@ -225,21 +225,21 @@ def details(roles: Mapping[int, SeenRole]) -> str:
 
 def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
     if role.being is Being.LEFT:
-        return f"has left after step {role.row.step}"
+        return f"left after step {role.row.step}"
     if role.being is Being.STARTING:
         return "starting"
     state = f"{role.row.state.name.lower()} step {role.row.step}"
     if role.row.state in (State.STARTING, State.SERVING):
-        state = "not at work yet" if role.row.state is State.STARTING else "serving"
+        state = "not started yet" if role.row.state is State.STARTING else "serving"
     if role.being is Being.STOPPED:
         return f"{state:<20} is stopped (SIGSTOP, or a debugger)"
     waited = role.row.waiting_for
     if waited == NOBODY:
-        wait = "waits for nobody"
+        wait = "does not wait"
     else:
         since = role.row.waiting_since_ns or role.row.marked_ns
         name = roles[waited].name if waited in roles else f"role {waited}"
-        wait = f"waits for {name} since {(now_ns - since) / 1e9:.1f} s"
+        wait = f"has waited {(now_ns - since) / 1e9:.1f} s for {name}"
     return f"{state:<20} {wait:<32} {call_of(role.stack)}"
 
 
@@ -250,7 +250,7 @@ def _close_up(role: SeenRole, num_frames: int, num_events: int) -> list[str]:
         lines.append(f"{role.name} is here (main thread, innermost call last):")
         lines += [f"    {line}" for line in _stack_lines(role.stack)[-num_frames:]]
     else:
-        lines.append(f"{role.name} gave no stack")
+        lines.append(f"{role.name} returned no stack")
     if role.events:
         lines += [
             "",

@@ -80,9 +80,7 @@ class Bounds(NamedTuple):
             return None
         least, most = least if least is not None else workers, most if most is not None else workers
         if not 1 <= least <= most:
-            raise UserError(
-                f"min_workers={least} and max_workers={most}: the first must be at least 1, and at most the second"
-            )
+            raise UserError(f"min_workers={least} must be at least 1 and at most max_workers={most}")
         if not least <= workers <= most:
             raise UserError(f"workers={workers} must be between min_workers={least} and max_workers={most}")
         return cls(least, most)
@@ -128,7 +126,7 @@ class RestartPolicy:
         self._ends[role, index] = [*ends, now_s]
         if len(ends) >= _MOST_IN_A_ROW:
             return GivenUp(
-                f"{sentence} ({len(ends) + 1} times within {_IN_A_ROW_S:.0f} s, so it is not started again)"
+                f"{sentence} ({len(ends) + 1} times within {_IN_A_ROW_S:.0f} s, so it is not restarted)"
             )
         return Restart(role=role, index=index, at_s=now_s + _FIRST_DELAY_S * 2 ** len(ends))
 

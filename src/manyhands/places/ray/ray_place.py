@@ -114,7 +114,7 @@ class RankAssignment:
         """Where there are servers this process leads only; else it is worker 0."""
         processes = strategy.processes(workers)
         if "helper" in processes:
-            raise UserError(f"strategy={strategy}: no actor is a helper on Ray; leave helpers out")
+            raise UserError(f"strategy={strategy}: helpers do not run on Ray; leave helpers out")
         servers = processes.get("server", 0)
         if servers:
             actors = {"ps": range(servers), "worker": range(workers)}
@@ -173,8 +173,8 @@ def _lead_remotely(run: PlacedRun, cluster: RayCluster) -> Any:
     # output of that process is shown here, as Ray does with all its tasks.
     if run.calls_back:
         raise UserError(
-            f"cluster={cluster.address}: the run is led on the cluster, where callbacks of this process cannot be "
-            "called; leave them out, or submit the script as a Ray job with cluster=auto"
+            f"cluster={cluster.address}: the run is led on the cluster, which cannot call callbacks of this "
+            "process; leave them out, or submit the script as a Ray job with cluster=auto"
         )
     with connected(cluster.address, cpus=1) as ray:
         leading = ray.remote(_lead_there).options(num_cpus=cluster.cpus, max_retries=0)
@@ -196,14 +196,14 @@ def _bounds(run: PlacedRun) -> Bounds | None:
     if run.strategy.facts.continues_with_fewer:  # by itself, down to min_workers
         if run.max_workers is not None:
             raise UserError(
-                f"max_workers={run.max_workers}: strategy {run.strategy} continues with fewer and gets back whom "
-                "it lost, but no more than it began with; leave it out, or use ps"
+                f"max_workers={run.max_workers}: strategy {run.strategy} continues with fewer and replaces lost "
+                "workers, but never has more than at the start; leave it out, or use ps"
             )
         return None
     bounds = Bounds.of(run.workers, run.min_workers, run.max_workers)
     if bounds is not None and not run.strategy.facts.can_change_workers:
         raise UserError(
-            f"min_workers and max_workers: strategy {run.strategy} needs the workers it began with; leave them "
+            f"min_workers and max_workers: strategy {run.strategy} cannot change its number of workers; leave them "
             "out, or use ps"
         )
     return bounds
@@ -216,7 +216,7 @@ def _handed_over(ray: Any, run: PlacedRun) -> Any:
     except TypeError as error:
         reason = (str(error.__cause__ or error).splitlines() or ["TypeError"])[0]
         raise UserError(
-            f"what the workers run cannot be sent to them: {reason}; it may use functions, closures, tensors and plain "
+            f"the task cannot be sent to the workers: {reason}; it may use functions, closures, tensors and plain "
             "objects, but no open files, locks, sockets or generators"
         ) from error
 
@@ -279,7 +279,7 @@ class ActorKeeper:
                 for end in self._roles.ended(_LOOK_S):
                     match self._policy.ended(end.role, end.index, end.sentence, time.monotonic()):
                         case Restart() as again:
-                            _log.warning("%s; it is started again", end.sentence)
+                            _log.warning("%s; it is restarted", end.sentence)
                             self._due.append(again)
                         case GivenUp(sentence=sentence):
                             self._give_up(sentence, logged=self._policy.survives)
@@ -294,15 +294,15 @@ class ActorKeeper:
                     self._follow(change)
                 self._over.wait(_LOOK_S)
         except Exception as error:
-            self._give_up(f"what starts the roles on Ray again has failed: {error!r}", logged=True)
+            self._give_up(f"restarting roles on Ray failed: {error!r}", logged=True)
 
     def _follow(self, change: SlotChange) -> None:
         slot = change.slot
         if change.added:
-            _log.warning("Ray has room for one more: worker %d is started", slot)
+            _log.warning("Ray has room for one more worker: starting worker %d", slot)
             self._start("worker", slot)
             return
-        _log.warning("Ray has no place for worker %d any more: the run continues without it", slot)
+        _log.warning("Ray no longer has room for worker %d: the run continues without it", slot)
         self._roles.kill("worker", slot)
         self._roles.vacate("worker", slot)
         self._leaving.add(slot)
@@ -347,7 +347,7 @@ def connected(cluster: str, cpus: int) -> Iterator[Any]:
         with suppress(Exception):
             ray.shutdown()  # those that did
         why = f"no Ray cluster can be reached there ({first_line(error)}); start one with `ray start --head`, or give "
-        why += "cluster=ray for one of this run's own"
+        why += "cluster=ray to start one for this run"
         if arguments["address"] == "local":
             why = f"Ray could not start on this host ({first_line(error)}); its logs in /tmp/ray/session_latest/logs "
             why += "say why; leave cluster out to run without Ray"

@@ -259,8 +259,8 @@ class RayRoles:
         needed = _resources({name: each * bundles.count for name, each in bundles.bundle.items()})
         free = _resources({name: self._ray.available_resources().get(name, 0) for name in bundles.bundle})
         return (
-            f"cluster: Ray found no place for {wanted} within {self._placing_s:.0f} s: {role} alone needs {needed}, "
-            f"and {free} is free; ask for fewer, or wait until Ray has room"
+            f"cluster: Ray found no room for {wanted} within {self._placing_s:.0f} s: {role} alone needs {needed}, "
+            f"but {free} is free; ask for fewer, or wait until Ray has room"
         )
 
 

@@ -91,7 +91,7 @@ def dial(address: str, security: Security) -> socket.socket:
     except BlockingIOError as error:
         if is_unix:  # its backlog is full; unlike TCP, a Unix socket does not connect by itself later
             end.close()
-            raise ConnectionRefusedError(f"too many wait at {address}") from error
+            raise ConnectionRefusedError(f"too many connections wait at {address}") from error
     except OSError:
         end.close()
         raise
@@ -154,7 +154,7 @@ def _place(place: str, address: str, security: Security) -> tuple[str, int]:
 
 
 def _no_address(address: str) -> UserError:
-    return UserError(f"address {address!r}: must be unix:NAME or tcp:HOST:PORT, as in tcp:127.0.0.1:0")
+    return UserError(f"address {address!r} must be unix:NAME or tcp:HOST:PORT, such as tcp:127.0.0.1:0")
 
 
 class PendingConnections(Generic[K]):
@@ -327,7 +327,7 @@ class Dialer:
         if waited_s >= self._patience_s:
             self.end(member)
             tries = f"within {waited_s:.1f} s, in {attempt.tries} tries"
-            return f"not reached at {attempt.address} {tries}; the last: {reason}"
+            return f"not reached at {attempt.address} {tries}; last error: {reason}"
         self._postpone(attempt, now_s)
         attempt.due_s = min(attempt.due_s, attempt.since_s + self._patience_s)
         self._look()

@@ -48,7 +48,7 @@ class Arenas:
         """Take ownership of the segment; ProtocolError if it was not made by `create`."""
         if segment.num_bytes < _LEAST_BYTES or (segment.num_bytes - PAGE) % (_ENDS * PAGE):
             segment.close()
-            raise ProtocolError("arena", f"{segment.num_bytes} bytes are not a page and two equal arenas")
+            raise ProtocolError("arena", f"{segment.num_bytes} bytes do not hold a page and two equal arenas")
         self._segment = segment
         capacity = (segment.num_bytes - PAGE) // _ENDS
         views = [segment.memory(PAGE + side * capacity, capacity) for side in range(_ENDS)]
@@ -119,7 +119,7 @@ class ArenaReader:
         if position != begin or not 0 < num_bytes <= capacity or overlaps:
             raise ProtocolError(
                 "position",
-                f"{num_bytes} bytes at {position} of an arena of {capacity} that is at {self._taken}",
+                f"{num_bytes} bytes at {position} do not fit an arena of {capacity} whose position is {self._taken}",
             )
         self._taken = end
         self._held.append(position)

@@ -281,15 +281,15 @@ class Connection:
 
     def take_segment(self) -> Segment:
         if not self._passed:
-            raise ProtocolError("descriptor", "a shared segment was announced and none passed")
+            raise ProtocolError("descriptor", "a shared segment was announced but not passed")
         descriptor = self._passed.popleft()
         try:
             if os.fstat(descriptor).st_size == 0:
-                raise ValueError("it is not memory, or empty")
+                raise ValueError("it is empty, or not memory")
             return Segment.attach(descriptor)
         except (OSError, ValueError) as error:
             os.close(descriptor)
-            raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
+            raise ProtocolError("descriptor", f"the descriptor cannot be mapped: {error}") from error
 
     @property
     def met_tls(self) -> bool:
@@ -300,7 +300,7 @@ class Connection:
         if self.farewell:
             return self.farewell
         if self.met_tls:
-            return "it speaks TLS; give this process --tls DIR as well"
+            return "it uses TLS; give this process --tls DIR too"
         if self._decoder.between_frames:
             return "the connection ended without a goodbye"
         return "the connection was cut in the middle of a message"

@@ -132,7 +132,7 @@ CONTROL: Final = MessageCoder(
     }
 )
 
-NO_PROOF: Final = Refusal("token", "field 'token': it was not proved that both ends have the same")
+NO_PROOF: Final = Refusal("token", "field 'token': the ends did not prove that they have the same token")
 """The only answer to a peer that has not proved the token."""
 
 
@@ -147,9 +147,9 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if self.member < 0:
-            raise UserError(f"member={self.member}: must not be negative")
+            raise UserError(f"member={self.member} must be at least 0")
         if len(self.token) < _LEAST_TOKEN_BYTES:
-            raise UserError(f"token of {len(self.token)} bytes: must have at least {_LEAST_TOKEN_BYTES}")
+            raise UserError(f"the token has {len(self.token)} bytes; it needs at least {_LEAST_TOKEN_BYTES}")
 
     def __repr__(self) -> str:
         """Leave the token out of logs and tracebacks."""
@@ -207,7 +207,7 @@ class Handshake:
                 self.trusted = True
                 if message.expected != self._claim.member:
                     raise ProtocolError(
-                        "member", f"{self._claim.member} answers where {message.expected} is expected"
+                        "member", f"{self._claim.member} answers, but {message.expected} is expected"
                     )
                 self._take(message.claim, None)
                 said = self._nonces + _bytes_of(message.claim) + _bytes_of(self._claim)
@@ -217,7 +217,7 @@ class Handshake:
                 self._compare(message.proof, self._sign(b"welcome", said))
                 self._take(message.claim, self._expected)
                 return None
-        raise ProtocolError("handshake", f"{type(message).__name__} comes out of order")
+        raise ProtocolError("handshake", f"{type(message).__name__} arrived out of order")
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
         self._theirs, mine = theirs, self._claim
@@ -227,12 +227,12 @@ class Handshake:
         ):
             if there != here:
                 raise ProtocolError(
-                    field, f"member {theirs.member} has {there[:80]!r}, member {mine.member} has {here!r}"
+                    field, f"member {theirs.member} has {there[:80]!r}, but member {mine.member} has {here!r}"
                 )
         if theirs.member < 0 or theirs.member == mine.member:
-            raise ProtocolError("member", f"{theirs.member} cannot be another member's number")
+            raise ProtocolError("member", f"{theirs.member} is invalid or this member's own number")
         if expected is not None and theirs.member != expected:
-            raise ProtocolError("member", f"{theirs.member} answers where {expected} is expected")
+            raise ProtocolError("member", f"{theirs.member} answers, but {expected} is expected")
         self.peer = theirs
 
     def _sign_claim(self, nonces: bytes, claim: Claim, expected: int) -> bytes:
@@ -243,7 +243,7 @@ class Handshake:
 
     def _compare(self, proof: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(proof, expected):
-            raise ProtocolError("token", "the proof is wrong: the other end has another token, or none")
+            raise ProtocolError("token", "the proof is wrong: the other end has a different token, or none")
 
 
 def authenticate(

@@ -62,7 +62,7 @@ class Hub(Closeable):
         reactor = self._reactor
         check_address(address, reactor.settings.security)
         if member in self._members or member in reactor.dialer:
-            raise UserError(f"member {member} is connected, or about to be")
+            raise UserError(f"member {member} is already connected or connecting")
         reactor.dialer.begin(member, address, reactor.clock())
         reactor.dial()
 
@@ -130,7 +130,7 @@ class Hub(Closeable):
         if connection is None:
             return False
         if not connection.local:
-            raise UserError(f"member {member} is connected by TCP, which cannot pass memory")
+            raise UserError(f"member {member} is connected by TCP, which cannot share memory")
         return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
 
     def sent(self, member: int) -> bool:

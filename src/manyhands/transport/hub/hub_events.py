@@ -38,7 +38,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s"):
             if getattr(self, name) < 0:
-                raise UserError(f"{name}={getattr(self, name)}: must not be negative")
+                raise UserError(f"{name}={getattr(self, name)} must be at least 0")
 
 
 def spin_for(processes: int) -> float:

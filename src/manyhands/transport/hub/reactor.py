@@ -42,8 +42,8 @@ from manyhands.transport.tls import TlsRefused
 __all__ = ["Destination", "Reactor"]
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
-_DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"
-_CROWDED: Final = "it had not proved who it is when too many others came"
+_DEFECT: Final = "a defect of this library, in an unauthenticated connection"
+_CROWDED: Final = "it was not authenticated before too many others connected"
 _PATIENCE: Final = 4  # times `silence_s`: heartbeats prove that a process is alive that is too busy to read
 
 Destination = Callable[[int, Any, int], memoryview | None]
@@ -235,7 +235,7 @@ class Reactor:
         if not header.flags & OF_TRANSPORT:
             return self._codec.decode(header.kind, body)
         if header.payload_bytes:
-            raise ProtocolError("payload_bytes", "a message of the transport has no payload")
+            raise ProtocolError("payload_bytes", "a transport message must not have a payload")
         return CONTROL.decode(header.kind, body)
 
     def _place(self, connection: Connection, message: Any, num_bytes: int) -> memoryview | None:
@@ -253,12 +253,12 @@ class Reactor:
                 self._control(connection, member, message)
             return
         if member is None:
-            raise ProtocolError("handshake", f"{type(message).__name__} before the handshake")
+            raise ProtocolError("handshake", f"{type(message).__name__} arrived before the handshake")
         if not header.flags & IN_ARENA:
             self.events.append(Arrived(member, message, payload))
             return
         if connection.arenas is None:
-            raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
+            raise ProtocolError("flags", "the payload is in shared memory, but no memory is shared")
         reader = connection.arenas.reader
         payload = reader.take(header.position, header.payload_bytes)
         wanted = self._place(connection, message, len(payload))
@@ -266,7 +266,7 @@ class Reactor:
             self.events.append(Arrived(member, message, payload, reader, header.position))
             return
         if wanted.nbytes != len(payload):
-            raise ProtocolError("payload_bytes", f"{len(payload)} bytes where {wanted.nbytes} are expected")
+            raise ProtocolError("payload_bytes", f"{len(payload)} bytes arrived, {wanted.nbytes} expected")
         wanted.cast("B")[:] = payload
         reader.release(header.position)
         self.events.append(Arrived(member, message, wanted))
@@ -283,7 +283,7 @@ class Reactor:
             case Refusal():
                 connection.farewell = f"it ended the connection: {message.reason}"
             case _:
-                raise ProtocolError("handshake", f"{type(message).__name__} comes out of order")
+                raise ProtocolError("handshake", f"{type(message).__name__} arrived out of order")
 
     def _shake_hands(self, connection: Connection, message: Any) -> None:
         handshake = connection.handshake
@@ -306,7 +306,7 @@ class Reactor:
             return
         self.listeners.pending.left(connection)
         self.dialer.answered(peer.member, self.clock())
-        self._drop(self.members.get(peer.member), "it connected anew")
+        self._drop(self.members.get(peer.member), "it connected again")
         connection.admit(peer.member, self.settings.limits)
         self.members[peer.member] = connection
         self._liveness.heard(connection.descriptor, self.clock())

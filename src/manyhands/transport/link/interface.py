@@ -107,20 +107,20 @@ class Message:
         if not (0 <= self.kind < _U32 and 0 <= self.tag < _U32 and 0 <= self.step < _U64):
             for name, bits in (("kind", 32), ("tag", 32), ("step", 64)):
                 if not 0 <= getattr(self, name) < 1 << bits:
-                    raise UserError(f"message {name}={getattr(self, name)}: must be from 0 to 2**{bits}-1")
+                    raise UserError(f"message {name}={getattr(self, name)} must be from 0 to 2**{bits}-1")
         tensor = self.payload
         if tensor is None:
             return
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise UserError(
-                f"payload of shape {tuple(tensor.shape)}: must be one-dimensional and contiguous; "
+                f"the payload has shape {tuple(tensor.shape)}; it must be one-dimensional and contiguous: "
                 "send tensor.contiguous().view(-1)"
             )
         if tensor.dtype not in _DTYPE_CODES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LINKED)
-            raise UserError(f"payload of dtype {tensor.dtype}: allowed are {allowed}")
+            raise UserError(f"the payload has dtype {tensor.dtype}; allowed are {allowed}")
         if not tensor.is_cpu:
-            raise UserError(f"payload on device {tensor.device}: must be on the CPU; send tensor.cpu()")
+            raise UserError(f"the payload is on {tensor.device}; it must be on the CPU: send tensor.cpu()")
 
     @classmethod
     def announced(cls, header: Header, payload: torch.Tensor | None) -> Message:
@@ -180,7 +180,7 @@ class Header(NamedTuple):
     ) -> Header:
         """Read 64 bytes from a peer, of the message that is due; ProtocolError names the first field not allowed."""
         if len(data) != HEADER_BYTES:
-            raise ProtocolError("length", f"a header is {HEADER_BYTES} bytes, not {len(data)}")
+            raise ProtocolError("length", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
         frame, flags, body, payload_bytes, _ = frames.decode_header(data, 0, _BODY.size, max_payload_bytes)
         kind, tag, step, sequence, code, reserved = _BODY.unpack_from(data, frames.HEADER_BYTES)
         if frame not in _FRAMES:
@@ -198,11 +198,11 @@ class Header(NamedTuple):
                 "payload_bytes", f"{payload_bytes} bytes are not a multiple of {dtype.itemsize}, for {dtype}"
             )
         if frame == _GOODBYE and (dtype is not None or kind or tag or step):
-            raise ProtocolError("frame", "a goodbye carries nothing")
+            raise ProtocolError("frame", "a goodbye must be empty")
         if reserved != _RESERVED:
             raise ProtocolError("reserved", "must be zero in this version")
         if due not in (None, sequence):
-            raise ProtocolError("sequence", f"{peer} sent number {sequence}, number {due} was due")
+            raise ProtocolError("sequence", f"{peer} sent number {sequence}, but number {due} was expected")
         return cls(_FRAMES[frame], kind, tag, step, sequence, dtype, payload_bytes)
 
 

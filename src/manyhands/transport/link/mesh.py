@@ -28,7 +28,7 @@ class Mesh(Closeable, ABC):
 
     def __init__(self, world: int) -> None:
         if world < 1:
-            raise UserError(f"world={world}: a mesh has at least one rank")
+            raise UserError(f"world={world} must be at least 1")
         self.world = world
         self._ends: dict[tuple[int, int], Sequence[int]] = {}  # by rank and peer
         with ExitStack() as stack:

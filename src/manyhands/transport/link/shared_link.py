@@ -60,7 +60,7 @@ class SharedLinkFiles(Closeable):
         """Reserve two rings of at least `capacity_bytes`, or raise OutOfSharedMemory."""
         if not PAGE <= capacity_bytes <= byte_ring.MAX_CAPACITY_BYTES:
             raise UserError(
-                f"capacity_bytes={capacity_bytes}: a ring has from {PAGE} to {byte_ring.MAX_CAPACITY_BYTES} bytes"
+                f"capacity_bytes={capacity_bytes} must be from {PAGE} to {byte_ring.MAX_CAPACITY_BYTES}"
             )
         one = round_up(byte_ring.CONTROL_BYTES + capacity_bytes, PAGE)
         segment = Segment.create(2 * one, "a link")
@@ -135,7 +135,7 @@ class SharedLink(QueuedLink):
     def attach(cls, descriptors: LinkDescriptors, *, end: int, peer: str, **bounds: int) -> Self:
         """Take one end, in the process that inherited its descriptors; the link owns and closes them."""
         if end not in (0, 1):
-            raise UserError(f"end={end}: a link has the ends 0 and 1")
+            raise UserError(f"end={end} must be 0 or 1")
         segment, lifeline = Segment.attach(descriptors.segment), socket.socket(fileno=descriptors.lifeline)
         return cls(segment, lifeline, end=end, peer=peer, **bounds)
 

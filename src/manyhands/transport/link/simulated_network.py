@@ -111,7 +111,7 @@ class _VirtualTime:
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
         """Wait until `ready` (True) or `until_s` in virtual time (False); `changed` is held. Wakers must `wake`."""
         if role in self._waiting:
-            raise UserError(f"two threads act as {role!r} at once; a role of a network is one thread")
+            raise UserError(f"two threads act as {role!r} at once; use one thread for each role")
         try:
             while not ready():
                 if role in self._expired:
@@ -297,12 +297,12 @@ class SimulatedNetwork:
     ) -> None:
         for name, value in (("latency_s", latency_s), ("jitter_s", jitter_s)):
             if not 0 <= value < math.inf:
-                raise UserError(f"{name}={value}: must be finite and not negative")
+                raise UserError(f"{name}={value} must be finite and at least 0")
         for name, value in (("bandwidth_bytes_per_s", bandwidth_bytes_per_s), ("stall_s", stall_s)):
             if not value > 0:
-                raise UserError(f"{name}={value}: must be positive")
+                raise UserError(f"{name}={value} must be above 0")
         if not 0 <= loss <= 1:
-            raise UserError(f"loss={loss}: is a probability, from 0 to 1")
+            raise UserError(f"loss={loss} must be a probability from 0 to 1")
         self.seed, self.latency_s, self.jitter_s, self.loss = seed, latency_s, jitter_s, loss
         self.bandwidth_bytes_per_s, self.queue_bytes = bandwidth_bytes_per_s, queue_bytes
         self.time = _VirtualTime(stall_s)
@@ -329,7 +329,7 @@ class SimulatedNetwork:
     def spend(self, role: str, seconds: float) -> None:
         """Let `role` compute for this long; called by the role itself."""
         if not 0 <= seconds < math.inf:
-            raise UserError(f"seconds={seconds}: must be finite and not negative")
+            raise UserError(f"seconds={seconds} must be finite and at least 0")
         with self.time.changed:
             clock = self.time.clock(role)
             clock.move(clock.now_s + seconds)
@@ -428,7 +428,7 @@ class SimulatedLink(Link):
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
         if not 0 <= timeout_s < math.inf:
-            raise UserError(f"timeout_s={timeout_s}: must be finite and not negative")
+            raise UserError(f"timeout_s={timeout_s} must be finite and at least 0")
         with self._time.changed:
             deadline_s = self._now_s() + timeout_s
             ended = self._ended()

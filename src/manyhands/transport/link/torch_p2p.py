@@ -149,7 +149,7 @@ class TorchLink(Link):
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
     ) -> None:
         if peer_rank == group.rank() or not 0 <= peer_rank < group.size():
-            raise UserError(f"peer_rank={peer_rank}: must be a rank below {group.size()}, not {group.rank()}")
+            raise UserError(f"peer_rank={peer_rank} must be a rank below {group.size()}, not {group.rank()}")
         self.peer = f"rank {peer_rank}"
         self.counters = LinkCounters()
         self._group = group

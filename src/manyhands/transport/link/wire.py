@@ -27,7 +27,7 @@ class Wire(IntEnum):
 _WORDS = {listed.number: word for word, listed in CODECS.items()}
 
 if len(_WORDS) != len(CODECS) or not all(0 < number <= _STAGE for number in _WORDS):
-    raise ImportError(f"wire/names.py: every codec needs a number of its own, from 1 to {_STAGE}")
+    raise ImportError(f"wire/names.py: every codec needs its own number, from 1 to {_STAGE}")
 
 
 def wire_of(wire: Wire, codec: str = RAW) -> int:
@@ -50,7 +50,7 @@ def codec_of(number: int) -> str:
     while rest:
         word = _WORDS.get(rest & _STAGE)
         if word is None or len(words) == MOST_STAGES:
-            raise ValueError(f"{number} is no codec")
+            raise ValueError(f"{number} is not a codec")
         words.append(word)
         rest >>= _STAGE_BITS
     return "+".join(words)
