@@ -383,7 +383,7 @@ class Counting(optim.SGD):
             lambda p: optim.SGD([*p, nn.Parameter(torch.ones(5))], lr=0.1),
             r"holds a parameter of shape \(5,\) that is not in the model",
         ),
-        (Counting, "optimizer Counting keeps its state 'steps' as a int, .* as a tensor"),
+        (Counting, "optimizer Counting keeps its state 'steps' as a int, .* use a tensor"),
     ],
 )
 def test_an_optimizer_whose_steps_can_not_be_shared_is_refused_by_name(make: Make, sentence: str) -> None:
