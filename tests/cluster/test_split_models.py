@@ -305,7 +305,7 @@ def test_optimizers_that_look_at_whole_tensors_step_no_slices(optimizer: Any, na
 @pytest.mark.parametrize("way", ["pipeline", "tensor", "sharded"])
 def test_an_optimizer_that_searches_is_refused(way: str) -> None:
     task = task_of(lambda: layers(nn.Tanh()), optimizer=lambda parameters: optim.LBFGS(parameters))
-    with pytest.raises(UserError, match="optimizer LBFGS asks for the loss again and again"):
+    with pytest.raises(UserError, match="optimizer LBFGS evaluates the loss several times"):
         WAYS[way](task)
 
 

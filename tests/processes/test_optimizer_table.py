@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OFTEN = ("SGD", "AdamW", "Adafactor", "Muon", *(f"{name} (published)" for name in PUBLISHED))
 """What `make test` tries; `make soak` tries all."""
 
-NOWHERE = {"LBFGS": "asks for the loss again and again", "SparseAdam": "does not support dense gradients"}
+NOWHERE = {"LBFGS": "evaluates the loss several times", "SparseAdam": "does not support dense gradients"}
 """What trains nothing in a single process, either."""
 
 LOOKS_AT: dict[str, tuple[str, ...]] = {

@@ -111,7 +111,7 @@ def test_bad_files_end_with_2_and_one_line(
         assert error.count("\n") == 1
         return error
 
-    assert "bad, line 2, column 8: 'x:3' is no index:value pair" in complaint(
+    assert "bad, line 2, column 8: 'x:3' is not an index:value pair" in complaint(
         "train", "logreg", "--train", "bad"
     )
     assert "three has labels -1, 1, 7" in complaint("train", "logreg", "--train", "three")

@@ -188,10 +188,10 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for name, head in (("deep.npy", nested), ("none.npy", nested.replace(b"(" * 2000 + b")", b"()"))):
         (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)
     for name, label, message in (
-        ("cut.npy", None, "the head of this npy file is damaged"),
-        ("zip.npy", None, "the head of this npy file is damaged"),
-        ("deep.npy", None, "the head of this npy file is damaged"),
-        ("none.npy", None, "the head of this npy file is damaged"),
+        ("cut.npy", None, "the header of this npy file is damaged"),
+        ("zip.npy", None, "the header of this npy file is damaged"),
+        ("deep.npy", None, "the header of this npy file is damaged"),
+        ("none.npy", None, "the header of this npy file is damaged"),
         ("t.npy", "9", "label=9: .* has 2 columns"),
         ("t.npy", "age", "label='age': columns of an npy file are numbers"),
         ("t.npy", "--1", "label='--1': columns of an npy file are numbers"),

@@ -281,7 +281,7 @@ def test_the_report_is_well_formed_and_has_every_strategy() -> None:
     text = "".join(root.itertext())
     for expected in (*map(str, strategies), "<no> & never", "manyhands compare 'a' & b", "cores 2", "a note"):
         assert expected in text, expected
-    assert "allreduce and ps consistency=async lie on one another." in text, "no curve hides another"
+    assert "allreduce and ps consistency=async overlap." in text, "no curve hides another"
     assert len(root.findall(".//figure")) == 5, (
         "loss and metric against steps and seconds, and the shares of time"
     )

@@ -289,7 +289,7 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
         (["--place", "blocks"], r"--place 'blocks': it must be PATTERN=DEVICE, as in"),
         (["--workers", "0"], "workers=0 must be an integer of at least 1"),
         (["--strategy", "mirrord"], "did you mean 'mirrored'"),
-        (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch knows no such device"),
+        (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch has no such device"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "stages=9: .* 5 layers .* at most stages=5"),
         (["--strategy", "single", "--workers", "2"], "single is one process"),
         (["--svg", "/nowhere/at/all.svg"], "there is no folder /nowhere/at"),

@@ -337,7 +337,7 @@ def test_answers_that_are_not_finite_are_reported_as_such_and_are_no_broken_json
     reported = answers_frame(said)
 
     def refuse(word: str) -> Any:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     first, second = json.loads(reported[LENGTH.size :], parse_constant=refuse)
     assert first["status"] == 500

@@ -191,7 +191,7 @@ def test_fit_trains_and_evaluates_by_its_text() -> None:
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     broken = replace(task(), loss=lambda model, batch: next_byte_loss(model, batch) * float("nan"))
-    with pytest.raises(NonFinite, match=r"worker 0, step 1: .*look at that batch"):
+    with pytest.raises(NonFinite, match=r"worker 0, step 1: .*check that batch"):
         train_limited(broken, STEPS, 500 * KIB)
 
 
@@ -234,7 +234,7 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
 
 def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"^optimizer LBFGS asks for the loss again .*; use .*, such as AdamW$"
+        UserError, match=r"^optimizer LBFGS evaluates the loss several times .*; use .*, such as AdamW$"
     ):
         mh.fit(task(optimizer=lambda parameters: optim.LBFGS(parameters)), "single", steps=1)
     scheduled = task(

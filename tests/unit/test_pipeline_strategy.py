@@ -80,7 +80,7 @@ class NoChain(nn.Module):
             "most stages=1",
         ),
         ("pipeline stages=2 cuts=4", layers(4), "cuts=4: must ascend between 1 and 3"),
-        ("pipeline", NoChain(), "NoChain is no chain"),
+        ("pipeline", NoChain(), "NoChain is not a chain"),
         (
             "pipeline schedule=wavefront",
             nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)),

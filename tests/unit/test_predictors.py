@@ -108,7 +108,7 @@ def test_pictures_that_pillow_would_cut_off_or_have_a_program_read_are_refused(t
     with pytest.raises(DataError, match="mode I;16; save it with 8 bits a pixel"):
         read_images(str(tmp_path / "deep.png"), SHAPE)
     image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "script.eps")
-    with pytest.raises(DataError, match="is no picture that Pillow knows"):
+    with pytest.raises(DataError, match="is not an image that Pillow can read"):
         read_images(str(tmp_path / "script.eps"), SHAPE)
 
 
@@ -129,14 +129,14 @@ def npy(**header: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (npy() + bytes(10), "its header tells of 256 B of float32, and 10 B follow"),
-        (npy(shape=(1 << 40, 8, 8)) + bytes(256), "its header tells of"),
-        (npy(descr="|O") + bytes(64 * 8), "its header tells of"),
+        (npy() + bytes(10), "its header announces 256 B of float32, but 10 B follow"),
+        (npy(shape=(1 << 40, 8, 8)) + bytes(256), "its header announces"),
+        (npy(descr="|O") + bytes(64 * 8), "its header announces"),
         (b"\x93NUMPY\x07\x00", "npy|version"),
         (b"[[1, 2], [3]]", "different lengths"),
-        (b'[["a"]]', "what is no number"),
+        (b'[["a"]]', "values that are not numbers"),
         (b"[[[1, 2], [3, 4]]]", "its shape is 1×2×2; an image is 8×8 numbers from 0 to 16"),
-        (json.dumps([[[17] * 8] * 8]).encode(), "its values go from 17 to 17"),
+        (json.dumps([[[17] * 8] * 8]).encode(), "its values range from 17 to 17"),
         (b"[[NaN]]", "its shape"),
         (b'{"input": []}', "it must be an array of images"),
         (b"[" * 100_000, "JSON|recursion"),
@@ -190,10 +190,13 @@ def test_predict_prints_a_line_for_each_input(
         ([[0] * 8] * 8, "input 0: its shape is 8"),
         ([None], "input 0"),
         ([{"a": 1}], "input 0"),
-        ([[[-1] * 8] * 8], "input 0: its values go from -1"),
+        ([[[-1] * 8] * 8], "input 0: its values range from -1"),
         ([[[float("nan")] * 8] * 8], "input 0: its values"),
         ([[[10**400] * 8] * 8], "input 0"),
-        ([["a" * 1000, 1], [2, 3]], "input 0: it holds rows of different lengths or what is no number"),
+        (
+            [["a" * 1000, 1], [2, 3]],
+            "input 0: it holds rows of different lengths or values that are not numbers",
+        ),
     ],
 )
 def test_json_that_is_no_image_is_refused(values: list[Any], said: str) -> None:

@@ -442,4 +442,4 @@ def test_server_that_does_most_of_the_applying_is_named() -> None:
     assert about_imbalance([("server 0", 0.5), ("server 1", 0.5)]) == []
     assert about_imbalance([("server 0", 1.0)]) == []
     (sentence,) = about_imbalance([("server 0", 0.1), ("server 1", 0.9)])
-    assert sentence.startswith("server 1 does 90 % of the applying, and 50 % would be its share")
+    assert sentence.startswith("server 1 does 90 % of the applying instead of 50 %")
