@@ -195,7 +195,7 @@ def test_a_mistake_in_using_the_library_is_one_line_and_status_2(tmp_path: Path)
     )
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "manyhands: the script asks for strategy=allreduce and the launcher for central; say it in one place"
+        "manyhands: the script asks for strategy=allreduce, but the launcher for central; set it in one place"
     )
 
 

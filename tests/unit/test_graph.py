@@ -186,7 +186,7 @@ def test_the_table_names_what_is_cut_and_what_is_shared() -> None:
         "c        Linear          72     3×8   96 B  stage 2",
         "out      Linear          18     3×2   24 B  stage 2",
         "",
-        "cut edges: 288 B forward, and as much in gradients backward",
+        "cut edges: 288 B forward, and the same in gradients backward",
         "  act → b: 96 B, 3×8, stage 0 → stage 1",
         "  act → out: 96 B, 3×8, stage 0 → stage 2",
         "  act (2) → c: 96 B, 3×8, stage 1 → stage 2",

@@ -318,8 +318,8 @@ def test_threads_that_had_nothing_to_do_are_told_of(tmp_path: Path, caplog: pyte
     np.testing.assert_array_equal(together.model.table, alone.model.table)
     (note,) = together.summary["notes"]
     assert note.startswith(
-        "only 1 of 2 threads worked at a time, and the numbers are those of strategy=single: a pass over 400 records "
-        "is 1 step, and a step is one worker's"
+        "only 1 of 2 threads worked at once, and the numbers are those of strategy=single: a pass over 400 "
+        "records is 1 step, and one worker computes each step"
     )
     assert note in caplog.text
     assert alone.summary["notes"] == train(path, "hogwild", 1, passes=3).summary["notes"] == []
