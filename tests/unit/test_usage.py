@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
         ("--bogus", "no such option --bogus"),
         ("explain empty", "empty holds no run (config.json is missing); give the directory of a run"),
         ("explain above", "above holds no run (config.json is missing); did you mean above/run?"),
-        ("explain nowhere", "nowhere holds no run: no such directory"),
+        ("explain nowhere", "nowhere holds no run: there is no such directory"),
         (
             "compare line --strategies single,mirrored",
             "--strategies 'single,mirrored': separate strategies by semicolons, not commas; write "
