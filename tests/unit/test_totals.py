@@ -285,7 +285,7 @@ def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
     return about_workers(totals.slowness.ever(), totals.slowness.late_ever(), strategy)
 
 
-ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+ADVICE = "; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
 
 
 def test_equal_step_times_hide_nothing() -> None:
@@ -417,7 +417,7 @@ def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
     ("strategy", "advice"),
     [
         ("mirrored", "ps consistency=async would"),
-        ("pipeline", "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"),
+        ("pipeline", "a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…"),
         ("tensor", "every layer waits for the slowest of its slices"),
         ("allreduce algorithm=ring", "ps consistency=async would"),
         ("ps servers=2", "straggler, consistency=async would"),
