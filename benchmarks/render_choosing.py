@@ -105,7 +105,7 @@ def _with_stragglers() -> list[Situation]:
             "compare",
         ),
         (
-            "Workers take turns at being late, and updates must not be too stale",
+            "Different workers are late at times, and updates must not be too stale",
             "`ps consistency=bounded:4`",
             f"every tenth step 5 times as long: {passing['bounded:4']['updates_per_s']:.0f} updates/s and "
             f"{show_percent(passing['bounded:4']['waiting'])} waiting, "

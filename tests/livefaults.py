@@ -235,7 +235,7 @@ def _check(case: Case, restored: bool, resumed: bool) -> None:
 
     path = Path("run")
     weights = RunDirectory.open(path, lock=False).checkpoints().load().model
-    assert all(torch.isfinite(value).all() for value in weights.values()), "weights that are not finite"
+    assert all(torch.isfinite(value).all() for value in weights.values()), "weights are not finite"
     logs = read_logs(path)
     rows = [row for files in logs.files.values() for file in files for row in file]
     went_back = any(isinstance(row, RestoredRow) for row in rows)

@@ -250,7 +250,10 @@ def test_a_lie_about_samples_weighs_no_more_than_the_bound(hostile: Hostile) -> 
 
 def test_reports_sent_again_late_or_for_another_model_do_not_count(hostile: Hostile) -> None:
     body = hostile.body()
-    assert hostile.report(body, model="00" * 32) == (409, "the update is not from the current model\n")
+    assert hostile.report(body, model="00" * 32) == (
+        409,
+        "the update was not trained from the current model\n",
+    )
     # that was its chance: a client whose report is refused is out of the round
     assert hostile.report(body)[0] == 409
     server = hostile.served.server
@@ -355,20 +358,20 @@ def test_numbers_must_be_numbers(hostile: Hostile, target: str) -> None:
     [
         ("clients=2", {"min_reports": 3}, "minimum=3"),
         ("clients=2", {"over": 0.5}, "over=0.5"),
-        ("clients=2 over=2", {}, "over=2: is of simulated clients; for devices, give --over"),
-        ("clients=4 min_reports=2", {}, "min_reports=2: is of simulated .* --min-reports"),
-        ("clients=2 deadline=3", {}, "deadline=3: is of simulated"),
+        ("clients=2 over=2", {}, "over=2: is for simulated clients; for devices, give --over"),
+        ("clients=4 min_reports=2", {}, "min_reports=2: is for simulated .* --min-reports"),
+        ("clients=2 deadline=3", {}, "deadline=3: is for simulated"),
         ("clients=2 dropout=0.1", {}, "dropout=0.1: is for simulation"),
         ("clients=2 personal=finetune:1", {}, "personal=finetune:1: is for simulation"),
         ("clients=2 held_out=0.2", {}, "held_out=0.2: is for simulation"),
         ("clients=2 partition=shards:2", {}, "partition=shards:2: is for simulation"),
         ("clients=2 together=4", {}, "together=4: is for simulation"),
         ("clients=2", {"deadline_s": float("inf")}, "deadline_s=inf"),
-        ("clients=2", {"hold_s": 3600.0}, "hold_s=3600: devices wait for less than 3600"),
+        ("clients=2", {"hold_s": 3600.0}, "hold_s=3600: must be below 3600"),
         ("clients=2 keep=bias", {}, "keep=bias: is for simulation"),
         ("clients=2 algorithm=scaffold", {}, "algorithm=scaffold"),
         ("clients=2 clip=1", {}, "clip=1: is for simulation"),
-        ("clients=4 secure=yes", {"min_reports": 2}, "hides none"),
+        ("clients=4 secure=yes", {"min_reports": 2}, "protects none"),
         ("clients=2", {"hold_s": 0.0}, "hold_s=0"),
     ],
 )

@@ -302,13 +302,13 @@ def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path
     device_state.require_known({0: bytes(32), 1: b"1" * 32})
     device_state.require_known({1: b"1" * 32, 2: b"2" * 32})
     again = DeviceState(tmp_path / "device")
-    with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
+    with pytest.raises(ProtocolRefused, match="the server gives client 1 another key"):
         again.require_known({1: b"3" * 32})
     told = DeviceState(tmp_path / "told")
     told.remember(known={"0": "00" * 32})
     enrolled = DeviceState(tmp_path / "told")
     enrolled.remember(server="https://test", run="run", client=1)
-    with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
+    with pytest.raises(ProtocolRefused, match="the server gives client 0 another key"):
         enrolled.require_known({0: b"3" * 32, 1: bytes(32)})
 
 

@@ -117,9 +117,7 @@ def test_a_resumed_run_goes_on_with_the_schedule(strategy: str, workers: int, tm
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"a ReduceLROnPlateau, which advances with a metric; name it: scheduler_metric"
-    ):
+    with pytest.raises(UserError, match=r"a ReduceLROnPlateau, which needs a metric; give scheduler_metric"):
         mh.fit(task(None), "single", steps=1)
     with pytest.raises(UserError, match=r"scheduler_metric is 'wurst'; .*did you mean 'worst'"):
         task("wurst")

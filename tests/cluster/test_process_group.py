@@ -127,7 +127,7 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
 
     led, report = together(leads, joins)
     assert isinstance(led, WorkerFailed)
-    assert "which leads, cannot listen to the others any more: ZeroDivisionError('of nothing')" in str(led)
+    assert "the leader, can no longer receive from the others: ZeroDivisionError('of nothing')" in str(led)
     assert report == str(led).partition("\n")[0]
 
 

@@ -143,14 +143,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         mh.fit(mean, "single", steps=1)
     alone = torch.zeros(26)
     alone[3] = 1
-    with pytest.raises(
-        UserError, match=r"weights: no sample of batch \d weighs more than 0, so it has no mean"
-    ):
+    with pytest.raises(UserError, match=r"weights: all samples of batch \d have weight 0"):
         mh.fit(task(weights=alone, batch_size=5), "single", steps=6)
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
-    with pytest.raises(UserError, match="weights are looked up by the number of a sample"):
+    with pytest.raises(UserError, match="weights need data with indices"):
         task(data=Stream())

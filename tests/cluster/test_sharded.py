@@ -203,5 +203,5 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
 def test_a_loss_that_is_not_finite_is_reported_with_what_this_worker_holds() -> None:
     task = transformer_task(tied=True)
     broken = replace(task, loss=lambda model, batch: next_byte_loss(model, batch) * float("nan"))
-    with pytest.raises(NonFinite, match=r"worker 0, step 1: .*look at that batch"):
+    with pytest.raises(NonFinite, match=r"worker 0, step 1: .*check that batch"):
         train_sharded(broken, 2, 3)

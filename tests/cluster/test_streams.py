@@ -139,9 +139,9 @@ def test_a_resumed_run_goes_on_in_the_stream(strategy: str, workers: int, tmp_pa
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match="give steps=, the number of global batches, and not epochs="):
+    with pytest.raises(UserError, match="give steps=, the number of global batches, instead of epochs="):
         mh.fit(task(), "single")
-    with pytest.raises(UserError, match="nobody knows how long an epoch is"):
+    with pytest.raises(UserError, match="whose epochs have no known length"):
         mh.fit(task(), "single", epochs=2)
     with pytest.raises(UserError, match="data is an IterableDataset: a batch of ps may be computed again"):
         mh.fit(task(), "ps", workers=2, steps=2)

@@ -189,7 +189,7 @@ def test_a_signal_stops_all_workers_and_says_what_is_kept_and_the_command_to_go_
     report = [line for line in errors.splitlines() if line.startswith("manyhands: ended by ")]
     assert len(report) == 1, errors
     found = re.fullmatch(
-        rf"manyhands: ended by {number.name}; step (\d+) of 1000000 is kept in {out}; go on with: (.*)",
+        rf"manyhands: ended by {number.name}; step (\d+) of 1000000 is kept in {out}; continue with: (.*)",
         report[0],
     )
     assert found is not None, report

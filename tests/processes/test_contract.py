@@ -200,7 +200,7 @@ def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(row: Row,
                 **row.length(STEPS),
             )
         kept = rf"step \d+ of {STEPS} is kept in {tmp_path}/run; "
-        how = re.escape(f"go on with: fit(…, out='{tmp_path}/run', resume=True)")
+        how = re.escape(f"continue with: fit(…, out='{tmp_path}/run', resume=True)")
         assert re.search(f"{kept}{how}$", str(caught.value)), str(caught.value)
     assert mark.exists(), "somebody was killed"
 

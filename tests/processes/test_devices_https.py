@@ -56,5 +56,5 @@ def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
         foreign_row = HttpsClient(
             f"https://127.0.0.1:{fleet._port}", None
         )  # of the authorities that this host trusts
-        with pytest.raises(ManyhandsError, match="is not the server"):
+        with pytest.raises(ManyhandsError, match="is not a server"):
             foreign_row("GET", "/plan")

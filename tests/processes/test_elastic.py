@@ -182,9 +182,9 @@ def test_a_worker_that_goes_its_own_way_is_found() -> None:
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
     task = make_task(OPTIMIZERS["momentum"])
-    with pytest.raises(UserError, match="min_workers=3: there are 2 workers to begin with"):
+    with pytest.raises(UserError, match="min_workers=3: the run starts with 2 workers"):
         mh.fit(task, "allreduce elastic=yes", workers=2, steps=2, options=mh.Options(min_workers=3))
-    with pytest.raises(UserError, match="min_workers=2: strategy mirrored has a use for all its workers"):
+    with pytest.raises(UserError, match="min_workers=2: strategy mirrored needs all its workers"):
         mh.fit(task, "mirrored", workers=2, steps=2, options=mh.Options(min_workers=2))
     with pytest.raises(UserError, match="elastic=maybe: unknown value 'maybe'; allowed: yes, no"):
         mh.fit(task, "allreduce elastic=maybe", workers=2, steps=2)

@@ -76,13 +76,13 @@ def test_a_state_that_no_round_has_touched_is_in_the_next_checkpoint(tmp_path: P
     [
         ("federated algorithm=scaffold:1", "scaffold takes no number"),
         ("federated algorithm=trimmed:0.5", "trimmed:0.5: .* below 0.5"),
-        ("federated clients=5 algorithm=trimmed:0.45", "of 5 clients a round none would be left"),
-        ("federated clients=6 algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 6"),
-        ("federated clients=20 fraction=0.3 algorithm=multikrum:2", "multikrum:2: takes 7"),
-        ("federated partition=natural algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 5"),
+        ("federated clients=5 algorithm=trimmed:0.45", "leaves none of a round's 5 clients"),
+        ("federated clients=6 algorithm=krum:2", "krum:2: needs 7 clients a round .* there are 6"),
+        ("federated clients=20 fraction=0.3 algorithm=multikrum:2", "multikrum:2: needs 7"),
+        ("federated partition=natural algorithm=krum:2", "krum:2: needs 7 clients a round .* there are 5"),
         ("federated algorithm=krum:1.5", "krum:1.5: .* an integer"),
         *(
-            (f"federated secure=yes algorithm={one}", "must see each client's update")
+            (f"federated secure=yes algorithm={one}", "needs each client's update")
             for one in ("median", "trimmed", "krum", "multikrum")
         ),
     ],

@@ -325,7 +325,7 @@ def test_a_worker_killed_while_training_is_named(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=r"worker 1.*SIGKILL") as caught:
             mh.fit(task, "mirrored", workers=2, steps=4, out=tmp_path / "run")
-        assert "go on with" not in str(caught.value), "it died before the first checkpoint"
+        assert "continue with" not in str(caught.value), "it died before the first checkpoint"
         assert time.monotonic() - began < 60
     finally:
         del os.environ["MANYHANDS_TEST_DIES"]

@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OFTEN = ("SGD", "AdamW", "Adafactor", "Muon", *(f"{name} (published)" for name in PUBLISHED))
 """What `make test` tries; `make soak` tries all."""
 
-NOWHERE = {"LBFGS": "asks for the loss again and again", "SparseAdam": "does not support dense gradients"}
+NOWHERE = {"LBFGS": "evaluates the loss several times", "SparseAdam": "does not support dense gradients"}
 """What trains nothing in a single process, either."""
 
 LOOKS_AT: dict[str, tuple[str, ...]] = {
@@ -158,8 +158,8 @@ def test_an_optimizer_gives_the_weights_of_one_process_or_is_rejected(
     if FITS[looks_at].intersection(Strategy.parse(way).facts.stepping):
         assert distance(train(name, way, workers), reference) < 1e-9
     else:
-        reason = r"it (looks across|keeps state that) .*; use strategy=mirrored or allreduce"
+        reason = r"(it combines|its state does) .*; use strategy=mirrored or allreduce"
         with pytest.raises(
-            UserError, match=rf"^optimizer {name.split()[0]} would train another model .*: {reason}"
+            UserError, match=rf"^optimizer {name.split()[0]} would train a different model .*: {reason}"
         ):
             train(name, way, workers)

@@ -82,14 +82,14 @@ def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     assert resumed.summary["steps"] == whole.summary["steps"] > 3
     assert resumed.summary["privacy"] == whole.summary["privacy"]
     assert_same(resumed.model, whole.model)
-    assert any("none against who knows the seed" in note for note in resumed.summary["notes"])
+    assert any("none against anyone who knows the seed" in note for note in resumed.summary["notes"])
 
     quieter = mh.fit(task(), strategy.replace("noise=0.8", "noise=0.7"), rounds=40, out=out, resume=True)
     assert quieter.summary["steps"] == whole.summary["steps"], "rounds with other noise have spent it"
     assert quieter.summary["privacy"]["epsilon"] == whole.summary["privacy"]["epsilon"]
     plain = tmp_path / "plain"
     mh.fit(task(), "federated clients=20", rounds=2, out=plain)
-    with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
+    with pytest.raises(UserError, match="without noise, so no epsilon would hold"):
         mh.fit(task(), strategy, rounds=40, out=plain, resume=True)
 
 
@@ -136,7 +136,7 @@ def test_with_secure_sums_every_client_is_counted_by_its_rounds() -> None:
     allowed = most_rounds(kind, 5.0, 1e-3)
     run = mh.fit(task(), f"{strategy} epsilon=5", rounds=60)
     privacy = run.summary["privacy"]
-    assert privacy["rounds"] == allowed, "of the client that was in most"
+    assert privacy["rounds"] == allowed, "of the client with the most rounds"
     assert privacy["epsilon"] == epsilon_of({kind: allowed}, 1e-3)
     assert allowed <= run.summary["steps"] < 60
     assert any("against the server and everybody else" in note for note in run.summary["notes"])
@@ -149,5 +149,5 @@ def test_what_cannot_be_promised_is_refused() -> None:
     with pytest.raises(UserError, match=r"buffer '0\.running_mean' is averaged over clients"):
         mh.fit(normed, PRIVATE, rounds=2)
     parties = mh.Parties({str(name): samples(10, name) for name in range(4)})
-    with pytest.raises(UserError, match=r"delta=0\.3: at one by the clients"):
+    with pytest.raises(UserError, match=r"delta=0\.3: must be below 1/"):
         mh.fit(task(data=parties), "federated partition=natural clip=1 noise=1 delta=0.3", rounds=2)

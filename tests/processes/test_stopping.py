@@ -89,9 +89,7 @@ def test_a_run_that_is_resumed_with_fewer_steps_says_so_and_keeps_what_it_has(
 ) -> None:
     out = tmp_path / "run"
     before = mh.fit(task(), strategy, workers=workers, steps=8, out=out)
-    with pytest.raises(
-        UserError, match="it has 8 steps behind it, and steps=5 asks for fewer; ask for 8 or more"
-    ):
+    with pytest.raises(UserError, match="it has done 8 steps, but steps=5 is fewer; give 8 or more"):
         mh.fit(task(), strategy, workers=workers, steps=5, out=out, resume=True)
     again = mh.fit(task(), strategy, workers=workers, steps=8, out=out, resume=True)
     assert again.history.loss == before.history.loss

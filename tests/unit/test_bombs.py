@@ -146,7 +146,7 @@ def test_a_role_beyond_those_that_views_show_is_noted(tmp_path: Path) -> None:
         write_events(run.events_path, 0, events_of(0))
         write_events(run.events_path, MAX_ROLE, events_of(MAX_ROLE))
     with at_most(100 << 20):
-        assert f"of role {MAX_ROLE}; views show those below {MAX_SHOWN}" in shown(tmp_path / "run")
+        assert f"of role {MAX_ROLE}; views show roles below {MAX_SHOWN}" in shown(tmp_path / "run")
 
 
 @pytest.mark.parametrize("workers", [10**12, 2**31, -5, "x", None, [], 1e300, True])
@@ -183,12 +183,12 @@ def follow_up(run: Path, row: dict[str, Any]) -> str:
 @pytest.mark.parametrize("key", ["step", "at_s", "loss"])
 def test_a_row_of_metrics_of_another_kind_is_left_out_and_counted(run: Path, key: str, odd: Any) -> None:
     page = follow_up(run, {"step": 21, "at_s": 2.2, "loss": 0.1, key: odd})
-    assert "metrics.jsonl has 1 row that no run writes; they are left out" in page
+    assert "metrics.jsonl: 1 invalid row left out" in page
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_metrics_of_another_kind_are_left_out_one_by_one_or_with_their_row(run: Path, odd: Any) -> None:
-    left_out = "metrics.jsonl has 1 row that no run writes; they are left out"
+    left_out = "metrics.jsonl: 1 invalid row left out"
     no_table = odd is not None and not isinstance(odd, dict)
     assert (left_out in follow_up(run, {"step": 21, "at_s": 2.2, "metrics": odd})) == no_table
     page = follow_up(run, {"step": 21, "at_s": 2.2, "metrics": {"accuracy": odd, "\ud800": 0.5}})
@@ -223,7 +223,7 @@ def test_rows_of_members_of_another_kind_break_nothing(run: Path, odd: Any) -> N
         file.write(json.dumps({"event": "died", "sentence": "the last one"}) + "\n")
     page = shown(run)
     assert "the last one" in page
-    assert "members.jsonl has" in page
+    assert "members.jsonl: " in page
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
@@ -296,7 +296,7 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
     workers = 1 if strategy == "single" else 2
     with (
         at_most(200 << 20),
-        pytest.raises(UserError, match=r"up to 1000000000 takes .* GiB with its copies.*bits"),
+        pytest.raises(UserError, match=r"up to 1000000000 needs .* GiB with its copies.*bits"),
     ):
         train_logreg(path, strategy=strategy, workers=workers)
 
@@ -327,10 +327,10 @@ def test_what_the_learner_counts_is_what_it_takes(
     [
         (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number of vectors"),
         (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number"),
-        (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is no finite number"),
-        (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is no finite number"),
-        (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is no finite number"),
-        (b"2 2\nthe 1 2\ncat NaN 2\n", "line 3: 'NaN' is no finite number"),
+        (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is not a finite number"),
+        (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is not a finite number"),
+        (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is not a finite number"),
+        (b"2 2\nthe 1 2\ncat NaN 2\n", "line 3: 'NaN' is not a finite number"),
         (b"1 1\nthe \x00\x00\xc0\x7f\n", "vector 1 of 1 has a number that is not finite"),
     ],
 )  # fmt: skip

@@ -109,7 +109,7 @@ def test_a_sequential_with_a_forward_of_its_own_stays_whole() -> None:
     residual = Residual(nn.Linear(2, 2), nn.ReLU())
     assert chain_of(nn.Sequential(residual, nn.ReLU()))[0] is residual
     with pytest.raises(
-        UserError, match=r"Residual is no chain: .* make it an nn.Sequential, or give it a method"
+        UserError, match=r"Residual is not a chain: .* make it an nn.Sequential, or give it a method"
     ):
         chain_of(residual)
 
@@ -117,12 +117,12 @@ def test_a_sequential_with_a_forward_of_its_own_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Bilinear(2, 2, 2), "Bilinear is no chain"),
-        (nn.Sequential(), "Sequential is a chain of no modules"),
-        (Says(None), r"Says.chain\(\) gave a NoneType; it must give a list of nn.Modules"),
+        (nn.Bilinear(2, 2, 2), "Bilinear is not a chain"),
+        (nn.Sequential(), "Sequential has no modules"),
+        (Says(None), r"Says.chain\(\) returned a NoneType; it must return a list of nn.Modules"),
         (
             Says([nn.ReLU(), torch.relu]),
-            r"Says.chain\(\) gave a list of ReLU, builtin_function_or_method; it must",
+            r"Says.chain\(\) returned a list of ReLU, builtin_function_or_method; it must",
         ),
     ],
 )

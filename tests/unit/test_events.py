@@ -314,10 +314,10 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
     ("offset", "damage", "reported", "words"),
     [
         (8, b"\x04", 8, "version 4"),
-        (8, b"\x02", 120, "laid out as version 2"),
+        (8, b"\x02", 120, "not that of version 2"),
         (12, b"\x80", 120, "laid out"),
         (128, b"x", 120, "laid out"),
-        (40, b"\x09", 40, "9 is not how"),
+        (40, b"\x09", 40, "9 is not a known ending"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x63", HEADER_BYTES + 2 * 64, "kind 99"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x00", HEADER_BYTES + 2 * 64, "kind 0"),
         (HEADER_BYTES + 3 * 64 + 18, b"\x04", HEADER_BYTES + 3 * 64, "role 4"),

@@ -137,7 +137,7 @@ def test_nobody_is_named_where_all_are_alike(seed: int) -> None:
     assert found.slow == ()
     words = paragraph(found)
     assert "No worker is slower than the others for long." in words
-    assert "take turns at being late" in words
+    assert "different workers are late at times" in words
 
 
 def test_getting_the_samples_is_told_apart_from_computing() -> None:
@@ -148,7 +148,7 @@ def test_getting_the_samples_is_told_apart_from_computing() -> None:
     assert found.ideal_ms == pytest.approx(25.0), "the ideal is about speed and exchange, not about input"
     assert found.workers[1].last_share == 1.0
     assert found.slow == ()
-    assert "Getting the samples is the largest loss" in paragraph(found)
+    assert "Reading the samples is the largest loss" in paragraph(found)
 
 
 def test_time_in_a_step_and_in_none_of_its_parts_is_other() -> None:
@@ -213,7 +213,7 @@ def test_one_worker_has_nobody_to_wait_for() -> None:
     assert (found.slow, found.workers[0].last_share, found.speedup) == ((), 0.0, 1.0)
     assert paragraph(found) == (
         "The median step takes 10.0 ms: 10.0 ms (100 %) compute. "
-        "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
+        "Nearly all of it is compute: only faster computing or more workers will help."
     )
 
 
@@ -279,7 +279,7 @@ def test_without_a_barrier_every_worker_has_its_own_path() -> None:
     assert (slow.worker, slow.from_the_start, slow.until_step) == (1, True, None)
     assert slow.ratio == pytest.approx(4.0)
     assert slow.step_before_ms is None
-    assert "Every worker goes at its own pace" in paragraph(found)
+    assert "Every worker runs at its own pace" in paragraph(found)
 
 
 def test_the_waiting_of_a_schedule_is_told_from_that_for_a_straggler() -> None:

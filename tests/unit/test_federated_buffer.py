@@ -153,9 +153,9 @@ def test_a_resumed_run_goes_on_with_those_under_way() -> None:
     [
         ("algorithm=fedbuff:0", "fedbuff:0: .* an integer of at least 1"),
         ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* an integer"),
-        ("clients=10 fraction=0.3 algorithm=fedbuff:4", "takes 4 updates, and 3 clients are under way"),
-        ("algorithm=fedbuff:4 secure=yes", "not with algorithm=fedbuff:4: its clients begin with different"),
-        ("algorithm=fedbuff:4 clip=1", "uses more of a client than its update"),
+        ("clients=10 fraction=0.3 algorithm=fedbuff:4", "needs 4 updates, but only 3 clients train at once"),
+        ("algorithm=fedbuff:4 secure=yes", "not with algorithm=fedbuff:4: its clients start from different"),
+        ("algorithm=fedbuff:4 clip=1", "uses more of a client than its summed update"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:

@@ -124,7 +124,7 @@ def test_a_round_closes_without_whom_it_rejects() -> None:
 def test_a_round_with_too_few_updates_left_is_abandoned_and_names_whom_it_rejected() -> None:
     state, decision = closed_with([1.0, HUGE, 1.2, 1.1], minimum=4)
     assert isinstance(decision, AbandonRound)
-    assert "3 updates count, and it takes 4" in decision.why
+    assert "3 updates count, but 4 are needed" in decision.why
     assert "client 1 (norm 1.8e+19)" in decision.why
     assert (state.done, state.abandoned, state.rejected) == (0, 1, 1)
 
@@ -252,6 +252,6 @@ def test_a_run_whose_evaluation_is_not_finite_ends_and_names_the_round_and_its_u
     with pytest.raises(NonFinite) as ended:
         played.exchange.evaluate(computer, played.model)
     said = str(ended.value)
-    assert "round 1 has spoiled the model: its evaluation_loss is inf" in said
+    assert "round 1 broke the model: its evaluation_loss is inf" in said
     assert said.index("client 0 (norm") < said.index("client 1 (norm"), "the largest first"
     assert math.isfinite(played.losses[0]), "the clients' losses did not show it"

@@ -190,6 +190,6 @@ def test_the_page_shows_models_of_parties_own_beside_the_common_one_and_the_spre
     assert drawn.count(">accuracy of the common model<") == 2, (
         "in the table of parties, and in that of the spread"
     )
-    assert "On samples of the parties' own, held out, over the parties" in drawn.replace("&#x27;", "'")
+    assert "On the parties' own samples, held out, over the parties" in drawn.replace("&#x27;", "'")
     assert "accuracy over the parties, at each evaluation" in drawn
     assert "lowest tenth" in drawn

@@ -140,11 +140,9 @@ def test_names_are_found_by_tensor_and_by_module() -> None:
     assert local_names(names, "body.*") == {0, 1, 2}
     assert local_names(names, "*.bias,body.1") == {1, 2, 4}
     assert local_names(names, "none") == frozenset()
-    with pytest.raises(
-        UserError, match=r"keep=tail: nothing of the model is called 'tail'; there are body.0"
-    ):
+    with pytest.raises(UserError, match=r"keep=tail: no part of the model is named 'tail'; there are body.0"):
         local_names(names, "tail")
-    with pytest.raises(UserError, match=r"keep=\*: is the whole model"):
+    with pytest.raises(UserError, match=r"keep=\*: this is the complete model"):
         local_names(names, "*")
 
 
@@ -227,19 +225,19 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ("federated max_samples=0", "max_samples=0: must be an integer of at least 1"),
         (
             "federated keep=head algorithm=ditto",
-            "keep=head: not with algorithm=ditto: each client has a whole",
+            "keep=head: not with algorithm=ditto: each client has a complete",
         ),
         ("federated keep=head algorithm=scaffold", "keep=head: not with algorithm=scaffold"),
         ("federated codec=topkk", "topk"),
-        ("federated codec=dgc", "it keeps the momentum of gradients, and federated sends changes"),
+        ("federated codec=dgc", "it keeps the momentum of gradients, but federated sends changes"),
         ("federated codec=powersgd", "federated codec=powersgd: factors are summed"),
-        ("federated codec=sign:vote", "federated codec=sign:vote: a vote says nothing"),
+        ("federated codec=sign:vote", "federated codec=sign:vote: a vote has no step size"),
         (
             "federated codec=auto",
-            "only workers that exchange at the same steps, as of allreduce, measure and choose",
+            "only workers that exchange at the same steps, such as those of allreduce, can choose",
         ),
-        ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 keeps nothing"),
-        ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
+        ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 has no feedback"),
+        ("federated codec=bf16 secure=yes", "codec=bf16: masked words .* use fewer bits="),
         ("federated algorithm=ditto:-1", "at least 0"),
         ("federated personal=finetun:1", "personal=finetun:1: unknown; .*did you mean 'finetune'"),
         ("federated personal=finetune:0", "personal=finetune:0: '0' is not a number of epochs"),
@@ -250,7 +248,7 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ),
         (
             "federated personal=finetune clip=1 noise=1 delta=1e-5",
-            "personal=finetune: with noise nothing is reported of single",
+            "personal=finetune: with noise nothing is reported about single",
         ),
         ("federated held_out=0.2 clip=1 noise=1 delta=1e-5", "held_out=0.2: with noise nothing is reported"),
         ("federated held_out=1", "held_out=1: must be a number from 0 to below 1"),

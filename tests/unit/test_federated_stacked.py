@@ -260,7 +260,7 @@ class _Unused(nn.Module):
 def test_whole_batches_of_different_sizes_are_not_stacked_unless_asked_for() -> None:
     _, simulation = played(a_task(), AUTO, batch=ALL)
     assert simulation.together == 1
-    assert "hardly two" in simulation.why
+    assert "few clients have" in simulation.why
     alone, _ = played(a_task(), 1, batch=ALL)
     assert_alike(played(a_task(), 5, batch=ALL)[0], alone)
 

@@ -228,7 +228,7 @@ def test_a_file_that_names_roles_and_peers_without_end_costs_no_memory(tmp_path:
     assert most < 100 << 20
     assert [worker.name for worker in view.workers][:1] == ["worker 0"]
     assert not any(worker.role == 30_000 for worker in view.workers)
-    assert any("role 30000; views show those below 512" in note for note in view.notes)
+    assert any("role 30000; views show roles below 512" in note for note in view.notes)
 
 
 def test_a_line_without_end_is_damage_and_what_follows_is_read(

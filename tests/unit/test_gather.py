@@ -130,7 +130,7 @@ def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds()
     )
     assert sentence == (
         f"worker 1 is 3.0 times slower than the median of the others since step {step}: the others wait 65 % of their "
-        "time; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+        "time; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
     )
 
 
@@ -231,7 +231,7 @@ def test_who_was_last_seen_doing_what_when_nothing_happens() -> None:
     assert view.phase is Phase.QUIET
     (sentence,) = view.warnings
     assert sentence == (
-        "nothing has happened for 11 s, and nobody said that the run is over: "
+        "nothing has happened for 11 s, and the run has not ended: "
         "worker 1 was last seen at the end of step 90, 11 s ago; worker 0 was last seen waiting in step 90, 11 s ago"
     )
 
@@ -358,8 +358,8 @@ def test_servers_show_what_they_apply_and_who_does_most_of_it() -> None:
     assert view.staleness.histogram == {0: 200, 1: 200, 2: 200}
     assert (view.staleness.mean, view.staleness.max) == (1.0, 2)
     assert view.warnings == (
-        "server 0 does 95 % of the applying, and 50 % would be its share: the parameters lie unevenly on the servers; "
-        "more, smaller ones (servers=) spread them",
+        "server 0 does 95 % of the applying instead of 50 %: the parameters are spread unevenly over the servers; "
+        "use more servers (servers=)",
     )
     assert {one.wire: (one.num_bytes, one.messages) for one in view.traffic}["tcp"] == (600 * 50, 600)
     assert len(view.workers) == 2, "servers are no workers"

@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(tmp_path: Path) 
     other = make_task(OPTIMIZERS["sgd"])
     with pytest.raises(mh.UserError, match="resume with the optimizer"):
         mh.fit(other, "ps servers=2", workers=2, steps=9, out=tmp_path / "r", resume=True)
-    with pytest.raises(mh.UserError, match="asks for fewer"):
+    with pytest.raises(mh.UserError, match="is fewer"):
         mh.fit(make_task(OPTIMIZERS["adamw"]), "ps", workers=2, steps=3, out=tmp_path / "r", resume=True)
     assert json.loads((tmp_path / "r" / "config.json").read_text())["config"]["strategy"] == "single"
     assert not (tmp_path / "r" / "shards").exists()

@@ -108,20 +108,20 @@ def test_gzip_stdin_no_last_line_feed_and_return_are_the_same(
 @pytest.mark.parametrize(
     ("line", "column", "sentence"),
     [
-        ("one 3:1", 1, "label 'one' is no number"),
-        ("nan 3:1", 1, "label 'nan' is no number"),
+        ("one 3:1", 1, "label 'one' is not a number"),
+        ("nan 3:1", 1, "label 'nan' is not a number"),
         ("1 3:1 -4:1", 7, "feature '-4:1' has a negative index"),
-        ("1 3:1 x:1", 7, "'x:1' is no index:value pair"),
-        ("1 3:1 5", 7, "'5' is no index:value pair"),
-        ("1 3:1 qid:2", 7, "'qid:2' is no index:value pair"),
-        ("1 3:1 99999999999999999999:1", 7, "too large an index"),
-        ("1 3:1 4000000000:1", 7, "too large an index"),
-        ("1 3:1 5:", 7, "feature '5:' has no finite number as its value"),
-        ("1 3:1 5:1x", 7, "feature '5:1x' has no finite number"),
-        ("1 3:1 5:1e999", 7, "feature '5:1e999' has no finite number"),
-        ("1 3:1 5:nan", 7, "feature '5:nan' has no finite number"),
-        ("1 3:1 4:1  3:2", 12, "feature '3:2' comes twice in this line"),
-        ("1 9:1 3:1 9:1 3:2", 11, "feature '9:1' comes twice in this line"),
+        ("1 3:1 x:1", 7, "'x:1' is not an index:value pair"),
+        ("1 3:1 5", 7, "'5' is not an index:value pair"),
+        ("1 3:1 qid:2", 7, "'qid:2' is not an index:value pair"),
+        ("1 3:1 99999999999999999999:1", 7, "an index too large"),
+        ("1 3:1 4000000000:1", 7, "an index too large"),
+        ("1 3:1 5:", 7, "feature '5:' has a value that is not a finite number"),
+        ("1 3:1 5:1x", 7, "feature '5:1x' has a value that is not a finite number"),
+        ("1 3:1 5:1e999", 7, "feature '5:1e999' has a value that is not a finite number"),
+        ("1 3:1 5:nan", 7, "feature '5:nan' has a value that is not a finite number"),
+        ("1 3:1 4:1  3:2", 12, "feature '3:2' is twice in this line"),
+        ("1 9:1 3:1 9:1 3:2", 11, "feature '9:1' is twice in this line"),
     ],
 )
 def test_a_wrong_libsvm_line_is_named_or_skipped(
@@ -144,7 +144,7 @@ def test_hashed_features_stay_apart_and_duplicates_are_found_before_hashing(tmp_
     rows = read(path, bits=20)
     assert rows.size == 1 << 20
     assert len(set(rows.indices.tolist())) > 995
-    with pytest.raises(DataError, match="comes twice"):
+    with pytest.raises(DataError, match="is twice"):
         read(text_file(tmp_path, "1 9:1 3:1 9:1\n"), bits=20)
     assert len(set(read(text_file(tmp_path, "1 0:1 1:1 2:1 3:1\n"), bits=1).indices.tolist())) <= 2
 
@@ -176,13 +176,13 @@ def test_numbers_of_two_namespaces_are_kept_apart_by_hashing_all(tmp_path: Path)
     ("line", "column", "sentence"),
     [
         ("1 3:1", 1, "'1' begins a line without a |"),
-        ("one |f 3:1", 1, "label 'one' is no number"),
-        ("1 -2 |f 3:1", 3, "importance '-2' is no number of at least 0"),
+        ("one |f 3:1", 1, "label 'one' is not a number"),
+        ("1 -2 |f 3:1", 3, "importance '-2' is not a number of at least 0"),
         ("1 1 0.5 |f 3:1", 5, "'0.5' is a third number"),
         ("1 |f 3:1 :2", 10, "feature ':2' has no name"),
-        ("1 |f 3:1 4:x", 10, "feature '4:x' has no finite number"),
-        ("1 |f:x 3:1", 3, "namespace '|f:x' has no finite number as its scale"),
-        ("1 |f 3000000000", 6, "too large an index"),
+        ("1 |f 3:1 4:x", 10, "feature '4:x' has a value that is not a finite number"),
+        ("1 |f:x 3:1", 3, "namespace '|f:x' has a scale that is not a finite number"),
+        ("1 |f 3000000000", 6, "an index too large"),
     ],
 )
 def test_a_wrong_vowpal_line_is_named_or_skipped(

@@ -62,9 +62,7 @@ def test_the_csv_file_of_a_run_is_its_history(tmp_path: Path) -> None:
     run = mh.fit(task(), "single", steps=7, options=options)
     assert read(path) == rows_of(run.history)
     assert list(path.parent.iterdir()) == [path]
-    with pytest.raises(
-        UserError, match="is there already; choose another path, resume its run, or give overw"
-    ):
+    with pytest.raises(UserError, match="already exists; choose another path, resume its run, or give overw"):
         mh.fit(task(), "single", steps=1, options=options)
     over = mh.Options(callbacks=[mh.CsvLogger(path, overwrite=True)])
     again = mh.fit(task(), "single", steps=2, options=over)

@@ -193,10 +193,10 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: _text(folder, b"once upon a time\n"),
         "line 1, column 1: label 'once' is no number",
     ),
-    "no numbers in npy": (lambda folder: _npy(folder, np.array([["a"]])), "holds <U1, no numbers"),
+    "no numbers in npy": (lambda folder: _npy(folder, np.array([["a"]])), "holds <U1, not numbers"),
     "objects in npy": (
         lambda folder: _npy(folder, np.array([[None]], object)),
-        "holds object, no numbers; save it as float64",
+        "holds object, not numbers; save it as float64",
     ),
     "a vector": (
         lambda folder: _npy(folder, np.ones(3)),
@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 takes 4104 bytes, 4103 are there"),
     "npy without a head": (
         lambda folder: _text(folder, b"\x93NUMPY\x01\x00\xff"),
-        "the head of this npy file is damaged",
+        "the header of this npy file is damaged",
     ),
     "npy in gzip": (
         lambda folder: _text(folder, gzip.compress(_npy(folder, table()).read_bytes())),

@@ -141,7 +141,7 @@ def test_before_the_first_step_the_page_says_that_it_waits_for_it() -> None:
         assert "Waiting for the first step." in said["loss"]
         assert "Waiting for the first step." in said["throughput"]
         assert "waiting for the first step" in said["wrong"]
-    assert title_of(Gather().view(0)) == "A run that has not begun"
+    assert title_of(Gather().view(0)) == "A run that has not started"
 
 
 def test_losses_that_were_evaluated_are_not_nothing_and_a_short_run_took_some_time() -> None:

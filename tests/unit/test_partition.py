@@ -72,7 +72,7 @@ def test_data_without_labels_has_no_split_by_label() -> None:
         Partition.parse("dirichlet:0.5").split(torch.zeros(30, 2), 30, 3, 0)
     with pytest.raises(UserError, match=r"give mh\.Parties"):
         Partition.parse("natural").split(torch.zeros(30, 2), 30, 3, 0)
-    with pytest.raises(UserError, match="at most as many clients"):
+    with pytest.raises(UserError, match="at most that many clients"):
         Partition.parse("iid").split(torch.zeros(30, 2), 30, 31, 0)
 
 

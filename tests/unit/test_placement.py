@@ -106,11 +106,11 @@ def test_the_product_on_a_device_that_is_not_there(device: str) -> None:
     placed = mh.place(Product(), {"times": device})
     assert placed().tolist() == [[22, 28], [49, 64]]
     assert ran(placed) == [("times", "matmul", "cpu", (2, 2), 0)]
-    assert placed.log.notes == [f"'times' is on cpu, for this machine has no {device}"]
+    assert placed.log.notes == [f"'times' is on cpu because this machine has no {device}"]
     assert str(placed.log).splitlines() == [
         "module  operation  device  shape  copied",
         "times   matmul     cpu     2×2",
-        f"note: 'times' is on cpu, for this machine has no {device}",
+        f"note: 'times' is on cpu because this machine has no {device}",
     ]
     with pytest.raises(
         UserError, match=f"placement of 'times' on {device}: this machine has no such device; place it"
@@ -120,7 +120,7 @@ def test_the_product_on_a_device_that_is_not_there(device: str) -> None:
 
 def test_what_is_no_device_is_refused_even_softly() -> None:
     with pytest.raises(
-        UserError, match="placement of 'times' on 'gpu0': torch knows no such device; allowed: auto,"
+        UserError, match="placement of 'times' on 'gpu0': torch has no such device; allowed: auto,"
     ):
         mh.place(Product(), {"times": "gpu0"})
 
@@ -201,7 +201,7 @@ def test_a_model_with_a_log_of_its_own_is_refused() -> None:
     class Logs(nn.Linear):
         def log(self) -> None: ...
 
-    with pytest.raises(UserError, match="Logs has an attribute `log` of its own"):
+    with pytest.raises(UserError, match="Logs already has an attribute `log`"):
         mh.place(Logs(1, 1))
 
 

@@ -108,7 +108,7 @@ def test_pictures_that_pillow_would_cut_off_or_have_a_program_read_are_refused(t
     with pytest.raises(DataError, match="mode I;16; save it with 8 bits a pixel"):
         read_images(str(tmp_path / "deep.png"), SHAPE)
     image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "script.eps")
-    with pytest.raises(DataError, match="is no picture that Pillow knows"):
+    with pytest.raises(DataError, match="is not an image that Pillow can read"):
         read_images(str(tmp_path / "script.eps"), SHAPE)
 
 
@@ -129,14 +129,14 @@ def npy(**header: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (npy() + bytes(10), "its header tells of 256 B of float32, and 10 B follow"),
-        (npy(shape=(1 << 40, 8, 8)) + bytes(256), "its header tells of"),
-        (npy(descr="|O") + bytes(64 * 8), "its header tells of"),
+        (npy() + bytes(10), "its header announces 256 B of float32, but 10 B follow"),
+        (npy(shape=(1 << 40, 8, 8)) + bytes(256), "its header announces"),
+        (npy(descr="|O") + bytes(64 * 8), "its header announces"),
         (b"\x93NUMPY\x07\x00", "npy|version"),
         (b"[[1, 2], [3]]", "different lengths"),
-        (b'[["a"]]', "what is no number"),
+        (b'[["a"]]', "values that are not numbers"),
         (b"[[[1, 2], [3, 4]]]", "its shape is 1×2×2; an image is 8×8 numbers from 0 to 16"),
-        (json.dumps([[[17] * 8] * 8]).encode(), "its values go from 17 to 17"),
+        (json.dumps([[[17] * 8] * 8]).encode(), "its values range from 17 to 17"),
         (b"[[NaN]]", "its shape"),
         (b'{"input": []}', "it must be an array of images"),
         (b"[" * 100_000, "JSON|recursion"),
@@ -190,10 +190,13 @@ def test_predict_prints_a_line_for_each_input(
         ([[0] * 8] * 8, "input 0: its shape is 8"),
         ([None], "input 0"),
         ([{"a": 1}], "input 0"),
-        ([[[-1] * 8] * 8], "input 0: its values go from -1"),
+        ([[[-1] * 8] * 8], "input 0: its values range from -1"),
         ([[[float("nan")] * 8] * 8], "input 0: its values"),
         ([[[10**400] * 8] * 8], "input 0"),
-        ([["a" * 1000, 1], [2, 3]], "input 0: it holds rows of different lengths or what is no number"),
+        (
+            [["a" * 1000, 1], [2, 3]],
+            "input 0: it holds rows of different lengths or values that are not numbers",
+        ),
     ],
 )
 def test_json_that_is_no_image_is_refused(values: list[Any], said: str) -> None:
@@ -266,7 +269,7 @@ def test_a_seed_fixes_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (3, "input 0 is no text"),
+        (3, "input 0 is not text"),
         ("", "prompt is ''"),
         ({"length": 3}, "prompt is ''"),
         ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
@@ -275,7 +278,7 @@ def test_a_seed_fixes_what_is_written() -> None:
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
-        ({"prompt": "\ud800"}, "no text"),
+        ({"prompt": "\ud800"}, "prompt is not valid text"),
         ({"prompt": ["a"] * 10**6}, r"prompt is \['a', .{1,60}…; it must be text"),
         ({"prompt": "a", "seed": [0] * 10**6}, r"seed is \[0, .{1,60}…; it must be"),
         ({"prompt": "a", "x" * 10**6: 1}, r"has a field 'x{1,60}…; allowed"),
@@ -296,7 +299,7 @@ def test_generate_writes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out == "babababa\n"
     with pytest.raises(UserError, match="manyhands generate RUN --prompt"):
         predict_command(tmp_path / "run", "hello")
-    with pytest.raises(UserError, match="writes no text; manyhands predict"):
+    with pytest.raises(UserError, match="does not write text; use manyhands predict"):
         generate_command(digits_run)
 
 
@@ -340,13 +343,13 @@ def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("digits", {"width": 1 << 24}, "is of shape .*, and its options make it"),
+        ("digits", {"width": 1 << 24}, "has shape .*, but its options give"),
         ("digits", {"width": 8, "side": 3}, "no option 'side'"),
         ("language", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
         ("language", {"layers": 10**9}, "at most 1000"),
-        ("recurrent", {"width": 1 << 24, "layers": 1}, "is of shape .*, and its options make it"),
+        ("recurrent", {"width": 1 << 24, "layers": 1}, "has shape .*, but its options give"),
         ("recurrent", {"width": 8, "layers": 1, "context": "a"}, "context is 'a'"),
-        ("recurrent", {"width": 8, "layers": 1}, "how many bytes it looks back on"),
+        ("recurrent", {"width": 8, "layers": 1}, "does not name its context length"),
         ("cats", {}, "not built in"),
     ],
 )
@@ -393,7 +396,7 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
 def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
     for predictor in (trees(tmp_path), decomposition()):
-        with pytest.raises(UserError, match="--skip-bad is of logreg; leave it out for this run"):
+        with pytest.raises(UserError, match="--skip-bad is only for logreg; leave it out for this run"):
             list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
     with pytest.raises(DataError, match=r"rows.*line 2"):
         list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
@@ -402,12 +405,12 @@ def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (["abc"], "input 0 is no array"),
-        ([{}], "input 0 is no array"),
+        (["abc"], "input 0 is not an array"),
+        ([{}], "input 0 is not an array"),
         ([[1, 2, 3], [1, 2]], "input 1 has 2 numbers; .*3 in all"),
-        ([[1, 2, 3], [1, "2", 3]], "input 1 has '2' at place 1"),
-        ([[1, True, 3]], "input 0 has 'True' at place 1"),
-        ([[[1], [2], [3]]], r"input 0 has '\[1\]' at place 0"),
+        ([[1, 2, 3], [1, "2", 3]], "input 1 has '2' at position 1"),
+        ([[1, True, 3]], "input 0 has 'True' at position 1"),
+        ([[[1], [2], [3]]], r"input 0 has '\[1\]' at position 0"),
         ([[1, 2, 10**400]], "input 0 has a number beyond double precision"),
     ],
 )
@@ -433,7 +436,7 @@ def test_what_is_no_number_has_no_place_on_a_line(value: Any) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run directory"):
         open_predictor(tmp_path)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         open_predictor(tmp_path / "nothing")

@@ -228,33 +228,33 @@ def test_what_is_kept_goes_on_where_it_was() -> None:
     for other in ({}, {"privacy": 3}, {"privacy": {"sentence": None}}):
         assert privacy_words(other) == []
     assert rounds.summary()["epsilon"] > 0
-    with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
+    with pytest.raises(UserError, match="without noise, so no epsilon would hold"):
         rounds_of(text)[1].restore(None)
-    with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
+    with pytest.raises(UserError, match="without noise, so no epsilon would hold"):
         rounds_of(text)[1].restore(rounds_of("clip=1.0")[1].state())
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("noise=1 delta=1e-5", "noise=1: without clip= an update may be of any length"),
+        ("noise=1 delta=1e-5", "noise=1: without clip= an update may have any norm"),
         ("clip=1 noise=-1", "noise=-1: must be 0, or a number from 0.001"),
         ("clip=1 noise=nan delta=1e-5", "noise=nan: must be 0, or a number from 0.001"),
         ("clip=1 noise=1e-9 delta=1e-5", "noise=1e-09: must be 0, or a number from 0.001"),
         ("clip=1 noise=1e99 delta=1e-5", "noise=1e+99: must be 0, or a number from 0.001"),
         ("clip=1 noise=1", "delta=0: with noise it must be above 0"),
         ("clip=1 noise=1 delta=2", "delta=2: with noise it must be above 0 and below 1"),
-        ("clip=1 noise=1 epsilon=3", "epsilon=3: says nothing without delta"),
+        ("clip=1 noise=1 epsilon=3", "epsilon=3: needs delta"),
         ("clip=1 noise=1 delta=1e-5 epsilon=-3", "epsilon=-3: must be a number above 0"),
-        ("clip=1 epsilon=3 delta=1e-5", "epsilon=3: is for noise, and there is none"),
-        ("delta=1e-5", "delta=1e-05: is for noise, and there is none"),
-        ("clip=1 sampling=poisson", "sampling=poisson: is for noise"),
-        ("randomness=seed", "randomness=seed: is for noise"),
-        ("clip=1 noise=1 delta=0.1 clients=10", "delta=0.1: at one by the clients"),
+        ("clip=1 epsilon=3 delta=1e-5", "epsilon=3: needs noise"),
+        ("delta=1e-5", "delta=1e-05: needs noise"),
+        ("clip=1 sampling=poisson", "sampling=poisson: needs noise"),
+        ("randomness=seed", "randomness=seed: needs noise"),
+        ("clip=1 noise=1 delta=0.1 clients=10", "delta=0.1: must be below 1/"),
         ("clip=1 noise=1 delta=1e-5 fraction=0.5", "add sampling=poisson"),
         ("clip=1 noise=1 delta=1e-5 noise_by=clients", "noise_by=clients: the server would see each update"),
         ("clip=1 noise=1 delta=1e-5 secure=yes fraction=0.5 sampling=poisson", "use sampling=fixed"),
-        ("clip=9 secure=yes", "clip=9: with range=8 there is room"),
+        ("clip=9 secure=yes", "clip=9: with range=8 updates and their noise fit"),
         ("clip=4 noise=2 delta=1e-5 noise_by=clients secure=yes", "use a larger range"),
         ("clip=1 noise=0.1 delta=1e-5 noise_by=clients secure=yes bits=8", "use more bits"),
         ("clip=1 noise=1 delta=1e-5 noise_by=nobody", "unknown noise_by 'nobody'"),

@@ -272,7 +272,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
     with pytest.raises(UserError, match="cluster='rya' is not a Ray cluster"):
         mh.fit(task, cluster="rya")
     bounded = mh.Options(max_workers=4)
-    with pytest.raises(UserError, match="follow the size of a cluster; give cluster= as well"):
+    with pytest.raises(UserError, match="are for a cluster; give cluster= as well"):
         mh.fit(task, workers=2, options=bounded)
     with pytest.raises(UserError, match="strategy allreduce cannot change its number of workers"):
         mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")

@@ -110,7 +110,7 @@ OTHERS: dict[str, Loss] = {
 def test_a_sum_is_rejected_with_the_fix(name: str, batch_size: int) -> None:
     with pytest.raises(
         UserError,
-        match=r"task\.loss is the sum .*reduction='mean' in the loss, or say Task\(reduction='sum'\)",
+        match=r"task\.loss is the sum .*reduction='mean' in the loss, or give Task\(reduction='sum'\)",
     ):
         train_plainly(task_of(SUMS[name], batch_size=batch_size), 1)
 

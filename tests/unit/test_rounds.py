@@ -110,10 +110,10 @@ def test_the_first_reports_close_the_round_and_later_ones_are_refused() -> None:
 @pytest.mark.parametrize(
     ("event", "why", "repeated"),
     [
-        (report(0, digest="a"), "reported already", True),
-        (report(0, digest="b"), "reported already", False),
+        (report(0, digest="a"), "already reported", True),
+        (report(0, digest="b"), "already reported", False),
         (report(9), "not asked", False),
-        (report(1, attempt=2), "no attempt 2 yet", False),
+        (report(1, attempt=2), "attempt 2 has not started", False),
         (report(1, attempt=0), "has ended", False),
         (report(1, at_s=10.0), "deadline", False),
     ],

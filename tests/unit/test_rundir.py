@@ -144,10 +144,10 @@ def test_opening_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "config.json is damaged, it is not JSON"),
-        ('{"format": "manyhands run", "vers', "config.json is damaged, it is not JSON"),
-        ("[1]", "config.json is damaged: it holds no JSON object"),
-        ('{"hidden_size": 768}', "config.json is no configuration of a run"),
+        ("", "config.json is damaged: it is not JSON"),
+        ('{"format": "manyhands run", "vers', "config.json is damaged: it is not JSON"),
+        ("[1]", "config.json is damaged: it is not a JSON object"),
+        ('{"hidden_size": 768}', "config.json is not a run configuration"),
         (
             '{"format": "manyhands run", "version": 99, "config": {}}',
             "version 99, not 'manyhands run' version 1",
@@ -266,7 +266,7 @@ def test_a_damaged_line_is_named_with_its_place(line: bytes, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("record", "named"),
-    [({"loss": 1.0}, "no integer as its `step`"), ({"step": 1, "x": {2}}, "record.x is a set")],
+    [({"loss": 1.0}, "its `step` is not an integer"), ({"step": 1, "x": {2}}, "record.x is a set")],
 )
 def test_a_record_that_is_none_is_refused(record: Any, named: str, tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(UserError, match=named):

@@ -47,7 +47,7 @@ def test_x25519_is_that_of_rfc_7748() -> None:
     assert public_key(bob) == h("de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f")
     shared = h("4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742")
     assert agree(alice, public_key(bob)) == agree(bob, public_key(alice)) == shared
-    with pytest.raises(ProtocolRefused, match="not one that anybody"):
+    with pytest.raises(ProtocolRefused, match="public key is invalid"):
         agree(alice, bytes(32))  # with zero everybody agrees on zero
 
 
@@ -78,7 +78,7 @@ def test_sealing_is_nists_aes_256_gcm() -> None:
         (sealed[:20] + bytes([sealed[20] ^ 1]) + sealed[21:], context),
         (b"", context),
     ):
-        with pytest.raises(ProtocolRefused, match="does not open"):
+        with pytest.raises(ProtocolRefused, match="cannot be opened"):
             open_sealed(key, broken, bound)
 
 
@@ -128,7 +128,7 @@ def test_every_t_shares_give_the_secret_and_no_fewer_do() -> None:
             assert combine(chosen, threshold) == SECRET
         if threshold > 1:
             fewer = list(shares.items())[: threshold - 1]
-            with pytest.raises(ProtocolRefused, match="it takes"):
+            with pytest.raises(ProtocolRefused, match="are needed"):
                 combine(fewer, threshold)
 
 
@@ -170,10 +170,10 @@ def test_shares_that_were_changed_doubled_or_mixed_are_refused() -> None:
         ([changed, *shares[1:]], "do not belong"),
         ([*shares[:3], others[3]], "do not belong"),
         ([others[0], *shares[1:3]], "do not belong"),
-        ([shares[0], shares[0], shares[1]], "two shares are of point 1"),
-        ([(0, share), *shares[1:3]], "is none"),
-        ([(point, share[1:]), *shares[1:3]], "is none"),
-        ([(point, b"\xff" * SHARE_BYTES), *shares[1:3]], "is none"),
+        ([shares[0], shares[0], shares[1]], "two shares have the point 1"),
+        ([(0, share), *shares[1:3]], "is invalid"),
+        ([(point, share[1:]), *shares[1:3]], "is invalid"),
+        ([(point, b"\xff" * SHARE_BYTES), *shares[1:3]], "is invalid"),
     ):
         with pytest.raises(ProtocolRefused, match=why):
             combine(wrong, 3)

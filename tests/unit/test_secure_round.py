@@ -61,7 +61,7 @@ def test_the_sum_is_exact_with_thirty_percent_gone_over_all_stages(clients: int)
 def test_below_the_threshold_a_round_is_abandoned_and_reveals_nothing(stage: SecureStage) -> None:
     party = Party(6, seed=3)
     gone = list(party.roster)[: 6 - party.terms.threshold + 1]
-    with pytest.raises(RoundAbandoned, match=rf"4 of 6 clients were left at {stage.name}, and it takes 5"):
+    with pytest.raises(RoundAbandoned, match=rf"4 of 6 clients were left at {stage.name}, but 5 are needed"):
         party.play(SecureStage.DONE, dict.fromkeys(gone, stage))
     assert party.server.stage is SecureStage.ABANDONED
     with pytest.raises(ProtocolRefused, match="no sum"):
@@ -90,7 +90,7 @@ def test_a_late_input_can_never_be_unmasked() -> None:
     seed = party.clients[9]._seed
     late = party.answer(9, party.messages[9])
     party.play(SecureStage.UNMASK, {9: SecureStage.MASK})
-    with pytest.raises(ProtocolRefused, match="client 9 is not asked at UNMASK: it is unknown or too late"):
+    with pytest.raises(ProtocolRefused, match="client 9 was not asked at UNMASK: it is unknown or too late"):
         party.server.receive(9, late)
     replies = {k: UnmaskReply.decode(party.answer(k, message)) for k, message in party.messages.items()}
     secret = combine([(k + 1, reply.keys[9]) for k, reply in replies.items()], 3)

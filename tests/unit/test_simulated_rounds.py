@@ -169,7 +169,7 @@ def test_a_deadline_that_no_binary_fraction_is_ends_every_attempt() -> None:
 def test_a_round_that_never_has_enough_is_given_up() -> None:
     rounds = rounds_of("dropout=0.95 min_reports=10 fraction=0.5")
     with pytest.raises(
-        ManyhandsError, match=r"round 1: too few .* \(it takes 10\); use a smaller min_reports"
+        ManyhandsError, match=r"round 1: too few .* \(10 are needed\); use a smaller min_reports"
     ):
         rounds.begin(0)
 
@@ -185,10 +185,10 @@ def test_a_round_that_never_has_enough_is_given_up() -> None:
         ("deadline=-1", "deadline=-1"),
         ("deadline=inf", "deadline=inf"),
         ("min_reports=0", "min_reports=0"),
-        ("min_reports=21", "min_reports=21: a round takes 20 reports"),
-        ("dropout=0.1 algorithm=fedbuff:2", "not with algorithm=fedbuff:2: no round waits"),
-        ("over=2 clip=1", "not with clip=1 as yet"),
-        ("dropout=0.1 algorithm=krum:1", "takes 5 clients a round"),
+        ("min_reports=21", "min_reports=21: a round ends at 20 reports"),
+        ("dropout=0.1 algorithm=fedbuff:2", "not with algorithm=fedbuff:2: its rounds do not wait"),
+        ("over=2 clip=1", "not with clip=1 yet"),
+        ("dropout=0.1 algorithm=krum:1", "needs 5 clients a round"),
         ("secure=yes bits=32 max_samples=800000000 over=3 fraction=0.2", "overflow"),
     ],
 )

@@ -77,8 +77,8 @@ def test_the_sentence_names_the_best() -> None:
 @pytest.mark.parametrize(
     ("rule", "report"),
     [
-        ({"patience": 0}, "patience is 0; it must be an integer from 1 on"),
-        ({"min_delta": -1.0}, "min_delta is -1.0; it must be a number from 0 on"),
+        ({"patience": 0}, "patience is 0; it must be an integer above 0"),
+        ({"min_delta": -1.0}, "min_delta is -1.0; it must be at least 0"),
         ({"min_delta": math.nan}, "min_delta is nan"),
         ({"mode": "maximum"}, "mode is 'maximum'; allowed: min, max; did you mean 'max'"),
     ],

@@ -482,7 +482,7 @@ def test_steps_can_be_chosen() -> None:
     roles = barrier_run([2, 5], 50)
     timeline = build_timeline(roles, max_slices=1000, steps=range(10, 13))
     assert {part.step for row in timeline.rows for part in row.slices} == {10, 11, 12}
-    with pytest.raises(UserError, match="none of the run's steps, 0 to 49"):
+    with pytest.raises(UserError, match="the run has steps 0 to 49"):
         build_timeline(roles, max_slices=1000, steps=range(60, 70))
     with pytest.raises(UserError, match="no step"):
         build_timeline([], max_slices=1000)
@@ -524,7 +524,7 @@ def test_the_files_of_a_resumed_run_are_one_run(tmp_path: Path) -> None:
     ]
     assert [events.resumes for events in run.roles] == [(14,), (11,)]
     assert run.notes == tuple(
-        f"worker-{role}.2.bin misses 4 events that were recorded and not kept" for role in (0, 1)
+        f"worker-{role}.2.bin lacks 4 events that were recorded but not kept" for role in (0, 1)
     )
     starts = [events.records["start_ns"].astype(np.int64) for events in run.roles]
     shifts = {int(start[count] - start[0]) for start, count in zip(starts, (14, 11), strict=True)}

@@ -285,7 +285,7 @@ def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
     return about_workers(totals.slowness.ever(), totals.slowness.late_ever(), strategy)
 
 
-ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+ADVICE = "; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
 
 
 def test_equal_step_times_hide_nothing() -> None:
@@ -417,7 +417,7 @@ def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
     ("strategy", "advice"),
     [
         ("mirrored", "ps consistency=async would"),
-        ("pipeline", "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"),
+        ("pipeline", "a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…"),
         ("tensor", "every layer waits for the slowest of its slices"),
         ("allreduce algorithm=ring", "ps consistency=async would"),
         ("ps servers=2", "straggler, consistency=async would"),
@@ -442,4 +442,4 @@ def test_server_that_does_most_of_the_applying_is_named() -> None:
     assert about_imbalance([("server 0", 0.5), ("server 1", 0.5)]) == []
     assert about_imbalance([("server 0", 1.0)]) == []
     (sentence,) = about_imbalance([("server 0", 0.1), ("server 1", 0.9)])
-    assert sentence.startswith("server 1 does 90 % of the applying, and 50 % would be its share")
+    assert sentence.startswith("server 1 does 90 % of the applying instead of 50 %")

@@ -110,15 +110,15 @@ def as_dataset(data: Any, field: str) -> Any:
     """`data` as something with `__len__` and `__getitem__`, or a UserError that says what to give instead."""
     if isinstance(data, DataLoader):
         raise UserError(
-            f"{field} is a DataLoader; give {field}=loader.dataset, and batch_size= and collate= beside it"
+            f"{field} is a DataLoader; give {field}=loader.dataset, with batch_size= and collate="
         )
     if isinstance(data, str | bytes):
         raise UserError(f"{field} is {data[:40]!r}; read the file first and give {_ALLOWED}")
     if isinstance(data, IterableDataset | Iterator):
         raise UserError(
             f"{field} is {_kind(data)}, which can only be iterated, so samples of batch k cannot be "
-            f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do; training data "
-            "may be an IterableDataset, too"
+            f"looked up; give {_ALLOWED}: if the samples fit in memory, use list(...); training data may also be an "
+            "IterableDataset"
         )
     if isinstance(data, tuple | list) and any(isinstance(one, Tensor | np.ndarray) for one in data):
         _check_columns({f"{field}[{position}]": column for position, column in enumerate(data)})
@@ -307,8 +307,7 @@ class IndexedShares(BatchShares):
         whole = float(self._weights[self._plan.indices(step)].sum())
         if not whole > 0:
             raise UserError(
-                f"weights: no sample of batch {step} weighs more than 0, so it has no mean; leave such samples "
-                "out of data"
+                f"weights: all samples of batch {step} have weight 0; leave such samples out of data"
             )
         mine = self._weights[indices]
         total = float(mine.sum())

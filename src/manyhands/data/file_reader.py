@@ -54,7 +54,7 @@ VOCABULARY = 256
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _LIMIT_BYTES = 1 << 31  # of a file of images
 _MOST_DEEP = 5
-_NO_NUMBERS = "rows of different lengths or what is no number"
+_NO_NUMBERS = "rows of different lengths or values that are not numbers"
 _PICTURES = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # Pillow has others start programs
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
@@ -281,7 +281,7 @@ class ImageShape:
             raise ValueError("it holds no image")
         if not np.isfinite(images).all() or images.min() < 0 or images.max() > self.white:
             found = f"{float(images.min()):g} to {float(images.max()):g}"
-            raise ValueError(f"its values go from {found}; an image is {self.in_words}")
+            raise ValueError(f"its values range from {found}; an image is {self.in_words}")
         return images
 
 
@@ -308,16 +308,16 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise UserError(
-            f"{file} is neither npy, idx nor JSON, and pictures are read by Pillow, which is not installed: "
-            "pip install 'manyhands[images]'"
+            f"{file} is neither npy, idx nor JSON, and Pillow, which reads images, is not installed: pip install "
+            "'manyhands[images]'"
         ) from None
     try:
         with Image.open(file, formats=_PICTURES) as image:
             if image.size != (shape.side, shape.side):  # before a pixel of it is decoded
                 width, height = image.size
                 raise DataError(
-                    f"{file} has {width}×{height} pixels; the model was trained on {shape.side}×{shape.side}: make it "
-                    "that small, white on black"
+                    f"{file} has {width}×{height} pixels; the model was trained on {shape.side}×{shape.side}: resize "
+                    "it, white on black"
                 )
             if image.mode[0] in "IF":  # which Pillow would cut off at 255
                 raise DataError(
@@ -330,10 +330,10 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         raise
     except UnidentifiedImageError as error:
         raise DataError(
-            f"{file} is no picture that Pillow knows, and neither npy, idx nor JSON; --format says which it should be"
+            f"{file} is not an image that Pillow can read, and neither npy, idx nor JSON; give its --format"
         ) from error
     except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
-        raise DataError(f"{file} cannot be read as a picture: {error}") from error
+        raise DataError(f"{file} cannot be read as an image: {error}") from error
     return shape.images(grey * np.float32(shape.white / 255))
 
 
@@ -344,18 +344,18 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     try:
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"its version is {version}; (1, 0) and (2, 0) are read")
+            raise ValueError(f"its version is {version}; allowed: (1, 0) and (2, 0)")
         read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
         sizes, by_columns, dtype = read_header(stream)
         # An array of another size than its header says would be read from memory that nobody has written.
         wanted, held = math.prod(sizes) * dtype.itemsize, len(content) - stream.tell()
         if dtype.hasobject or wanted != held:
             promised = f"{format_bytes(wanted)} of {dtype}"
-            raise ValueError(f"its header tells of {promised}, and {format_bytes(held)} follow")
+            raise ValueError(f"its header announces {promised}, but {format_bytes(held)} follow")
         array = np.frombuffer(content, dtype, offset=stream.tell())
         return shape.images(array.reshape(sizes, order="F" if by_columns else "C"))
     except (SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
-        raise ValueError(f"it is no npy file: {error}") from error
+        raise ValueError(f"it is not an npy file: {error}") from error
 
 
 def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
@@ -364,7 +364,7 @@ def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     try:
         value = json.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
     if isinstance(value, dict):
         value = value.get("inputs")
     if not isinstance(value, list):

@@ -31,12 +31,12 @@ __all__ = ["WRONG", "most_entries", "parse"]
 
 BAD_INDEX, NEGATIVE, TWICE = 10, 11, 12
 WRONG = {
-    BAD_LABEL: "label {token} is no number; a line is a label and then index:value pairs",
-    BAD_INDEX: "{token} is no index:value pair; an index is an integer, as in 3:0.5",
-    NEGATIVE: "feature {token} has a negative index; indices are integers from 0",
-    BAD_VALUE: "feature {token} has no finite number as its value",
-    TOO_LARGE: "feature {token} has too large an index for a table of its own; give a number of bits to hash into",
-    TWICE: "feature {token} comes twice in this line; give each feature once",
+    BAD_LABEL: "label {token} is not a number; a line is a label and then index:value pairs",
+    BAD_INDEX: "{token} is not an index:value pair; an index is an integer, as in 3:0.5",
+    NEGATIVE: "feature {token} has a negative index; indices are integers of at least 0",
+    BAD_VALUE: "feature {token} has a value that is not a finite number",
+    TOO_LARGE: "feature {token} has an index too large for a table; give a number of bits to hash into",
+    TWICE: "feature {token} is twice in this line; give each feature once",
 }  # by code, what is wrong with a line
 
 _COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48

@@ -136,7 +136,7 @@ class NpyMatrix(MatrixFile):
                 raise UserError(f"label={label!r}: {numbers}") from None
             if not -self._width <= number < self._width or self._width < 2:
                 raise UserError(
-                    f"label={label}: {path} has {self._width} columns; one of them can be the label if others are left"
+                    f"label={label}: {path} has {self._width} columns; a label needs at least one other column"
                 )
             self.label = number % self._width
         self.columns = self._width - (self.label is not None)
@@ -187,7 +187,7 @@ class ParquetMatrix(MatrixFile):
             is_number = (types.is_integer, types.is_floating, types.is_boolean)
             if not any(is_kind(field.type) for is_kind in is_number):
                 raise DataError(
-                    f"{path}: column {field.name!r} is {field.type}, no number; leave it out or encode it as numbers"
+                    f"{path}: column {field.name!r} is {field.type}, not a number; leave it out or encode it as numbers"
                 )
         names = tuple(name for name in known if name != label)
         if not self.rows or not names:
@@ -223,7 +223,7 @@ class ParquetMatrix(MatrixFile):
                     on_bytes(values.nbytes)
         if begin != self.rows:
             raise DataError(
-                f"{self.path} is damaged: its head promises {self.rows} rows, and {begin} are there"
+                f"{self.path} is damaged: its header announces {self.rows} rows, but it has {begin}"
             )
 
 
@@ -248,9 +248,9 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
     except DataError:
         raise
     except Exception as error:  # numpy raises nearly anything for a damaged head
-        raise DataError(f"{path}: the head of this npy file is damaged: {first_line(error)}") from error
+        raise DataError(f"{path}: the header of this npy file is damaged: {first_line(error)}") from error
     if dtype.kind not in "biuf":
-        raise DataError(f"{path} holds {dtype}, no numbers; save it as float64 or float32")
+        raise DataError(f"{path} holds {dtype}, not numbers; save it as float64 or float32")
     if len(shape) != 2 or 0 in shape or any(not isinstance(size, int) or size < 0 for size in shape):
         raise DataError(
             f"{path} has the shape {shape}; a matrix has two dimensions, rows and columns, of at least 1"
@@ -258,7 +258,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if end - offset < num_bytes:
         raise DataError(
-            f"{path} is truncated: {shape} of {dtype} takes {num_bytes} bytes, {end - offset} are there"
+            f"{path} is truncated: {shape} of {dtype} needs {num_bytes} bytes, but has {end - offset}"
         )
     return dtype, shape, is_column_major, offset
 
@@ -267,9 +267,7 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(
-            f"{path} is Parquet, and pyarrow, which reads it, is missing; pip install manyhands[parquet]"
-        ) from error
+        raise UserError(f"{path} is Parquet, which needs pyarrow; pip install manyhands[parquet]") from error
     with _arrow_errors(path):
         return parquet.ParquetFile(path)
 

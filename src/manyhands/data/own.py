@@ -70,8 +70,8 @@ class PerWorker(WorkerData):
         made = self.make(part, parts)
         if isinstance(made, Iterator) or not isinstance(made, Iterable):
             raise UserError(
-                f"PerWorker: make({part}, {parts}) gave a {type(made).__name__}; it must give something that begins "
-                "anew each time it is iterated, such as a list or an IterableDataset"
+                f"PerWorker: make({part}, {parts}) returned a {type(made).__name__}; it must return something that "
+                "starts again each time it is iterated, such as a list or an IterableDataset"
             )
         return made
 
@@ -199,7 +199,7 @@ class Parties:
 
     def __init__(self, parties: Mapping[str, Any]) -> None:
         if not isinstance(parties, Mapping) or not parties:
-            raise UserError(f"Parties: give a dict of name: data, and not {parties!r:.60}")
+            raise UserError(f"Parties: give a dict of name: data, not {parties!r:.60}")
         self.names: tuple[str, ...] = tuple(map(str, parties))
         self._data = [as_dataset(data, f"party {name!r}") for name, data in parties.items()]
         self._ends = list(accumulate(len(data) for data in self._data))

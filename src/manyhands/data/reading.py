@@ -206,7 +206,7 @@ class _Drawing:
                 more = self._draw(self._size - len(drawn))
                 if not more:
                     what = f"{self._whose}, a {type(self._stream).__name__}, gave no sample"
-                    again = f"in pass {self._passes + 1}; it must begin anew each time it is iterated"
+                    again = f"in pass {self._passes + 1}; it must start again each time it is iterated"
                     raise UserError(f"{what}; give at least one" if is_empty else f"{what} {again}")
                 drawn += more
             first = self._next if self.kept_from is None else min(self.kept_from, step)
@@ -236,7 +236,7 @@ def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
         wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
         raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
     if not found.any():
-        raise UserError("weights are all 0; some samples must weigh more")
+        raise UserError("weights are all 0; some must be above 0")
     return found
 
 

@@ -150,7 +150,7 @@ class RowFile:
                 if numbered_in is not None and numbered_in != block.numbered_in:
                     raise DataError(
                         f"{self.name}, line {self.lines + 1} or later: features of two namespaces are numbers; give "
-                        "hash=all and a number of bits, and they are kept apart"
+                        "hash=all and a number of bits to keep them separate"
                     )
                 numbered_in = block.numbered_in
             self.lines += block.lines
@@ -219,7 +219,7 @@ class RowFile:
             kept_bytes += len(more) - end
             if kept_bytes > MOST_LINE_BYTES:
                 raise DataError(
-                    f"{self.name} has {format_bytes(kept_bytes)} without a line end; an example is a line, of at most "
+                    f"{self.name} has {format_bytes(kept_bytes)} without a line end; an example is a line of at most "
                     f"{format_bytes(MOST_LINE_BYTES)}"
                 )
         if kept_bytes:

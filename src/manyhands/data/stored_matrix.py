@@ -194,7 +194,7 @@ class _Map:
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be mapped: {error}") from error
         if len(self._map) < offset + count * dtype.itemsize:
-            raise DataError(f"{path} has become shorter since it was opened; leave it as it is during a run")
+            raise DataError(f"{path} has become shorter since it was opened; do not change it during a run")
         self._items: NDArray[Any] | None = np.frombuffer(self._map, dtype, count, offset)
 
     def items(self, begin: int, end: int) -> NDArray[Any]:

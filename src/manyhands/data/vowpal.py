@@ -35,18 +35,18 @@ __all__ = ["NUMBERS", "WRONG", "most_entries", "parse"]
 
 BAD_IMPORTANCE, BASE, NO_BAR, NO_NAME, BAD_SCALE, NEEDS_BITS, TWO_SPACES = 20, 21, 22, 23, 24, 25, 26
 WRONG = {
-    BAD_LABEL: "label {token} is no number; a line is a label and then |namespace name:value ...",
-    BAD_IMPORTANCE: "importance {token} is no number of at least 0",
-    BASE: "{token} is a third number before the |, an initial prediction, which is not known here; leave it out",
+    BAD_LABEL: "label {token} is not a number; a line is a label and then |namespace name:value ...",
+    BAD_IMPORTANCE: "importance {token} is not a number of at least 0",
+    BASE: "{token} is a third number before the |, an initial prediction, which is not supported; leave it out",
     NO_BAR: "{token} begins a line without a |, which must come before the features",
     NO_NAME: "feature {token} has no name",
-    BAD_VALUE: "feature {token} has no finite number as its value",
-    BAD_SCALE: "namespace {token} has no finite number as its scale",
-    TOO_LARGE: "feature {token} has too large an index for a table of its own; give a number of bits to hash into",
+    BAD_VALUE: "feature {token} has a value that is not a finite number",
+    BAD_SCALE: "namespace {token} has a scale that is not a finite number",
+    TOO_LARGE: "feature {token} has an index too large for a table; give a number of bits to hash into",
     NEEDS_BITS: "feature {token} has a name, which must be hashed; give a number of bits, such as 18, to hash into",
     TWO_SPACES: (
         "feature {token} is a number, and so are features of another namespace before it; give hash=all and a number "
-        "of bits, and they are kept apart"
+        "of bits to keep them separate"
     ),
 }  # by code, what is wrong with a line
 

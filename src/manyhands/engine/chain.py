@@ -65,7 +65,7 @@ def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
         if not is_list or not all(isinstance(module, nn.Module) for module in given):
             of = f" of {', '.join(sorted({type(one).__name__ for one in given}))}" if is_list else ""
             raise UserError(
-                f"{type(model).__name__}.chain() gave a {type(given).__name__}{of}; it must give a list of "
+                f"{type(model).__name__}.chain() returned a {type(given).__name__}{of}; it must return a list of "
                 "nn.Modules, in the order in which they are applied"
             )
         chain = tuple(part for module in given for part in _flat(module))
@@ -73,11 +73,11 @@ def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
         chain = tuple(_flat(model))
     else:
         raise UserError(
-            f"{type(model).__name__} is no chain: nothing says in which order its modules are applied; make it an "
-            "nn.Sequential, or give it a method chain() that lists its modules in that order"
+            f"{type(model).__name__} is not a chain: the order of its modules is not known; make it an "
+            "nn.Sequential, or give it a method chain() that lists its modules in order"
         )
     if not chain:
-        raise UserError(f"{type(model).__name__} is a chain of no modules; there is nothing to train")
+        raise UserError(f"{type(model).__name__} has no modules; there is nothing to train")
     return chain
 
 

@@ -29,8 +29,8 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
         raise UserError(f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out")
     if task.sparse and strategy.facts.moves_rows:
         raise UserError(
-            f"task.{what}: strategy {strategy} moves rows of task.sparse apart from the rest, so that nobody sees the "
-            "whole gradient; leave one of the two out"
+            f"task.{what}: strategy {strategy} sends rows of task.sparse separately, so no worker has the complete "
+            "gradient; leave one of the two out"
         )
 
 

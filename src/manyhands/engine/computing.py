@@ -108,16 +108,15 @@ class Computer:
         _, *asked = inspect.signature(type(optimizer).step).parameters.values()
         if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
             raise UserError(
-                f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
-                "computes it once for each; use another optimizer, such as AdamW"
+                f"optimizer {type(optimizer).__name__} evaluates the loss several times in one step, but a run "
+                "computes it once; use another optimizer, such as AdamW"
             )
         scheduler = self.task.scheduler(optimizer) if self.task.scheduler is not None else None
         if self.task.scheduler_metric is not None:
             return Built(model=model, optimizer=optimizer, metric_scheduler=scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UserError(
-                "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
-                "scheduler_metric='evaluation_loss'"
+                "task.scheduler is a ReduceLROnPlateau, which needs a metric; give scheduler_metric='evaluation_loss'"
             )
         if scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
@@ -300,7 +299,7 @@ def require_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
         kind = type(loss).__name__
         raise UserError(
-            f"task.loss returned a {kind}; return a tensor of one number that was computed from model(…)"
+            f"task.loss returned a {kind}; return a tensor with one number, computed from model(…)"
         )
     if loss.numel() != 1:
         shape = tuple(loss.shape)
@@ -311,8 +310,8 @@ def require_loss(loss: object) -> None:
 def _require_graph(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise UserError(
-            "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
-            "or .item(), and leave some parameter trainable"
+            "task.loss returned a tensor that depends on no parameter; compute it from model(…) without detach, "
+            "no_grad or .item(), and leave a parameter trainable"
         )
 
 

@@ -64,7 +64,7 @@ class Agreement:
         found = describe_difference(list(named), hashes[unlike], unlike)
         raise Desync(
             f"after step {step} the workers no longer hold the same parameters: {found}; after step "
-            f"{self._agreed_step} they still did; look for a step that a worker leaves out, and for random numbers or "
+            f"{self._agreed_step} they still did; look for a step that a worker skips, and for random numbers or "
             "changes of the model that depend on the rank"
         )
 

@@ -91,7 +91,7 @@ def wait_for_orders(member: GroupMember) -> BeginTraining:
         if time.monotonic() >= deadline:
             leader, seconds = connection.leader, member.timeout_s
             raise PeerTimeout(
-                f"{connection.name}: the leader, {leader}, did not begin within {seconds:.0f} s", 0
+                f"{connection.name}: the leader, {leader}, did not start within {seconds:.0f} s", 0
             )
 
 
@@ -133,7 +133,7 @@ class ControlListener:
             if not done:
                 late = min(rank for rank in range(1, others + 1) if rank not in self.finished)
                 name = self._process_group.control_server.name_of(late)
-                raise PeerTimeout(f"{name} did not finish within {timeout_s:.0f} s of worker 0", late)
+                raise PeerTimeout(f"{name} did not finish within {timeout_s:.0f} s after worker 0", late)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -155,7 +155,7 @@ class ControlListener:
                 if self._suspect is not None and time.monotonic() >= self._suspect[1]:
                     self._fail(self._suspect[0])
         except Exception as error:
-            sentence = f"{group.place.name}, which leads, cannot listen to the others any more: {error!r}"
+            sentence = f"{group.place.name}, the leader, can no longer receive from the others: {error!r}"
             self._fail(Failure(rank=0, sentence=sentence, name="worker 0", reported=report(error, 0)))
 
     def _take(self, event: ControlEvent) -> None:

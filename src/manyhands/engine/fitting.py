@@ -60,7 +60,7 @@ def fit(
     """
     chosen = Strategy.parse(strategy)
     if resume and out is None:
-        raise UserError("resume=True needs out=, the directory of the run to go on with")
+        raise UserError("resume=True needs out=, the directory of the run to continue")
     if chosen.facts.kernels:
         import_module("manyhands.native.warming").prepare(*chosen.facts.kernels)
     place = find_place(cluster)
@@ -75,7 +75,7 @@ def fit(
     if not place.changes_size:
         fixed = options.min_workers is None or chosen.facts.continues_with_fewer
         if options.max_workers is not None or (chosen.facts.can_change_workers and not fixed):
-            raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
+            raise UserError("min_workers and max_workers are for a cluster; give cluster= as well")
     from manyhands.engine.placed_run import RequestedRun, spoken_by
     from manyhands.engine.request import Length, Request
 

@@ -67,7 +67,7 @@ class CsvLogger(_RowLogger):
         """Write the header, and the lines of a run that goes on; UserError where that cannot be."""
         if self._path.exists() and not (beginning.resumed or self._overwrite):
             raise UserError(
-                f"CsvLogger: {self._path} is there already; choose another path, resume its run, or give overwrite=True"
+                f"CsvLogger: {self._path} already exists; choose another path, resume its run, or give overwrite=True"
             )
         rows = [_flat(row) for row in beginning.history]
         columns = dict.fromkeys((*_FIRST_COLUMNS, *(name for row in rows for name in row)))

@@ -197,7 +197,7 @@ class Slowdown:
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"slow: {text!r} has a value that is no number ({error})") from error
+            raise UserError(f"slow: {text!r} has a value that is not a number ({error})") from error
 
     def extra_s(self, *, seed: int, step: int, worker_rank: int, compute_s: float) -> float:
         """How much longer this worker's step must take, having taken `compute_s`."""
@@ -226,9 +226,9 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         if not isinstance(self.patience, int) or self.patience < 1:
-            raise UserError(f"early_stopping: patience is {self.patience!r}; it must be an integer from 1 on")
+            raise UserError(f"early_stopping: patience is {self.patience!r}; it must be an integer above 0")
         if not 0 <= self.min_delta < math.inf:
-            raise UserError(f"early_stopping: min_delta is {self.min_delta!r}; it must be a number from 0 on")
+            raise UserError(f"early_stopping: min_delta is {self.min_delta!r}; it must be at least 0")
         if self.mode not in ("min", "max"):
             raise UserError(
                 f"early_stopping: mode is {self.mode!r}; {nearest(str(self.mode), ('min', 'max'))}"

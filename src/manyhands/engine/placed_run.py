@@ -123,8 +123,8 @@ class RequestedRun:
         kind = training_class(request.strategy, compiled=request.plan.task.compiled)
         if not kind.can_take_part:
             raise UserError(
-                f"strategy={request.strategy} starts processes of its own, and {process.kind} has started "
-                f"{process.world} that would be workers; use allreduce here, or start it without {process.kind}"
+                f"strategy={request.strategy} starts its own processes, but {process.kind} has already started "
+                f"{process.world} workers; use allreduce here, or start it without {process.kind}"
             )
         if process.index is None:  # the launcher counts processes, and gives them no roles
             role, index = request.strategy.role_of(process.rank, request.workers)
@@ -158,7 +158,7 @@ class RequestedRun:
                             and member.connection.over.is_lost
                         ):
                             raise
-                        _log.warning("%s; %s tries to come again", error, process.name)
+                        _log.warning("%s; %s tries to rejoin", error, process.name)
                 patience_s = min(timeout_s, _COME_AGAIN_S)
 
 

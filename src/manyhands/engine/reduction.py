@@ -81,11 +81,11 @@ def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[i
         return
     is_sum = all(abs(part * count / whole - 1) < _CLOSE for part, count in zip(parts, counts, strict=True))
     is_mean = all(abs(part / whole - 1) < _CLOSE for part in parts)
-    figures = f"of {samples} samples it is {whole:.4g}, and of their {counts[0]} equal parts {parts[0]:.4g} on average"
+    figures = f"for {samples} samples it is {whole:.4g}, for their {counts[0]} equal parts {parts[0]:.4g} on average"
     if is_sum and task.reduction == "mean":
         raise UserError(
-            f"task.loss is the sum over a batch and not its mean: {figures}; a batch that is split would train another "
-            "model: use reduction='mean' in the loss, or say Task(reduction='sum')"
+            f"task.loss is the sum over a batch, not its mean: {figures}; splitting the batch would change the "
+            "result: use reduction='mean' in the loss, or give Task(reduction='sum')"
         )
     if is_mean and task.reduction == "sum":
         raise UserError(

@@ -148,27 +148,25 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
     if options.skip_nonfinite and not facts.can_skip_updates:
         raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
     if fewest_workers is not None and fewest_workers > workers:
-        raise UserError(
-            f"min_workers={fewest_workers}: there are {workers} workers to begin with; ask for fewer"
-        )
+        raise UserError(f"min_workers={fewest_workers}: the run starts with {workers} workers; give fewer")
     if fewest_workers is not None and not (facts.continues_with_fewer or facts.can_change_workers):
         raise UserError(
-            f"min_workers={fewest_workers}: strategy {strategy} has a use for all its workers; allreduce elastic=yes "
+            f"min_workers={fewest_workers}: strategy {strategy} needs all its workers; allreduce elastic=yes "
             "continues with fewer"
         )
     if options.slow is not None and options.slow.worker >= workers:
-        raise UserError(f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0")
+        raise UserError(f"slow: there is no worker {options.slow.worker}; workers are 0 to {workers - 1}")
     why = facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
-            f"buffers={options.buffers}: strategy {strategy} does not have it: {why}; leave it out"
+            f"buffers={options.buffers}: strategy {strategy} does not support it: {why}; leave it out"
         )
     if options.buffers != SYNCHRONIZE or not isinstance(task, Task) or workers == 1:
         return
     either = "leave out one of the two"
     if options.compile:
         raise UserError(
-            f"buffers=synchronize: torch.compile takes a model whose layers do not wait for other workers; {either}"
+            f"buffers=synchronize: torch.compile does not support layers that wait for other workers; {either}"
         )
     if task.microbatches > 1:
         raise UserError(
@@ -193,7 +191,7 @@ def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | N
     if cannot:
         raise UserError(f"early_stopping: {cannot}; use another strategy, or leave it out")
     if task.evaluation is None:
-        raise UserError("early_stopping: the task has no evaluation data to judge by; give evaluation= too")
+        raise UserError("early_stopping: the task has no evaluation data; give evaluation= too")
     names = ["evaluation_loss", *task.metrics]
     if stopping.metric not in names:
         raise UserError(
@@ -210,15 +208,15 @@ def _dealt(task: Task, length: Length, strategy: Strategy, workers: int) -> Task
         )
     if length.steps is None:
         raise UserError(
-            f"data is {task.stream_name}, of which nobody knows how long an epoch is; give steps=, the number of "
-            "global batches, and not epochs="
+            f"data is {task.stream_name}, whose epochs have no known length; give steps=, the number of global "
+            "batches, instead of epochs="
         )
     own, parts = task.own, strategy.shares(workers)
     if own is None:
         return task
     if task.batch_size < parts:
         raise UserError(
-            f"task.batch_size={task.batch_size}: each of {parts} workers reads data of its own, and some would read "
-            f"none; give {parts} or more, or fewer workers"
+            f"task.batch_size={task.batch_size}: each of {parts} workers reads data of its own, and some would get no "
+            f"sample; give {parts} or more, or fewer workers"
         )
     return replace(task, data=own.dealt(parts))

@@ -111,7 +111,7 @@ def _open_directory(
         if conflict is not None:
             raise UserError(f"{out} cannot be resumed: {conflict}")
         if directory.config.get("simulated"):
-            raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
+            raise UserError(f"{out} cannot be resumed: it was simulated; start another run")
         if any(directory.config.get(name) != config[name] for name in ("strategy", "workers")):
             # What is kept becomes a checkpoint that any strategy can load.
             before = Strategy.parse(str(directory.config.get("strategy")))
@@ -275,7 +275,7 @@ class _Session:
             return
         if step:
             kept, command = self._kept(step, self._directory)
-            way, text = f"{kept}; go on with: {command}", str(error)
+            way, text = f"{kept}; continue with: {command}", str(error)
             error.args = (f"{text}\n\n{way}" if "\n" in text else f"{text}; {way}",)
 
     def _kept(self, step: int, directory: RunDirectory) -> tuple[str, str]:

@@ -166,8 +166,8 @@ class Training(ABC):
         steps = self._request.plan.steps
         if done > steps and steps < directory.config["steps"]:  # a shard may have done some twice
             raise UserError(
-                f"{directory.path} cannot be resumed: it has {done} steps behind it, and steps={steps} asks for fewer; "
-                f"ask for {done} or more"
+                f"{directory.path} cannot be resumed: it has done {done} steps, but steps={steps} is fewer; give "
+                f"{done} or more"
             )
 
     def kept_step(self, directory: RunDirectory) -> int:
@@ -190,7 +190,7 @@ class Training(ABC):
 
     def take_part(self, member: GroupMember) -> None:
         """Run one role of a run that another process leads, to its end; only where it `can_take_part`."""
-        raise UserError(f"strategy={self._request.strategy} has no part for {member.connection.name}")
+        raise UserError(f"strategy={self._request.strategy} has no work for {member.connection.name}")
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:
@@ -199,14 +199,14 @@ class Training(ABC):
     def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
         """`run` with processes that were started externally; only where they can take part."""
         del stage
-        raise UserError(f"strategy={self._request.strategy} has no part for {process_group.place.name}")
+        raise UserError(f"strategy={self._request.strategy} has no work for {process_group.place.name}")
 
 
 def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
     """The class that trains by `strategy`; for a compiled task, UserError where there is none."""
     found = STRATEGIES[strategy.word].load_training(compiled=compiled)
     if found is None:
-        raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
+        raise UserError(f"strategy {strategy} exchanges gradients, but this task's step is compiled")
     return cast(type[Training], found).chosen_for(strategy)
 
 

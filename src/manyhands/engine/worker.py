@@ -313,18 +313,18 @@ def diagnose(
         grown = f", and the loss had grown from {course.first:.3g} to {course.last:.3g}"
     rate = "lower the learning rate" + (" or clip the gradient (Task(clip_norm=1.0))" if clip else "")
     if bad is not None and not since:
-        return f"the model began with weights that are not finite, the first in {bad!r}; start from others"
+        return f"the initial weights are not finite, the first in {bad!r}; start from others"
     if bad is not None:
         return f"the weights are not finite since {since}, the first in {bad!r}{grown}; {rate}"
     if course.has_grown or largest > _GROWN_WEIGHT:
         return (
-            f"the {what} is the first that is not: training diverges, the weights are up to {largest:.3g} "
+            f"the {what} is the first value that is not finite: training diverges, the weights are up to {largest:.3g} "
             f"({where!r}){grown}; {rate}"
         )
     gradients = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
     reached = next((name for name, grad in gradients if not torch.isfinite(grad).all()), None)
-    so = f", and so its gradient is not, the first in {reached!r}" if reached is not None else ""
+    so = f", but the gradient is not, the first in {reached!r}" if reached is not None else ""
     return (
-        f"the {what} is the first that is not: the weights are finite, up to {largest:.3g} ({where!r}){so}; look at "
-        "that batch, and at what the loss divides by or takes the logarithm of; a lower learning rate may help"
+        f"the {what} is the first value that is not finite: the weights are finite, up to {largest:.3g} "
+        f"({where!r}){so}; check that batch, and divisions and logarithms in the loss; a lower learning rate may help"
     )

@@ -289,8 +289,8 @@ def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     kind = training_class(strategy)
     if not issubclass(kind, ExchangeTraining) or strategy.facts.instead_of_own_loop:
         raise UserError(
-            f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{strategy.facts.instead_of_own_loop}"
+            f"strategy={strategy} does not support your own loop; use mirrored, central or allreduce there, "
+            f"or {strategy.facts.instead_of_own_loop}"
         )
     return kind
 

@@ -142,9 +142,9 @@ def read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file} cannot be read: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
+        raise DataError(f"{file} is damaged: it is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} is damaged: it holds no JSON object")
+        raise DataError(f"{file} is damaged: it is not a JSON object")
     return content
 
 
@@ -183,7 +183,7 @@ def _plain(value: Any, where: str) -> Any:
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
-                    raise UserError(f"{where} has the key {key!r}; the keys of JSON are strings")
+                    raise UserError(f"{where} has the key {key!r}; JSON keys must be strings")
             return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     raise UserError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold; allowed: numbers, strings, booleans, "
@@ -377,4 +377,4 @@ class MetricsLog(Closeable):
 
 def _require_step(record: Any, error: type[UserError], where: str) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
-        raise error(f"{where} is no record of metrics: it has no integer as its `step`")
+        raise error(f"{where} is not a metrics record: its `step` is not an integer")

@@ -80,7 +80,7 @@ class NonFiniteSnapshot(NonFinite):
 
     def __init__(self, step: int, name: str) -> None:
         what = f"{name} is not finite at step {step}"
-        super().__init__(f"{what}; no checkpoint of it was written, those before are kept")
+        super().__init__(f"{what}; no checkpoint of it was written, earlier ones are kept")
         self.name = name
 
 
@@ -102,7 +102,7 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         if self.step < 0:
-            raise UserError(f"step is {self.step}; a step is 0 or more")
+            raise UserError(f"step is {self.step}; it must be at least 0")
         for name, value in self.model.items():
             if not isinstance(value, Tensor):
                 raise UserError(
@@ -131,7 +131,7 @@ class Loaded:
         """A `tree` that came from another process; ManyhandsError where it is none."""
         kinds = {"step": int, "model": dict, "optimizer": dict, "extra": dict}
         if not isinstance(tree, Mapping) or any(not isinstance(tree.get(k), v) for k, v in kinds.items()):
-            raise ManyhandsError(f"what another process sent is no state to continue from: {str(tree)[:60]}")
+            raise ManyhandsError(f"another process sent an invalid state: {str(tree)[:60]}")
         return cls(**{name: tree[name] for name in kinds}, score=None, path=Path(os.devnull))
 
 
@@ -140,7 +140,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
-            raise UserError(f"keep is {keep}; at least 1 checkpoint is kept")
+            raise UserError(f"keep is {keep}; it must be at least 1")
         self.folder, self.keep = Path(folder), keep
 
     def path_of(self, step: int) -> Path:
@@ -188,7 +188,7 @@ class CheckpointStore:
             needed = sum(tensor.nbytes for tensor in (*model.values(), *others.values()))
             raise WriteFailed(
                 f"the checkpoint of step {snapshot.step} could not be written to {self.folder}: {reason(error)} (it "
-                f"needs {format_bytes(needed)}{room}); the checkpoints already there are kept"
+                f"needs {format_bytes(needed)}{room}); existing checkpoints are kept"
             ) from error
         found = [(step, _intact(path, step)) for step, path in self._candidates()]
         entries = [
@@ -300,7 +300,7 @@ def _read(folder: Path, step: int) -> Loaded:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # Its hash is right, so this is what was written: not damage of the disk but another program's file.
-        raise Damaged(Damage(file, f"does not hold what a checkpoint holds: {error}")) from error
+        raise Damaged(Damage(file, f"does not hold a valid checkpoint: {error}")) from error
 
 
 def _intact(folder: Path, step: int) -> Manifest | None:
@@ -406,7 +406,7 @@ class Manifest:
                             raise ValueError("does not give each file a length and a hash")
                 manifest = cls(step=step, score=score, files=files)
             case _:
-                raise ValueError("is not a manifest of a checkpoint")
+                raise ValueError("is not a checkpoint manifest")
         if manifest.render() != text:
             raise ValueError("does not match its own hash")
         if set(files) != set(CONTENT_FILES):
@@ -447,7 +447,7 @@ def read_whole(path: Path, limit_bytes: int) -> bytes:
     """A file's content, or Damaged where it is missing, unreadable or longer than `limit_bytes`."""
     with _opened(path) as (file, num_bytes):
         if num_bytes > limit_bytes:
-            raise Damaged(Damage(path, f"is {num_bytes} bytes long; at most {limit_bytes} make sense"))
+            raise Damaged(Damage(path, f"is {num_bytes} bytes long; at most {limit_bytes} are allowed"))
         return file.read(limit_bytes)
 
 
@@ -460,7 +460,7 @@ def _opened(path: Path) -> Iterator[tuple[BufferedReader, int]]:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise Damaged(Damage(path, "is no plain file"))
+                raise Damaged(Damage(path, "is not a regular file"))
             with open(descriptor, "rb", closefd=False) as file:
                 yield file, status.st_size
         finally:

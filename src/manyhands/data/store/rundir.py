@@ -178,7 +178,7 @@ class RunDirectory(Closeable):
             if isinstance(error, Hang):
                 write_atomically(self.path / _HANG, [f"{error}\n\n{error.details}\n".encode()])
         except WriteFailed as failure:
-            _log.warning("what ended the run is not in its directory: %s", failure)
+            _log.warning("the run's error could not be saved in its directory: %s", failure)
 
     def append_member(self, *events: Mapping[str, Any]) -> None:
         """Add what happened to processes to members.jsonl, now unless `unix_s` says when; WriteFailed leaves it."""
@@ -262,7 +262,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise UserError(
                 f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
             )
-    raise DataError(f"{file} is no configuration of a run; {path} was made by something else, or is damaged")
+    raise DataError(f"{file} is not a run configuration; {path} was made by something else, or is damaged")
 
 
 _HIDDEN = "***"

@@ -118,7 +118,7 @@ def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
             bits = bytes.fromhex(text) if re.fullmatch("[0-9a-f]{16}", text) else bytes(8)
             (value,) = struct.unpack(">d", bits)
             if not math.isnan(value):
-                raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+                raise ValueError(f"{text[:40]!r} is not the bits of a NaN")
             return float(value)
         case {"$items": list(pairs), **others} if not others:
             return dict(_pairs(tensors, pairs))
@@ -149,12 +149,12 @@ def unpack_tree(data: bytes | bytearray) -> Any:
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         if not _LENGTH_BYTES <= end <= len(data):
-            raise ValueError(f"{end} bytes announced, {len(data)} came")
+            raise ValueError(f"{end} bytes announced, {len(data)} received")
         meta = json.loads(data[_LENGTH_BYTES:end])
         viewed = safetensors.torch.load(bytes(memoryview(data)[end:]))
         return unflatten({name: tensor.clone() for name, tensor in viewed.items()}, meta)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise ManyhandsError(f"what came is no state of a run: {error}") from error
+        raise ManyhandsError(f"received an invalid state of a run: {error}") from error
 
 
 # A scheduler adds this to the groups of its optimizer, and may not have been built yet when the state comes back.

@@ -88,7 +88,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         mapped = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, KeyError) as error:
-        raise ValueError(f"is no safetensors file: {error}") from error
+        raise ValueError(f"is not a safetensors file: {error}") from error
     return {name: tensor.clone() for name, tensor in mapped.items()}
 
 
@@ -183,7 +183,7 @@ def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in written.items():
         if name.endswith(_SCALES):
             if name.removesuffix(_SCALES) not in written:
-                raise ValueError(f"{name} are the scales of nothing")
+                raise ValueError(f"{name} are scales without a tensor")
             continue
         scales = written.get(name + _SCALES)
         if scales is None:
@@ -192,7 +192,7 @@ def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         count = tensor.numel()
         fits = scales.shape == (-(-count // _BLOCK),) and scales.dtype == torch.float32
         if tensor.dtype != torch.int8 or not fits or not bool(torch.isfinite(scales).all()):
-            raise ValueError(f"{name} and its scales do not fit each other")
+            raise ValueError(f"{name} does not match its scales")
         flat = tensor.reshape(-1).to(torch.float32) * scales.repeat_interleave(_BLOCK)[:count]
         weights[name] = flat.view(tensor.shape)
     return weights
@@ -214,7 +214,7 @@ def read_exported(path: Path) -> Exported:
     except OSError as error:
         raise UserError(f"model {path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"model {path} is no safetensors file: {error}") from error
+        raise UserError(f"model {path} is not a safetensors file: {error}") from error
     try:
         if header.get(_FORMAT_KEY) != FORMAT:
             raise ValueError(f"its format is {header.get(_FORMAT_KEY, 'not named')!r}, not {FORMAT!r}")

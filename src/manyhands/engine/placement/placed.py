@@ -66,8 +66,8 @@ def place(
         model.__class__ = _own_class(model)  # type: ignore[assignment]
     if hasattr(model, "log"):
         raise UserError(
-            f"{type(model).__name__} has an attribute `log` of its own, where a placed model has its placement log; "
-            "rename it, or place the modules inside"
+            f"{type(model).__name__} already has an attribute `log`, which a placed model needs for its placement "
+            "log; rename it, or place the modules inside"
         )
     course = ForwardPass(soft=soft)
     named = dict(model.named_modules())
@@ -159,7 +159,7 @@ def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> t
             f"placement of {what} on {device}: this machine has no such device; place it on 'cpu' or 'auto', or "
             "use soft=True"
         )
-    course.log.note(f"{what} is on cpu, for this machine has no {device}")
+    course.log.note(f"{what} is on cpu because this machine has no {device}")
     return _CPU
 
 
@@ -169,7 +169,7 @@ def known_device(name: str | torch.device, what: str) -> torch.device:
         return torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise UserError(
-            f"placement of {what} on {name!r}: torch knows no such device; allowed: auto, cpu, cuda, cuda:0, ..."
+            f"placement of {what} on {name!r}: torch has no such device; allowed: auto, cpu, cuda, cuda:0, ..."
         ) from error
 
 
@@ -194,7 +194,7 @@ def _agreed(
                         f"placement of {name!r} on {device} and {first!r} on {its}: {sharing}; place both on one "
                         "device, or use soft=True"
                     )
-                course.log.note(f"{name} is on {its}, for {sharing}")
+                course.log.note(f"{name} is on {its} because {sharing}")
             device = its
         agreed[name] = device
         if device is not None:

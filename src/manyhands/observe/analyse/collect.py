@@ -47,9 +47,9 @@ class Collector:
         roles = [ring.role for ring in rings.values()]
         is_whole = sorted(roles) == list(range(len(roles)))
         if not roles or len(set(roles)) < len(roles) or (workers is None and not is_whole):
-            raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
+            raise UserError(f"rings={roles} is not allowed; give one ring for each role 0, 1, ...")
         if max_bytes < 0:
-            raise UserError(f"max_bytes={max_bytes} is not allowed; it is 0 or more")
+            raise UserError(f"max_bytes={max_bytes} is not allowed; it must be at least 0")
         self._rings, self._directory = dict(rings), directory
         self._max_file_bytes = max_bytes // len(rings)
         self._wall_offset_ns = wall_offset_ns
@@ -83,7 +83,7 @@ class Collector:
                 self._close_files()
                 raise
             # The files opened so far are kept.
-            self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
+            self._refusal = f"{directory} accepts no more files ({error.strerror}): some events are not kept"
         self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
         self._thread.start()
         return self

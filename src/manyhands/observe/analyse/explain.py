@@ -285,7 +285,7 @@ def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
         if share >= _MIN_SAID
     )
     takes = f"he median step takes {found.parts.step_ms:.1f} ms"
-    first = f"Every worker goes at its own pace; on average over them t{takes}: {listed}."
+    first = f"Every worker runs at its own pace; on average t{takes}: {listed}."
     if len(found.workers) == 1:
         first = f"T{takes}: {listed}."
     elif found.synchronous:
@@ -306,7 +306,7 @@ def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
         )
     if found.speedup >= 1.005:
         sentences.append(
-            f"With everybody at the median speed and no exchange, a step would take {found.ideal_ms:.1f} ms: "
+            f"With every worker at the median speed and no exchange, a step would take {found.ideal_ms:.1f} ms: "
             f"{found.speedup:.1f} times as fast."
         )
     sentences.append(_advice(found, strategy))
@@ -342,22 +342,22 @@ def _advice(found: Explanation, strategy: str) -> str:
             + (f" {advice[:1].upper()}{advice[1:]}." if advice else "")
         )
     if losses[largest] < _WORTH_IT:
-        return "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
+        return "Nearly all of it is compute: only faster computing or more workers will help."
     if largest == "wait_ms" and found.late is not None:
-        return f"What worker {found.late.worker} does besides computing is what the others wait for."
+        return f"The others wait for what worker {found.late.worker} does besides computing."
     if largest == "wait_ms":
         return (
-            "No worker is slow for long, they take turns at being late: a bound on staleness "
-            "(ps consistency=bounded:4) hides such passing delays."
+            "No worker is slow for long, different workers are late at times: a bound on staleness (ps "
+            "consistency=bounded:4) hides such delays."
             if found.synchronous
             else "A larger bound on staleness, or consistency=async, waits less."
         )
     return {
-        "exchange_ms": "Exchange is the largest loss: a larger batch gives each exchange more compute to pay for it.",
+        "exchange_ms": "Exchange is the largest loss: a larger batch means more compute for each exchange.",
         "apply_ms": "Servers applying updates are the largest loss: more of them (ps servers=…) share the work.",
-        "input_ms": "Getting the samples is the largest loss: have loader processes read ahead "
+        "input_ms": "Reading the samples is the largest loss: have loader processes read ahead "
         "(Task(loading=Loading(workers=2))), or keep them in memory.",
-        "other_ms": "Look at what happens around compute: the step's time is in none of its parts.",
+        "other_ms": "Check what runs around compute: the step's time is in none of the measured parts.",
         "overhead": "Evaluate and save less often.",
     }[largest]
 

@@ -133,7 +133,7 @@ class RunFollower:
             try:
                 pieces.append(tail.read(self._offsets[tail.clock] - self._first_offset_ns))
             except DataError as error:
-                self._gather.note(f"{error}; what follows there is left out")
+                self._gather.note(f"{error}; the rest of the file is left out")
                 tail.is_damaged = True
             if tail.note:
                 self._gather.note(tail.note)
@@ -149,7 +149,7 @@ class RunFollower:
         try:
             header = read_header(path)
             if header.role >= MAX_SHOWN:
-                raise DataError(f"{path.name} is of role {header.role}; views show those below {MAX_SHOWN}")
+                raise DataError(f"{path.name} is of role {header.role}; views show roles below {MAX_SHOWN}")
         except DataError as error:
             self._gather.note(str(error))
             self._files[path] = _EventTail(path=path, clock=(part, 0), is_damaged=True)

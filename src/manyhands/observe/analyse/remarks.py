@@ -97,8 +97,8 @@ def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
     if share < min(_MOST * even, (1 + even) / 2):
         return []
     return [
-        f"{name} does {_percent(share)} of the applying, and {_percent(even)} would be its share: the parameters lie "
-        "unevenly on the servers; more, smaller ones (servers=) spread them"
+        f"{name} does {_percent(share)} of the applying instead of {_percent(even)}: the parameters are spread "
+        "unevenly over the servers; use more servers (servers=)"
     ]
 
 
@@ -106,7 +106,7 @@ def about_quiet(seconds: float, last_seen: Sequence[tuple[str, str]]) -> str:
     seen = "; ".join(f"{name} was last seen {doing}" for name, doing in last_seen[:_MAX_NAMED])
     more = len(last_seen) - _MAX_NAMED
     others = f"; and {more} more" if more > 0 else ""
-    return f"nothing has happened for {seconds:.0f} s, and nobody said that the run is over: {seen}{others}"
+    return f"nothing has happened for {seconds:.0f} s, and the run has not ended: {seen}{others}"
 
 
 def _about_straggler(straggler: Straggler, strategy: str) -> str:
@@ -116,10 +116,10 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
     if straggler.until_step is not None:
         when = f"from step {straggler.since_step} to step {straggler.until_step}"
         waited = f"the others waited {_percent(straggler.others_wait)} of their time"
-        return f"{who} was {times} {when}: {waited if waiting else 'nobody waited'}"
+        return f"{who} was {times} {when}: {waited if waiting else 'no worker waited'}"
     when = "from the start" if straggler.from_the_start else f"since step {straggler.since_step}"
     if not waiting:
-        return f"{who} is {times} {when}: nobody waits for it"
+        return f"{who} is {times} {when}: no worker waits for it"
     sentence = f"{who} is {times} {when}: the others wait {_percent(straggler.others_wait)} of their time"
     return "; ".join(part for part in (sentence, straggler_advice(strategy)) if part)
 

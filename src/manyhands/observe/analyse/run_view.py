@@ -47,7 +47,7 @@ _DOING = {
     EventKind.EVALUATE: "evaluating after",
     EventKind.CHECKPOINT: "saving after",
     EventKind.JOIN: "joining",
-    EventKind.FAULT: "in trouble in",
+    EventKind.FAULT: "failing in",
     EventKind.INPUT: "reading the samples of",
     EventKind.APPLY: "applying an update of",
     EventKind.HOLD: "holding an answer back in",
@@ -102,7 +102,7 @@ class Gather:
         """Register a role by the name of its event file: `worker-3` or `server-0`."""
         if role >= MAX_SHOWN:
             self.note(
-                f"{role_name(name)} is left out: a view holds the roles 0 to {MAX_SHOWN - 1}, and it is {role}"
+                f"{role_name(name)} is left out: its role is {role}, and a view shows roles 0 to {MAX_SHOWN - 1}"
             )
             return
         self._names[role] = role_name(name)
@@ -192,7 +192,7 @@ class Gather:
         losses = losses[::-1] if phase is views.Phase.ENDED else losses
         loss, *metrics = self.history.curves(self.training_began_s)
         odd = [
-            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
+            f"{name}: {count} invalid row{'s' * (count > 1)} left out"
             for name, count in sorted(self._odd_rows.items())
             if count
         ]

@@ -124,7 +124,7 @@ def build_timeline(
         raise UserError("the run has recorded no step yet; there is nothing to draw")
     wanted = np.ones(len(ids), bool) if steps is None else (ids >= steps.start) & (ids < steps.stop)
     if steps is not None and not wanted.any():
-        raise UserError(f"none of the run's steps, {ids[0]} to {ids[-1]}, is among the steps asked for")
+        raise UserError(f"the run has steps {ids[0]} to {ids[-1]}; none of them was asked for")
     share = wanted.sum() / len(ids)
     ids, slowness = ids[wanted], slowness[wanted]
     slices = 0.0

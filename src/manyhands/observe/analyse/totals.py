@@ -100,7 +100,7 @@ class Totals:
 
     def __init__(self, workers: int) -> None:
         if workers < 1:
-            raise UserError(f"workers={workers} is not allowed; it is 1 or more")
+            raise UserError(f"workers={workers} is not allowed; it must be at least 1")
         self.workers = workers
         self.rows = np.full(workers, _NO_STEP_YET, _ROW)
         self._wait_for_ns = np.zeros((workers, workers), np.int64)

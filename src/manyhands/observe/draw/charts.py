@@ -83,7 +83,7 @@ def line_chart(
     for index, (name, runs) in enumerate(shown):
         drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
     names_of = [[shown[index][0] for index in group] for group in groups]
-    together = "; ".join(f"{', '.join(names[:-1])} and {names[-1]} lie on one another" for names in names_of)
+    together = "; ".join(f"{', '.join(names[:-1])} and {names[-1]} overlap" for names in names_of)
     words = [f"{title}: {y_label} over {x_label}", _in_words(shown, x_label)] + [together] * bool(together)
     svg = paper.svg_chart(drawn, _WIDTH, _HEIGHT, "; ".join(words)) + (
         paper.quiet(f"{together}.") if together else ""

@@ -45,7 +45,7 @@ The function returns None where a run has no such section.
 
 
 def title_of(view: RunView) -> str:
-    return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
+    return f"{view.task} · {view.strategy}" if view.task else "A run that has not started"
 
 
 def report(view: RunView) -> str:

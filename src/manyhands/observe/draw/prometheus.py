@@ -20,8 +20,8 @@ _OF_WORKER: Mapping[str, tuple[str, Callable[[WorkerView], float]]] = {
     "worker_up": ("Whether the worker takes part.", lambda one: one.presence is Presence.PRESENT),
     "worker_steps_total": ("Steps of a worker.", lambda one: one.steps),
     "worker_samples_total": ("Samples of a worker.", lambda one: one.samples),
-    "worker_steps_per_second": ("Steps of a worker, lately.", lambda one: one.steps_per_s),
-    "worker_compute_seconds": ("What computing takes in a recent step.", lambda one: one.compute_ms / 1000),
+    "worker_steps_per_second": ("Steps of a worker, recently.", lambda one: one.steps_per_s),
+    "worker_compute_seconds": ("Compute time of a recent step.", lambda one: one.compute_ms / 1000),
     "worker_sent_bytes_total": ("Bytes sent.", lambda one: one.bytes_sent),
     "worker_sent_messages_total": ("Messages sent.", lambda one: one.messages_sent),
 }
@@ -29,10 +29,10 @@ _OF_SERVER: Mapping[str, tuple[str, Callable[[ServerView], float]]] = {
     "server_up": ("Whether the server takes part.", lambda one: one.presence is Presence.PRESENT),
     "server_updates_total": ("Updates applied.", lambda one: one.updates),
     "server_updates_per_second": ("Updates, lately.", lambda one: one.updates_per_s),
-    "server_apply_seconds": ("What applying a recent update takes.", lambda one: one.apply_ms / 1000),
-    "server_apply_ratio": ("Its part of all servers' applying.", lambda one: one.share),
-    "server_parameter_bytes": ("Whose primary it is.", lambda one: one.num_bytes),
-    "server_shards": ("Whose primary it is.", lambda one: len(one.primary_of)),
+    "server_apply_seconds": ("Time to apply a recent update.", lambda one: one.apply_ms / 1000),
+    "server_apply_ratio": ("Share of all servers' applying.", lambda one: one.share),
+    "server_parameter_bytes": ("Bytes it is the primary of.", lambda one: one.num_bytes),
+    "server_shards": ("Shards it is the primary of.", lambda one: len(one.primary_of)),
 }
 
 
@@ -41,26 +41,30 @@ def metrics_text(view: RunView) -> str:
 
 
 def _of_run(view: RunView) -> Iterator[Family]:
-    yield "run_info", "What runs; always 1.", [({"task": view.task, "strategy": view.strategy}, 1.0)]
+    yield (
+        "run_info",
+        "The task and strategy; always 1.",
+        [({"task": view.task, "strategy": view.strategy}, 1.0)],
+    )
     phases = [({"phase": phase.value}, float(phase is view.phase)) for phase in Phase]
-    yield "phase", "Where the run is: 1 for the phase it is in, 0 for the others.", phases
+    yield "phase", "Phase of the run: 1 for the current phase, 0 for the others.", phases
     for name, about, value in (
         ("steps_total", "Global batches done.", view.step),
         ("steps_asked", "Global batches to do.", view.steps_asked),
         ("run_seconds", "Seconds since the first event.", view.seconds),
-        ("samples_per_second", "Samples of all workers, lately.", view.samples_per_s),
-        ("steps_per_second", "Global batches, lately.", view.steps_per_s),
-        ("membership_epoch", "Changes of the membership; 0 where a run has none.", view.epoch),
-        ("warnings", "Sentences on what is wrong now.", len(view.warnings)),
-        ("staleness_mean", "Updates of others that an update had missed.", view.staleness.mean),
-        ("staleness_max", "The most of them.", view.staleness.max),
-        ("loss", "Of the last step.", view.loss),
+        ("samples_per_second", "Samples of all workers, recently.", view.samples_per_s),
+        ("steps_per_second", "Global batches, recently.", view.steps_per_s),
+        ("membership_epoch", "Changes of the membership; 0 if there were none.", view.epoch),
+        ("warnings", "Number of current warnings.", len(view.warnings)),
+        ("staleness_mean", "Mean number of updates of others that an update missed.", view.staleness.mean),
+        ("staleness_max", "Largest number of updates of others that an update missed.", view.staleness.max),
+        ("loss", "Loss of the last step.", view.loss),
     ):
         if value is not None:
             yield name, about, [({}, value)]
     if view.final:
         measured = [({"metric": name}, value) for name, value in view.final.items()]
-        yield "metric", "Of the newest evaluation.", measured
+        yield "metric", "Metrics of the newest evaluation.", measured
 
 
 def _of_members(view: RunView) -> Iterator[Family]:
@@ -71,13 +75,13 @@ def _of_members(view: RunView) -> Iterator[Family]:
         for worker in view.workers
         for part in ("compute", "input", "exchange", "wait")
     ]
-    yield "worker_time_ratio", "Where a worker's time goes, lately.", shares
+    yield "worker_time_ratio", "Shares of a worker's time, recently.", shares
     for name, (about, of_server) in _OF_SERVER.items() if view.servers else ():
         labels = ({"server": one.name.removeprefix("server ")} for one in view.servers)
         yield name, about, zip(labels, map(of_server, view.servers), strict=True)
     for word, amount in (("Bytes", "num_bytes"), ("Messages", "messages")) if view.traffic else ():
         carried = [({"wire": one.wire, "codec": one.codec}, getattr(one, amount)) for one in view.traffic]
-        yield f"wire_{word.lower()}_total", f"{word} by what carried them, and in which codec.", carried
+        yield f"wire_{word.lower()}_total", f"{word} by link and codec.", carried
 
 
 def family_lines(name: str, about: str, samples: _Samples) -> Iterator[str]:

@@ -105,7 +105,7 @@ def _none_yet(view: RunView) -> str:
 def workers(view: RunView) -> paper.PageSection:
     heading = "Workers and their time"
     if not view.workers:
-        return paper.PageSection(heading, paper.quiet("No worker has begun yet."), "wide")
+        return paper.PageSection(heading, paper.quiet("No worker has started yet."), "wide")
     is_over = view.phase is Phase.ENDED
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
@@ -137,7 +137,7 @@ def workers(view: RunView) -> paper.PageSection:
 def waits(view: RunView) -> paper.PageSection:
     heading = "Who waits for whom"
     if len(view.waits) < 2:
-        return paper.PageSection(heading, _fill(heading, paper.quiet("One worker has nobody to wait for.")))
+        return paper.PageSection(heading, _fill(heading, paper.quiet("A single worker waits for no other.")))
     names = [worker.name for worker in view.workers][: len(view.waits)]
     names += [f"worker {index}" for index in range(len(names), len(view.waits))]
     table = paper.matrix(
@@ -216,7 +216,7 @@ def members(view: RunView) -> paper.PageSection:
     heading = "Members, faults and recoveries"
     kind = "broad" if view.servers else "wide" if _is_large(view) else ""
     if not view.happenings:
-        nobody = _fill(heading, paper.quiet("Nobody has come or gone."))
+        nobody = _fill(heading, paper.quiet("No process has joined or left."))
         return paper.PageSection(heading, nobody, kind)
     has_epochs = any(one.epoch for one in view.happenings)
     rows = [
@@ -245,7 +245,7 @@ def notes(view: RunView) -> paper.PageSection:
 def made(view: RunView) -> paper.PageSection:
     heading = "How this was made"
     if not view.about:
-        return paper.PageSection(heading, paper.quiet("Nothing is known of that yet."), "wide")
+        return paper.PageSection(heading, paper.quiet("This is not known yet."), "wide")
     facts = []
     for name, text in view.about:
         kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
@@ -271,9 +271,7 @@ def parties(run: RunView) -> paper.PageSection | None:
     if view.parties:
         parts += [skew_picture(view), _parties_spread(view), _parties_table(view)]
     else:
-        parts.append(
-            paper.quiet("Who has which samples, and how the model does for each, is known at the end.")
-        )
+        parts.append(paper.quiet("Each party's samples and metrics are known at the end."))
     return paper.PageSection("Parties", "\n".join(part for part in parts if part), "wide")
 
 
@@ -297,7 +295,7 @@ def _parties_spread(view: PartiesView) -> str:
     rows = [(name, *(_cell(parts, column) for column in columns)) for name, parts in named]
     head = ("measure", "mean", "lowest tenth", "highest tenth", "standard deviation")
     which = "held out" if view.held_out else "that they trained on"
-    return paper.data_table(head, rows, title=f"On samples of the parties' own, {which}, over the parties")
+    return paper.data_table(head, rows, title=f"On the parties' own samples, {which}, over the parties")
 
 
 def _parties_table(view: PartiesView) -> str:

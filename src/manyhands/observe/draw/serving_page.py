@@ -51,7 +51,7 @@ def _wrong(view: ServingView) -> paper.PageSection:
         found.append(f"{len(present)} of {view.wanted} workers answer; the others are being started.")
     for status, why in (
         (5, "the model failed, or no worker could answer in time."),
-        (4, "what was sent made no sense."),
+        (4, "the request was invalid."),
     ):
         count = sum(many for one, many in view.lately if one // 100 == status)
         requests = "1 request was" if count == 1 else f"{count:,} requests were"
@@ -90,7 +90,7 @@ def _throughput(view: ServingView) -> paper.PageSection:
 
 def _workers(view: ServingView) -> paper.PageSection:
     if not view.workers:
-        return paper.PageSection("Workers", paper.quiet("No worker is there yet."), "beside")
+        return paper.PageSection("Workers", paper.quiet("No worker has started yet."), "beside")
     rows = [
         (f"worker {one.number}", str(one.pid), one.state, f"{one.batches:,}", f"{one.inputs:,}")
         for one in view.workers
@@ -130,10 +130,14 @@ def serving_metrics(view: ServingView) -> str:
     workers = sum(one.state != "starting" for one in view.workers)
     families: tuple[Family, ...] = (
         ("requests_total", "Requests answered.", [({"status": str(s)}, n) for s, n in view.by_status]),
-        ("latency_seconds", "Of the newest answers.", [({"quantile": q}, ms / 1e3) for q, ms in quantiles]),
+        (
+            "latency_seconds",
+            "Newest answers.",
+            [({"quantile": q}, ms / 1e3) for q, ms in quantiles],
+        ),
         ("workers", "Workers that answer.", [({}, workers)]),
         ("worker_deaths_total", "Workers that died and were replaced.", [({}, view.deaths)]),
-        ("waiting_inputs", "Inputs that no worker has yet.", [({}, view.waiting)]),
+        ("waiting_inputs", "Inputs that wait for a worker.", [({}, view.waiting)]),
         ("inputs_total", "Inputs answered.", [({}, view.inputs)]),
     )
     return "".join(

@@ -207,14 +207,14 @@ def read_header(path: Path) -> EventFile:
     version = int(header["version"])
     if version not in _LAYOUTS:
         known = f"{_OLD_VERSION} and {_VERSION}"
-        raise _refusal(path, "version", f"version {version}, and this manyhands reads {known}")
+        raise _refusal(path, "version", f"version {version}, but this manyhands reads {known}")
     if header["record_bytes"] != RECORD.itemsize or header["layout"] != _LAYOUTS[version]:
-        raise _refusal(path, "layout", f"the records are not laid out as version {version} has them")
+        raise _refusal(path, "layout", f"the layout of the records is not that of version {version}")
     if header["ending"] not in list(Ending):
-        raise _refusal(path, "ending", f"{header['ending']} is not how an event file ends")
+        raise _refusal(path, "ending", f"{header['ending']} is not a known ending")
     name = header["name"].decode(errors="replace")
     if header["role"] > MAX_ROLE or not _is_name(name):
-        raise _refusal(path, "role", f"role {header['role']}, {name!r}, is none that a run has")
+        raise _refusal(path, "role", f"role {header['role']}, {name!r}, is not a role of a run")
     if abs(int(header["wall_offset_ns"])) >= _MOST_NS:
         raise _refusal(
             path, "wall_offset_ns", f"{header['wall_offset_ns']} ns is not an offset to the time of day"

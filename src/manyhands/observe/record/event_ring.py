@@ -74,9 +74,7 @@ class EventRing(Closeable):
         if not 0 <= role <= MAX_ROLE:
             raise UserError(f"role={role} is not allowed; roles are numbered 0 to {MAX_ROLE}")
         if capacity < 2 or capacity & (capacity - 1):
-            raise UserError(
-                f"capacity={capacity} is not allowed; an event ring holds a power of two, 2 or more"
-            )
+            raise UserError(f"capacity={capacity} is not allowed; it must be a power of two, at least 2")
         segment = Segment.create(_RECORDS + capacity * _SIZE, f"the events of role {role}")
         for offset, value in ((_CAPACITY, capacity), (_ROLE, role), (0, _MAGIC)):
             _store(segment.address + offset, value)

@@ -71,7 +71,7 @@ def read_run_events(directory: Path) -> RunEvents:
         if part is not None:
             files[part].append((read_header(path), path))
     if not files:
-        raise UserError(f"{directory} holds no event files; runs made with `out` have them")
+        raise UserError(f"{directory} holds no event files; only runs with `out` have them")
     first_offset: int | None = None
     pieces: dict[int, list[Records]] = defaultdict(list)
     names: dict[int, str] = {}
@@ -83,13 +83,13 @@ def read_run_events(directory: Path) -> RunEvents:
             offset = offsets.setdefault(header.clock, header.wall_offset_ns)
             first_offset = offset if first_offset is None else first_offset
             if names.setdefault(header.role, header.name) != header.name:
-                raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
+                raise DataError(f"{path}: role {header.role} is {header.name}, but was {names[header.role]}")
             records = read_events(path)
             shift_clock(records, offset - first_offset)
             pieces[header.role].append(records)
             missing = header.dropped + header.unwritten
             if missing:
-                notes.append(f"{path.name} misses {missing} events that were recorded and not kept")
+                notes.append(f"{path.name} lacks {missing} events that were recorded but not kept")
     roles = []
     for role, parts in sorted(pieces.items()):
         resumes = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())

@@ -79,18 +79,18 @@ class Partition:
             value = 0.0
         if not 0 < value < 1e6 or (word == "shards" and value != int(value)):
             kind = "an integer of at least 1" if word == "shards" else "a number above 0"
-            raise UserError(f"partition={text}: after {word}: stands {kind}, as in {word}:{default:g}")
+            raise UserError(f"partition={text}: {word} takes {kind}, as in {word}:{default:g}")
         return cls(word, value)
 
     def split(self, data: Any, samples: int, clients: int, seed: int) -> list[Indices]:
         """The indices of each client's samples, ascending; every sample has a client, and no client is empty."""
         if self.word == NATURAL:
             if not isinstance(data, Parties):
-                why = "partition=natural: the data does not say whose it is; give mh.Parties({name: data})"
+                why = "partition=natural: the data has no parties; give mh.Parties({name: data})"
                 raise UserError(why)
             return data.split()
         if samples < clients * _FEWEST:
-            raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")
+            raise UserError(f"clients={clients}: there are {samples} samples; give at most that many clients")
         random = np.random.default_rng(seed)
         if self.word == "iid":
             found = list(np.array_split(random.permutation(samples), clients))
@@ -100,8 +100,8 @@ class Partition:
             each = int(self.number)
             if (count := clients * each) > samples:
                 raise UserError(
-                    f"partition=shards:{each}: {clients} clients make {count} shards of {samples} samples; use fewer "
-                    "clients, or fewer shards each"
+                    f"partition=shards:{each}: {clients} clients need {count} samples, but there are {samples}; use "
+                    "fewer of either"
                 )
             shards = np.array_split(np.argsort(labels_of(data, samples), kind="stable"), count)
             dealt = random.permutation(count).reshape(clients, each)

@@ -74,10 +74,10 @@ def local_names(names: Sequence[str], patterns: str) -> frozenset[int]:
         }
         if not reached:
             shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-            raise UserError(f"keep={patterns}: nothing of the model is called {pattern!r}; there are {shown}")
+            raise UserError(f"keep={patterns}: no part of the model is named {pattern!r}; there are {shown}")
         found |= reached
     if found and len(found) == len(names):
-        why = f"keep={patterns}: is the whole model, and nothing would be shared; name fewer layers"
+        why = f"keep={patterns}: this is the complete model, and nothing would be shared; name fewer layers"
         raise UserError(why)
     return frozenset(found)
 

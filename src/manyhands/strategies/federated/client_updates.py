@@ -179,9 +179,9 @@ def require_finite(measured: Mapping[str, float], number: int, came: str, *, wei
     loss = measured.get("evaluation_loss", 0.0)
     if weights and math.isfinite(loss):
         return
-    what = f"its evaluation_loss is {loss}" if weights else "a weight of it is not finite"
+    what = f"its evaluation_loss is {loss}" if weights else "one of its weights is not finite"
     raise NonFinite(
-        f"round {number} has spoiled the model: {what}; the round was made of the updates of {came}; leave out a "
+        f"round {number} broke the model: {what}; it used the updates of {came}; leave out a "
         "client whose norm stands out, or use a smaller learning rate"
     )
 
@@ -258,5 +258,5 @@ class RoundNorms:
 
     def describe(self, clients: Sequence[int]) -> str:
         if not self._ratio:
-            return f"{described_clients(clients) or 'its clients'}, whose norms were not looked at"
+            return f"{described_clients(clients) or 'its clients'}, whose norms were not measured"
         return described_norms({one: norm for one, norm in self._all.items() if one not in self.rejected})

@@ -92,9 +92,7 @@ class FederatedExchange(Exchange):
 
     steps_itself = True
     parts = base.NO_GRADIENT  # clients clip their own
-    when_broken = (
-        "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
-    )
+    when_broken = "too few clients' updates were finite and within norm_ratio, and the model was not changed"
     _optimizer: Optimizer  # from `attach` on
     _tally: RoundTally  # from `compute` to `agree`
     _found: TallySum  # from `agree` to `apply`

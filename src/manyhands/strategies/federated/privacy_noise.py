@@ -75,7 +75,7 @@ def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraw
 def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
     """Integers, each k with a probability in proportion to exp(-k² / (2 deviation²)); deviation at least 1."""
     if not 1 <= deviation < 2.0**40:
-        raise ValueError(f"a discrete Gaussian of deviation {deviation:g}: from 1 to 2^40 is provided for")
+        raise ValueError(f"a discrete Gaussian of deviation {deviation:g}: must be between 1 and 2^40")
     found, scale = np.empty(count, dtype=np.int64), math.floor(deviation) + 1
     for begin in range(0, count, _AT_ONCE):
         part = found[begin : begin + _AT_ONCE]

@@ -58,7 +58,7 @@ def need_accountant() -> None:
         import dp_accounting  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "noise needs the dp-accounting package, which counts what it protects; "
+            "noise needs the dp-accounting package, which computes epsilon; "
             "pip install 'manyhands[privacy]', or leave out noise="
         ) from error
 
@@ -145,7 +145,7 @@ class Spending:
 
     def summary(self) -> str:
         count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
-        whose = " of the client that was in most" if self._apart else ""
+        whose = " of the client with the most rounds" if self._apart else ""
         return f"epsilon is {self.epsilon_after(0):.4g} after {count}{whose}"
 
     def state(self) -> dict[str, Any]:
@@ -203,8 +203,8 @@ class PrivacyTerms:
         check_choice("randomness", self.randomness, (SYSTEM, SEED))
         if self.noise != 0 and not _LEAST_NOISE <= self.noise <= _MOST_NOISE:
             raise UserError(
-                f"noise={self.noise:g}: must be 0, or a number from {_LEAST_NOISE:g} to {_MOST_NOISE:g}: the noise by "
-                "what one client can change"
+                f"noise={self.noise:g}: must be 0, or a number from {_LEAST_NOISE:g} to {_MOST_NOISE:g}: the noise "
+                "divided by what one client can change"
             )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
@@ -218,41 +218,38 @@ class PrivacyTerms:
             for name, default in usual.items():
                 if (value := getattr(self, name)) != default:
                     shown = f"{value:g}" if isinstance(value, float) else value
-                    raise UserError(f"{name}={shown}: is for noise, and there is none; add noise=1.0")
+                    raise UserError(f"{name}={shown}: needs noise; add noise=1.0")
             return
         if rule is None:
             raise UserError(
-                f"noise={self.noise:g}: without clip= an update may be of any length, and no noise hides it; add "
+                f"noise={self.noise:g}: without clip= an update may have any norm, and no noise hides it; add "
                 "clip=1.0 or clip=adaptive:0.5"
             )
         self._check_promise()
 
     def _check_promise(self) -> None:
         if self.delta == 0 and self.epsilon:
-            raise UserError(
-                f"epsilon={self.epsilon:g}: says nothing without delta; add delta=1e-5, well below one by the clients"
-            )
+            raise UserError(f"epsilon={self.epsilon:g}: needs delta; add delta=1e-5, well below 1 / clients")
         if not 0 < self.delta < 1:
             raise UserError(
-                f"delta={self.delta:g}: with noise it must be above 0 and below 1, as in delta=1e-5; epsilon is "
-                "counted for it"
+                f"delta={self.delta:g}: with noise it must be above 0 and below 1, as in delta=1e-5"
             )
         if not 0 <= self.epsilon < math.inf:
             raise UserError(f"epsilon={self.epsilon:g}: must be a number above 0, or 0 for no budget")
         if self.noise_by == CLIENTS and not self.secure:
             raise UserError(
                 "noise_by=clients: the server would see each update with a small share of the noise; add secure=yes, "
-                "so that it sees the sum alone, or use noise_by=server"
+                "so that it sees only the sum, or use noise_by=server"
             )
         if self.secure and self.sampling == POISSON:
             raise UserError(
-                "sampling=poisson: with secure=yes the server knows who takes part, and what it may learn is counted "
-                "by each client's rounds, however they were drawn; use sampling=fixed"
+                "sampling=poisson: with secure=yes the server knows which clients take part, and random draws protect "
+                "none of them; use sampling=fixed"
             )
         if not self.secure and self.fraction < 1 and self.sampling == FIXED:
             raise UserError(
-                f"fraction={self.fraction:g}: with noise, epsilon is counted for clients that take part each by a draw "
-                "of its own, and not for a fixed number of them; add sampling=poisson"
+                f"fraction={self.fraction:g}: with noise, epsilon holds only if each client is drawn independently; "
+                "add sampling=poisson"
             )
 
     @property
@@ -278,8 +275,8 @@ class PrivacyTerms:
         """UserError where the promise is void for so many clients, or the fixed point cannot hold the noise."""
         if self.noise and self.delta * clients >= 1:
             raise UserError(
-                f"delta={self.delta:g}: at one by the clients ({clients}) or more, giving one client's data away whole "
-                "would be allowed; use a smaller one"
+                f"delta={self.delta:g}: must be below 1/{clients} (one over the clients), or it allows revealing one "
+                "client's data; use a smaller one"
             )
         if self.rule is None:
             return
@@ -287,13 +284,13 @@ class PrivacyTerms:
         bound = self.rule.bound
         if least > most or (self.rule.quantile is None and not least <= bound):
             raise UserError(
-                f"clip={self.clip}: a client's share of the noise must be {LEAST_STEPS:g} steps of the fixed point at "
-                f"least, so that the clip must be {least:.2g} or more; use more bits, or a smaller range"
+                f"clip={self.clip}: a client's share of the noise must be at least {LEAST_STEPS:g} fixed-point steps, "
+                f"which needs a clip of at least {least:.2g}; use more bits, or a smaller range"
             )
         if self.rule.quantile is None and bound > most:
             raise UserError(
-                f"clip={self.clip}: with range={fixed.clip if fixed else 0:g} there is room for updates and their "
-                f"noise up to clip={most:.3g}; use a larger range"
+                f"clip={self.clip}: with range={fixed.clip if fixed else 0:g} updates and their noise fit only up to "
+                f"clip={most:.3g}; use a larger range"
             )
 
 
@@ -366,8 +363,7 @@ class PrivateRounds:
         if self.spending is not None:
             if state is None or "played" not in state:
                 raise UserError(
-                    "noise: the run to be resumed has trained on its clients' data without noise, and no epsilon would "
-                    "hold; begin a new run"
+                    "noise: the run to resume has trained without noise, so no epsilon would hold; start a new run"
                 )
             self.spending.restore(state)
         if state is not None and self._quantile is not None:
@@ -383,7 +379,7 @@ class PrivateRounds:
         if spending.most_rounds is not None:
             words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:
-            words += "; but with randomness=seed, none against who knows the seed"
+            words += "; but with randomness=seed, none against anyone who knows the seed"
         return {
             **found,
             "epsilon": spending.epsilon_after(0),

@@ -201,7 +201,7 @@ class RoundTerms:
         if self.rounds < 1:
             raise UserError(f"rounds={self.rounds}: must be at least 1")
         if not 1 <= self.goal <= self.clients:
-            raise UserError(f"goal={self.goal}: must be from 1 to all {self.clients} clients")
+            raise UserError(f"goal={self.goal}: must be between 1 and the {self.clients} clients")
         if not 1 <= self.minimum <= self.goal:
             raise UserError(f"minimum={self.minimum}: must be from 1 to the {self.goal} reports of a round")
         if not 1 <= self.over < math.inf:
@@ -255,7 +255,7 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
         if state.is_over and state.done < terms.rounds:
             return replace(state, phase=RoundPhase.SELECTING), ()
         if state.phase is RoundPhase.REPORTING:
-            return _abandon(state, "the server was started again")
+            return _abandon(state, "the server was restarted")
         return state, ()
     state = replace(state, now_s=max(state.now_s, event.at_s))
     if state.is_over:
@@ -286,7 +286,7 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
                 return _abandon(state, event.why)
             # A sum counts as a whole, whatever the goal is: nothing can be taken out of it.
             if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
-                why = f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}"
+                why = f"its sum has {len(event.clients)} clients, but {terms.minimum} are needed"
                 return _abandon(state, why)
             return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
         case TimePassed():
@@ -302,12 +302,12 @@ def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseR
     # The attempt number never repeats, so a report of an earlier attempt cannot count in a later one.
     if event.attempt != state.attempt or state.phase is not RoundPhase.REPORTING:
         ended = f"the report is of attempt {event.attempt}, which has ended"
-        why = ended if event.attempt <= state.attempt else f"there was no attempt {event.attempt} yet"
+        why = ended if event.attempt <= state.attempt else f"attempt {event.attempt} has not started"
     elif event.client in state.reported:
         repeated = state.reported[event.client] == event.digest
-        why = f"client {event.client} has reported already in attempt {event.attempt}"
+        why = f"client {event.client} has already reported in attempt {event.attempt}"
     elif event.client not in state.asked or event.client in state.gone:
-        why = f"client {event.client} is not asked in attempt {event.attempt}"
+        why = f"client {event.client} was not asked in attempt {event.attempt}"
     elif _is_late(terms, state):
         why = f"the deadline of attempt {event.attempt} has passed"
     refusal = RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
@@ -327,10 +327,10 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
             if count >= terms.minimum:
                 return _close(terms, state)
             came = f"{count} of {len(state.asked)} clients have reported"
-            return _abandon(state, f"{came}, and it takes {terms.minimum}")
+            return _abandon(state, f"{came}, but {terms.minimum} are needed")
         return state, ()
     if state.now_s - state.counted_s >= terms.patience_s:
-        why = f"no round has counted for {terms.patience_s:g} s"
+        why = f"no round has succeeded for {terms.patience_s:g} s"
         return replace(state, phase=RoundPhase.GIVEN_UP), (EndRounds(complete=False, why=why),)
     there = sorted(client for client, at_s in state.present.items() if state.now_s - at_s < terms.present_s)
     if len(there) < terms.minimum:
@@ -357,8 +357,8 @@ def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
     if len(counted) < terms.minimum:
         whose = described_norms({client: state.norms[client] for client in rejected})
         why = (
-            f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
-            f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}"
+            f"{len(counted)} updates count, but {terms.minimum} are needed; rejected as larger than "
+            f"norm_ratio={terms.norm_ratio:g} times the median of the round: {whose}"
         )
         return _abandon(state, why)
     # `done` grows here alone, together with the decision that saves the model: no round counts twice.

@@ -108,8 +108,8 @@ class SimulatedRounds:
             state, decisions = core.handle(self._terms, state, everybody)
             if any(isinstance(decision, core.EndRounds) for decision in decisions):
                 raise ManyhandsError(
-                    f"round {number + 1}: too few of its clients have reported in time, up to attempt {state.attempt} "
-                    f"(it takes {self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or "
+                    f"round {number + 1}: too few of its clients reported in time, up to attempt {state.attempt} "
+                    f"({self._terms.minimum} are needed); use a smaller min_reports or dropout, or a larger over or "
                     "deadline"
                 )
             attempt = self._attempt(state)
@@ -150,7 +150,7 @@ class SimulatedRounds:
         self.state = core.state_of(memory.get("state"))
         found = memory.get("participation")
         if not isinstance(found, dict) or found.keys() != self.participation.keys():
-            raise DataError(f"the participation of clients is damaged: {found!r}")
+            raise DataError(f"the saved participation of clients is damaged: {found!r}")
         self.participation = dict(found)
 
     def summary(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedR
     goal = strategy.per_round(clients)
     if strategy.min_reports > goal:
         raise UserError(
-            f"federated min_reports={strategy.min_reports}: a round takes {goal} reports of {clients} clients; use "
+            f"federated min_reports={strategy.min_reports}: a round ends at {goal} reports of {clients} clients; use "
             "fewer, or a larger fraction"
         )
     deadline_s = strategy.deadline or _LONG_S
@@ -283,9 +283,9 @@ def _choose(
     task: Task, model: nn.Module, work: LocalWork, sizes: Sequence[int], each_round: int, wanted: int
 ) -> ClientSimulation:
     if wanted == 1:
-        return ClientSimulation(1, "together=1 says so")
+        return ClientSimulation(1, "together=1 was given")
     if each_round == 1:
-        return ClientSimulation(1, "a worker has one in a round")
+        return ClientSimulation(1, "a worker has one client in a round")
     if wanted == AUTO and each_round * steps_in(work, math.ceil(sum(sizes) / len(sizes))) < _FEW_STEPS:
         return ClientSimulation(1, "a round has few steps")
     if cannot := _trial(task, copy.deepcopy(model).train()):
@@ -295,10 +295,10 @@ def _choose(
     device = next(model.parameters()).device
     for name, module in model.named_modules() if device.type == "cpu" else ():
         if isinstance(module, nn.modules.conv._ConvNd) and module.weight.numel() >= _LARGE_KERNEL:
-            why = f"a stack of convolutions as large as {name} is slower on a CPU than one after another"
+            why = f"a stack of convolutions as large as {name} is slower on a CPU than single ones"
             return ClientSimulation(1, why)
     if work.batch == ALL and len(set(sizes)) > len(sizes) / 2:
-        why = "with a batch of all that a client has, hardly two clients have batches of one size"
+        why = "with all of a client's data as one batch, few clients have batches of the same size"
         return ClientSimulation(1, why)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     room = float(_STACK_BYTES)
@@ -349,7 +349,7 @@ def _trial(task: Task, model: nn.Module) -> str:
     for position, gradients in enumerate(plain):
         for gradient, stack in zip(gradients, found, strict=True):
             if not _close(gradient, stack[position]):
-                return "the stacked gradient is not the plain one"
+                return "the stacked gradient differs from the plain one"
     return ""
 
 
@@ -397,7 +397,7 @@ def fine_tuned(
     strategy with this seed. With `keep=` a client begins with its own layers, which `models_kept(…, "layers")` reads.
     """
     if epochs is not None and epochs < 1:
-        raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
+        raise UserError(f"epochs={epochs}: fine-tuning needs at least 1")
     parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
     samples_of, _ = held_back(parts, strategy.held_out, seed)
     layers = LocalLayers(held_names(model), strategy.keep)

@@ -45,7 +45,7 @@ def _read_together(text: str) -> int:
     if text == "auto":
         return AUTO
     if text == "0":
-        raise UserError("'0' is not a number of at least 1, nor auto")
+        raise UserError("'0' is neither a number of at least 1 nor auto")
     return integer(text)
 
 
@@ -175,8 +175,8 @@ class Federated(Strategy):
         for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
             if algorithm.whole_batches and unused:
                 raise UserError(
-                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step on "
-                    "all it has; leave it out, or use fedavg"
+                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step "
+                    "on all of its data; leave it out, or use fedavg"
                 )
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))
@@ -206,7 +206,7 @@ class Federated(Strategy):
         if algorithm.cannot_drop_clients:
             not_with = f"algorithm={self.algorithm}: {algorithm.cannot_drop_clients}"
         elif self.clip != "no":
-            not_with = f"clip={self.clip} as yet"
+            not_with = f"clip={self.clip} yet"
         for name in ("over", "dropout", "deadline", "min_reports"):
             value = getattr(self, name)
             if not_with and value != Federated.__dataclass_fields__[name].default:
@@ -227,20 +227,20 @@ class Federated(Strategy):
         if self.noise and (tunes or self.held_out):
             given = f"personal={self.personal}" if tunes else f"held_out={self.held_out:g}"
             raise UserError(
-                f"federated {given}: with noise nothing is reported of single clients, so that nobody would see what "
-                "comes of it; leave one of the two out"
+                f"federated {given}: with noise nothing is reported about single clients, so its result would not be "
+                "shown; leave one of the two out"
             )
 
     def _check_secure(self, algorithm: FederatedAlgorithm) -> None:
         if not self.secure:
             for name, default in (("range", _RANGE), ("bits", _BITS)):
                 if getattr(self, name) != default:
-                    raise UserError(f"federated {name}={getattr(self, name):g}: is for secure=yes; add it")
+                    raise UserError(f"federated {name}={getattr(self, name):g}: needs secure=yes; add it")
             return
         if algorithm.single_updates:
             raise UserError(
-                f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
-                "shows none; use another algorithm"
+                f"federated secure=yes: algorithm={self.algorithm} needs each client's update, which a secure sum "
+                "hides; use another algorithm"
             )
         if why := algorithm.cannot_sum_securely:
             raise UserError(
@@ -248,8 +248,8 @@ class Federated(Strategy):
             )
         if self.codec != RAW:
             raise UserError(
-                f"federated secure=yes codec={self.codec}: words under a mask look random and cannot be made smaller; "
-                "use fewer bits= instead"
+                f"federated secure=yes codec={self.codec}: masked words look random and cannot be compressed; use "
+                "fewer bits= instead"
             )
         if self.partition == NATURAL:
             self.fixed_point.check_capacity(3)  # how many there are, the data says
@@ -260,8 +260,8 @@ class Federated(Strategy):
         clips = self.privacy.rule is not None
         if clips and not algorithm.sums_only:
             raise UserError(
-                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its update in a "
-                "sum, which the clip does not bound; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
+                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its summed "
+                "update, and clip bounds only that; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
             )
         if clips and self.partition != NATURAL:
             self.check_clients(self.clients)
@@ -297,8 +297,8 @@ class Federated(Strategy):
     def check_parties(self, clients: int) -> None:
         if self.clients not in (_CLIENTS, clients):
             raise UserError(
-                f"federated clients={self.clients}: with partition={self.partition} there are as many as the data has "
-                f"parties, which are {clients}; leave it out"
+                f"federated clients={self.clients}: with partition={self.partition} each of the data's {clients} "
+                "parties is a client; leave it out"
             )
 
     def check_round(self, clients: int) -> None:
@@ -308,7 +308,7 @@ class Federated(Strategy):
             return
         if count < 3:
             raise UserError(
-                f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "
+                f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 protects "
                 "none; use more clients or a larger fraction"
             )
         self.fixed_point.check_capacity(count)
@@ -316,7 +316,7 @@ class Federated(Strategy):
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
         if self.secure and workers > 1:
-            raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
+            raise UserError(f"workers={workers}: with secure=yes one worker runs all clients; use workers=1")
 
     @property
     def gives_own_models(self) -> bool:
@@ -369,6 +369,6 @@ class Federated(Strategy):
             splits_batches=False,
             cannot_stream=numbered,
             cannot_read_apart=numbered,
-            cannot_compile="clients are trained by copies of the model, which are not compiled",
+            cannot_compile="clients train copies of the model, which are not compiled",
             instead_of_own_loop="give mh.fit a Task for federated",
         )

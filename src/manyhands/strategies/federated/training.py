@@ -82,8 +82,8 @@ class FederatedTraining(ExchangeTraining):
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
         if isinstance(task, Task) and isinstance(task.data, Parties) and strategy.partition != NATURAL:
             said.append(
-                f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
-                f"partition={NATURAL} leaves each its own"
+                f"partition={strategy.partition} has mixed the samples of the data's parties; partition={NATURAL} "
+                "keeps each party's own"
             )
         refused, rejected = (
             sum(one[name] for one in finished) for name in ("updates_refused", "updates_rejected")
@@ -94,7 +94,7 @@ class FederatedTraining(ExchangeTraining):
             )
         if rejected:
             said.append(
-                f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
+                f"{rejected} update{'s' * (rejected > 1)} did not count: larger than "
                 f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
             )
         said.append(finished[0].get("privacy", {}).get("sentence"))
@@ -119,8 +119,8 @@ def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
     buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     if buffers:
         raise UserError(
-            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, as statistics of "
-            "BatchNorm are, and noise would spoil it; use a model without, as with GroupNorm or LayerNorm"
+            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, like BatchNorm "
+            "statistics, and noise would corrupt it; use GroupNorm or LayerNorm instead"
         )
     rounds = private_rounds(strategy, clients, seed=0)
     assert rounds is not None, "there is a clip"
@@ -128,6 +128,6 @@ def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
     if rounds.spending.most_rounds == 0:
         one = rounds.spending.epsilon_after(1)
         raise UserError(
-            f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} comes to {one:.3g} at "
+            f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} costs {one:.3g} at "
             f"delta={strategy.delta:g}; use more noise, a smaller fraction, or a larger epsilon"
         )

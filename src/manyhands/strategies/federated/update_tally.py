@@ -243,8 +243,8 @@ class SecureTally:
             found = play_round(self._terms, self._identities, self._inputs, self._model)
         except protocol.RoundAbandoned as error:
             raise NonFinite(
-                f"round {self._number + 1} was abandoned, and the model was not changed: {error}; clients leave "
-                "whose update is not finite"
+                f"round {self._number + 1} was abandoned, and the model was not changed: {error}; clients whose "
+                "update is not finite are left out"
             ) from error
         flat, loss, weight = sum_of(self._fixed, found.words)
         sums, num_bytes = shaped(flat, self._like), sum(found.sent.values())

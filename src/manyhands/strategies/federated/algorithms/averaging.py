@@ -21,7 +21,7 @@ class FedAvg(FederatedAlgorithm):
     """Clients train for some epochs; the model becomes the mean of theirs, weighted by their samples."""
 
     word: ClassVar[str] = "fedavg"
-    about: ClassVar[str] = "the mean of what clients have trained, by their samples"
+    about: ClassVar[str] = "the mean of the clients' models, weighted by their samples"
     sums_only: ClassVar[bool] = True
 
 
@@ -38,7 +38,7 @@ class FedProx(FederatedAlgorithm):
     """Each client's loss gets mu/2 times its squared distance from the weights that it began with."""
 
     word: ClassVar[str] = "fedprox"
-    about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
+    about: ClassVar[str] = "FedAvg whose clients are kept near the weights they started with"
     number: ClassVar[str] = "MU"
     corrects: ClassVar[bool] = True
     sums_only: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class _FedOpt(FederatedAlgorithm):
     def __init__(self, rate: float = 0.01) -> None:
         super().__init__()
         if not rate:
-            why = f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
+            why = f"algorithm={self.word}:0: a server rate of 0 never changes the model; use a number above 0"
             raise UserError(why)
         self._rate = rate
         self._momentum: list[Tensor] = []
@@ -237,11 +237,11 @@ class Ditto(FederatedAlgorithm):
     """Ditto: FedAvg, plus a personal model for every client that never leaves it."""
 
     word: ClassVar[str] = "ditto"
-    about: ClassVar[str] = "FedAvg, beside which each client trains its own model, held near the common one"
+    about: ClassVar[str] = "FedAvg in which each client also trains its own model, kept near the common one"
     number: ClassVar[str] = "LAMBDA"
     trains_personal: ClassVar[bool] = True
     models_kept: ClassVar[int] = 1
-    cannot_keep_layers: ClassVar[str] = "each client has a whole model of its own"
+    cannot_keep_layers: ClassVar[str] = "each client has a complete model of its own"
 
     def __init__(self, hold: float = 0.1) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class CoordinateMedian(_Robust):
     """Each item is the median of the clients'; of an even number, the mean of the middle two."""
 
     word: ClassVar[str] = "median"
-    about: ClassVar[str] = "the median of every item: right while fewer than half of the clients are hostile"
+    about: ClassVar[str] = "the median of every item: correct if fewer than half of all clients are hostile"
 
     def _middle(self, rows: Tensor) -> Tensor:
         return _trimmed(rows, (len(rows) - 1) // 2)
@@ -309,8 +309,7 @@ class TrimmedMean(_Robust):
         super().__init__()
         if not 0 <= fraction < 0.5:
             raise UserError(
-                f"algorithm=trimmed:{fraction:g}: so much is left out at either end, and something must stay; use a "
-                "fraction from 0 to below 0.5"
+                f"algorithm=trimmed:{fraction:g}: the fraction trimmed at each end must be at least 0 and below 0.5"
             )
         self._fraction = fraction
 
@@ -321,7 +320,7 @@ class TrimmedMean(_Robust):
     def check_round(self, clients: int) -> None:
         if 2 * self._left_out(clients) >= clients:
             raise UserError(
-                f"algorithm=trimmed:{self._fraction:g}: of {clients} clients a round none would be left; use "
+                f"algorithm=trimmed:{self._fraction:g}: trimming leaves none of a round's {clients} clients; use "
                 "more clients or a smaller fraction"
             )
 
@@ -333,24 +332,22 @@ class Krum(_Robust):
     """Krum: selects the one update that is nearest to its neighbours."""
 
     word: ClassVar[str] = "krum"
-    about: ClassVar[str] = "the one update that lies closest to most others, of whom HOSTILE may be anything"
+    about: ClassVar[str] = "the one update closest to most others; up to HOSTILE clients may send anything"
     number: ClassVar[str] = "HOSTILE"
     takes_all_others: ClassVar[bool] = False  # all but HOSTILE updates, and not one
 
     def __init__(self, hostile: float = 1) -> None:
         super().__init__()
         if hostile != int(hostile):
-            why = (
-                f"algorithm={self.word}:{hostile:g}: how many clients of a round may be hostile is an integer"
-            )
+            why = f"algorithm={self.word}:{hostile:g}: the number of hostile clients must be an integer"
             raise UserError(why)
         self._hostile = int(hostile)
 
     def check_round(self, clients: int) -> None:
         if clients < 2 * self._hostile + 3:
             raise UserError(
-                f"algorithm={self.word}:{self._hostile}: takes {2 * self._hostile + 3} clients a round (twice that "
-                f"and 3), and there are {clients}; use more of them or a smaller number"
+                f"algorithm={self.word}:{self._hostile}: needs {2 * self._hostile + 3} clients a round (twice the "
+                f"number plus 3), but there are {clients}; use more clients or a smaller number"
             )
 
     def _chosen(self, found: TallySum) -> Sequence[Tensors]:
@@ -368,7 +365,7 @@ class MultiKrum(Krum):
     """Multi-Krum: the mean of all but HOSTILE updates."""
 
     word: ClassVar[str] = "multikrum"
-    about: ClassVar[str] = "the mean of the updates that lie closest to others, all but HOSTILE"
+    about: ClassVar[str] = "the mean of the updates closest to the others, without the HOSTILE farthest"
     takes_all_others: ClassVar[bool] = True
 
 

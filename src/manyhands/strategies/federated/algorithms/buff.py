@@ -62,14 +62,14 @@ class FedBuff(FederatedAlgorithm):
     word: ClassVar[str] = "fedbuff"
     about: ClassVar[str] = "asynchronous: a step after every SIZE updates, which count for less when stale"
     number: ClassVar[str] = "SIZE"
-    cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
-    cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
+    cannot_drop_clients: ClassVar[str] = "its rounds do not wait for clients"
+    cannot_sum_securely: ClassVar[str] = "its clients start from different models, with fractional weights"
     keeps_versions: ClassVar[bool] = True
 
     def __init__(self, size: float = 5) -> None:
         super().__init__()
         if size != int(size) or size < 1:
-            why = f"algorithm=fedbuff:{size:g}: how many updates make a step is an integer of at least 1"
+            why = f"algorithm=fedbuff:{size:g}: the number of updates in a step must be an integer of at least 1"
             raise UserError(why)
         self._size = int(size)
         self.policy = Buffered(self._size, rates="damped")  # what an update counts for
@@ -81,8 +81,8 @@ class FedBuff(FederatedAlgorithm):
     def check_round(self, clients: int) -> None:
         if self._size > clients:
             raise UserError(
-                f"algorithm=fedbuff:{self._size}: a step takes {self._size} updates, and {clients} clients are under "
-                "way at once; use a smaller number, or a larger fraction"
+                f"algorithm=fedbuff:{self._size}: a step needs {self._size} updates, but only {clients} clients train "
+                "at once; use a smaller number, or a larger fraction"
             )
 
     def given(self, number: int, chosen: Sequence[int], weights: Tensors) -> Sequence[ClientAssignment]:

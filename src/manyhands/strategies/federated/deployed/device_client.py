@@ -62,11 +62,11 @@ class DevicePlan:
         name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
         built_in = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not built_in or not isinstance(options, dict) or not isinstance(text, str):
-            why = f"the server trains {name!r}, which this release has not; use the server's release"
+            why = f"the server trains {name!r}, which this release lacks; install the server's release"
             raise UserError(why)
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
-            raise UserError(f"the server trains by {text!r}, which is not federated")
+            raise UserError(f"the server trains with {text!r}, which is not a federated strategy")
         hold_s = sent.get("hold_s")
         if not isinstance(hold_s, int | float) or not 0 < hold_s < protocol.MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
@@ -76,7 +76,7 @@ class DevicePlan:
         model = initial_model(task, seed)
         form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
-            why = "the server's model has other tensors than the one that this release makes of its task"
+            why = "the server's model has other tensors than this release's model of the task"
             raise UserError(why)
         config = {
             "task": name,
@@ -98,11 +98,11 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
     paths = [option.name for option in entry.options if option.kind is Path]
     chosen = {key: value for key, value in options.items() if key not in paths}
     if not data.exists():
-        raise DataError(f"--data {data}: is not there")
+        raise DataError(f"--data {data}: does not exist")
     if data.suffix == ".safetensors" and not paths:
         return read_columns(data, schema, entry.build(**chosen))
     if not paths:
-        raise UserError(f"--data {data}: task {name} takes a .safetensors file with the columns {schema}")
+        raise UserError(f"--data {data}: task {name} needs a .safetensors file with the columns {schema}")
     task: Task = entry.build(**chosen, **{paths[0]: data})
     schema.require_like(DataSchema.of(task), f"--data {data}")
     return task
@@ -140,13 +140,13 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
             fixed=fixed,
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, MessageRejected) as error:
-        raise ProtocolRefused(f"the terms of the secure sum make no sense: {error}") from error
+        raise ProtocolRefused(f"the terms of the secure sum are invalid: {error}") from error
     if terms.length != items + LOSS_ITEMS + 1:
-        raise ProtocolRefused(f"the terms are for {terms.length} words, and the model has {items} numbers")
+        raise ProtocolRefused(f"the terms are for {terms.length} words, but the model has {items} numbers")
     if any(not 0 <= client < strategy.clients for client in roster):
-        raise ProtocolRefused(f"a client is on the roster that is not one of the {strategy.clients}")
+        raise ProtocolRefused(f"the roster names a client that is not one of the {strategy.clients}")
     if len(set(roster.values())) < len(roster):
-        raise ProtocolRefused("an identity is on the roster twice")
+        raise ProtocolRefused("the roster names an identity twice")
     return terms, roster
 
 
@@ -208,7 +208,7 @@ class Device:
             if work.get("state") == "train":
                 attempt, update = whole_in(work, "attempt", self._after + 1), self._update()
                 if not update.is_finite:
-                    self._notify("what it trained is not finite, and is not sent")
+                    self._notify("its update is not finite, and is not sent")
                     self._request("POST", f"/leave/{attempt}")
                 elif "secure" in work:
                     self._take_part(attempt, update, work["secure"])
@@ -237,7 +237,7 @@ class Device:
                 if not _comes_back(reply):
                     raise ManyhandsError(why)
             if self._clock() - since > self._patience_s:
-                raise ManyhandsError(f"{why}; it was tried for {self._patience_s:g} s")
+                raise ManyhandsError(f"{why}; gave up after {self._patience_s:g} s")
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
@@ -290,7 +290,7 @@ class Device:
             terms, roster = terms_from(secure, items, self._plan.strategy)
             self._state.require_known(roster)
             if roster.get(self._client) != public_identity(self._state.secret):
-                raise ProtocolRefused("the server has another key for this device than its own")
+                raise ProtocolRefused("the server has a different key for this device")
             party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
             words = words_of(terms.fixed, update, self._algorithm.weight(update))
             while party.stage < SecureStage.DONE:
@@ -316,7 +316,7 @@ def plan_for(send: protocol.SendRequest, data: Path) -> DevicePlan:
         sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
         return DevicePlan.read(sent, data)
     except MessageRejected as refused:
-        raise ManyhandsError(f"the server's plan makes no sense: {refused}") from refused
+        raise ManyhandsError(f"the server's plan is invalid: {refused}") from refused
 
 
 def _answer(reply: Reply, refused: str) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
         plan = _until_reached(lambda: plan_for(send, asked.data), asked)
         send.allow(plan.hold_s)
         state.begin(plan.config)
-        notify(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay here")
+        notify(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay on this device")
         return Device(
             send,
             state,
@@ -395,5 +395,5 @@ def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
             return call()
         except Unreached as lost:
             if time.monotonic() - since > asked.patience_s:
-                raise ManyhandsError(f"{lost}; it was tried for {asked.patience_s:g} s") from lost
+                raise ManyhandsError(f"{lost}; gave up after {asked.patience_s:g} s") from lost
             time.sleep(pauses.next_s())

@@ -51,7 +51,7 @@ class DataColumn:
         ):
             raise UserError(
                 f"--data-schema: {text!r} is not a column; write NAME=TYPE or NAME=TYPE:AxB, as in images=uint8:1x8x8, "
-                "with a type of torch"
+                "with a torch type"
             )
         return cls(name, dtype, tuple(map(int, shape)))
 
@@ -73,7 +73,7 @@ class DataSchema:
     def parse(cls, text: str) -> DataSchema:
         columns = tuple(DataColumn.parse(part.strip()) for part in text.split(","))
         if len({column.name for column in columns}) < len(columns):
-            raise UserError(f"--data-schema {text}: two columns have one name")
+            raise UserError(f"--data-schema {text}: two columns have the same name")
         return cls(columns)
 
     @classmethod
@@ -95,10 +95,10 @@ class DataSchema:
 
     def require_like(self, other: DataSchema, whose: str) -> None:
         if len(self.columns) != len(other.columns):
-            raise UserError(f"{whose} has {len(other.columns)} columns, and {self} is wanted")
+            raise UserError(f"{whose} has {len(other.columns)} columns; expected: {self}")
         for mine, theirs in zip(self.columns, other.columns, strict=True):
             if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-                raise UserError(f"{whose}: a column is {theirs}, and {mine} is wanted")
+                raise UserError(f"{whose}: a column is {theirs}; expected: {mine}")
 
 
 def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
@@ -108,16 +108,16 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
         raise DataError(f"--data {path} {error}") from error
     for column in schema.columns:
         if column.name not in found:
-            raise DataError(f"--data {path}: has no tensor {column.name!r}; wanted: {schema}")
+            raise DataError(f"--data {path}: has no tensor {column.name!r}; expected: {schema}")
     columns = {column.name: found[column.name] for column in schema.columns}
     lengths = {len(one) if one.ndim else 0 for one in columns.values()}
     if len(lengths) > 1 or lengths == {0}:
-        why = f"--data {path}: its tensors have {sorted(lengths)} rows; as many each, and some, are wanted"
+        why = f"--data {path}: its tensors have {sorted(lengths)} rows; all must have the same number, at least 1"
         raise DataError(why)
     for column, tensor in zip(schema.columns, columns.values(), strict=True):
         mine = DataColumn(column.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
         if mine != column:
-            raise DataError(f"--data {path}: has {mine}, and {column} is wanted")
+            raise DataError(f"--data {path}: has {mine}; expected: {column}")
     data: Any = columns if isinstance(task.data, Mapping) else tuple(columns.values())
     return replace(task, data=data if len(columns) > 1 or isinstance(data, dict) else data[0])
 
@@ -162,7 +162,7 @@ class FederatedJob:
     ) -> FederatedJob:
         parsed = Strategy.parse(strategy)
         if not isinstance(parsed, Federated):
-            raise UserError(f"--strategy {strategy!r}: devices are served by federated; write 'federated …'")
+            raise UserError(f"--strategy {strategy!r}: only federated serves devices; write 'federated …'")
         own = DataSchema.of(task)
         wanted = DataSchema.parse(schema) if schema is not None else own
         wanted.require_like(own, "the task's own data")
@@ -172,29 +172,29 @@ class FederatedJob:
         word = self.strategy.algorithm.partition(":")[0]
         if word not in _OVER_HTTPS:
             raise UserError(
-                f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
+                f"algorithm={self.strategy.algorithm}: devices can use {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
         built_in = self.task.name in WORKLOADS and WORKLOADS[self.task.name].task
         if self.task.options is None or not built_in:
             raise UserError(
-                f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
+                f"task {self.task.name!r}: devices build the task themselves and receive no code; serve a built-in task"
             )
         # What is a simulation's as yet would be left out without a word.
         usual = Federated()
         for name in ("over", "min_reports", "deadline"):
             if (value := getattr(self.strategy, name)) != getattr(usual, name):
-                why = f"is of simulated clients; for devices, give --{name.replace('_', '-')}"
+                why = f"is for simulated clients; for devices, give --{name.replace('_', '-')}"
                 raise UserError(f"federated {name}={value:g}: {why}")
         for name in _OF_SIMULATION:
             if (value := getattr(self.strategy, name)) != getattr(usual, name):
-                why = "is for simulation, and not for devices as yet; leave it out"
+                why = "is for simulation only; leave it out"
                 raise UserError(f"federated {name}={value}: {why}")
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
         if self.settings.hold_s >= MOST_HOLD_S:
-            raise UserError(f"hold_s={self.settings.hold_s:g}: devices wait for less than {MOST_HOLD_S:g}")
+            raise UserError(f"hold_s={self.settings.hold_s:g}: must be below {MOST_HOLD_S:g}")
         terms = self.terms  # which checks itself
         if self.strategy.secure:
             self.strategy.fixed_point.check_capacity(terms.asks)
@@ -206,7 +206,7 @@ class FederatedJob:
         if least is None:
             least = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
         elif self.strategy.secure and least < _FEWEST_SECURE:
-            raise UserError(f"--min-reports {least}: a sum of fewer than {_FEWEST_SECURE} clients hides none")
+            raise UserError(f"--min-reports {least}: a sum of under {_FEWEST_SECURE} clients protects none")
         stages = 4 * settings.stage_s if self.strategy.secure else 0.0
         return RoundTerms(
             rounds=settings.rounds,

@@ -104,7 +104,7 @@ class DeviceApp:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if "transfer-encoding" in headers:
             # also where no body is read: what follows it could pass for a request
-            raise MessageRejected(411, "the request does not say how long it is: it has Transfer-Encoding")
+            raise MessageRejected(411, "the request has Transfer-Encoding; send Content-Length instead")
         words = scope["path"].strip("/").split("/")
         match scope["method"], *words:
             case "POST", "enrol":
@@ -149,7 +149,7 @@ class DeviceApp:
                 if work["state"] == "done" and have == work["rounds"]:
                     self.with_last_model.add(client)
                 return 200, _JSON, _json(work)
-        raise MessageRejected(404, "there is nothing here; see docs/federated-deployment.md")
+        raise MessageRejected(404, "this address does not exist; see docs/federated-deployment.md")
 
     async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
@@ -161,14 +161,14 @@ class DeviceApp:
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
         if self._reading[client] >= _BODIES:
-            raise MessageRejected(429, f"client {client} is sending {_BODIES} requests; one at a time")
+            raise MessageRejected(429, f"client {client} is sending {_BODIES} requests; send one at a time")
         self._reading[client] += 1
         try:
             body = await _body(receive, headers, most_bytes)
         finally:
             self._reading[client] -= 1
         if protocol.body_hash(body) != headers.get(protocol.BODY):
-            raise MessageRejected(401, f"the body is not the one that client {client} has signed")
+            raise MessageRejected(401, f"the body does not match the signature of client {client}")
         return body
 
     async def _polled(self, call: Callable[[], tuple[_Made, bool]]) -> _Made:
@@ -187,10 +187,10 @@ async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) 
     """The body, of the declared length; MessageRejected before more than `most_bytes` are read, or if it is slow."""
     declared = headers.get("content-length", "")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
-        raise MessageRejected(411, "the request does not say how long it is")
+        raise MessageRejected(411, "the request has no valid Content-Length")
     length = int(declared)
     if length > most_bytes:
-        raise MessageRejected(413, f"the request has {length} bytes; at most {most_bytes} make sense")
+        raise MessageRejected(413, f"the request has {length} bytes; at most {most_bytes} are allowed")
     body, more = bytearray(), True
     try:
         async with asyncio.timeout(_BODY_S):
@@ -201,11 +201,11 @@ async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) 
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
                 if len(body) > length:
-                    raise MessageRejected(413, f"the request has more than the {length} bytes that it says")
+                    raise MessageRejected(413, f"the request is longer than its Content-Length, {length}")
     except TimeoutError:
         raise MessageRejected(408, f"the request took more than {_BODY_S:g} s") from None
     if len(body) != length:
-        raise MessageRejected(400, "the request is not as long as it says")
+        raise MessageRejected(400, "the request is shorter than its Content-Length")
     return bytes(body)
 
 
@@ -248,7 +248,7 @@ def serve_devices(job: FederatedJob, place: ServingPlace, notify: Callable[[str]
         try:
             host = f"[{place.host}]" if ":" in place.host else place.host
             notify(f"listening at https://{host}:{listener.getsockname()[1]}")
-            notify(f"devices know the server by {folder / AUTHORITY}")
+            notify(f"devices verify the server with {folder / AUTHORITY}")
             if app.server.new_tokens is not None:
                 notify(f"{app.server.new_tokens}: a token for each device, to enrol once")
             asyncio.run(_serve(app, listener, folder, place))
@@ -256,8 +256,8 @@ def serve_devices(job: FederatedJob, place: ServingPlace, notify: Callable[[str]
                 raise ManyhandsError(f"the server has failed: {app.server.failed}") from app.server.failed
             if app.server.state.phase is RoundPhase.GIVEN_UP:
                 raise ManyhandsError(
-                    f"the server gave up after {app.server.state.done} rounds: too few devices came, or too few "
-                    "reported; start it again with --resume"
+                    f"the server gave up after {app.server.state.done} rounds: too few devices connected or reported; "
+                    "start it again with --resume"
                 )
         finally:
             app.close()
@@ -316,7 +316,7 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 def _check_tls(folder: Path) -> None:
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
-            why = f"has no {name}; give this host's folder of `manyhands certificates`"
+            why = f"has no {name}; give the folder that `manyhands certificates` made for this host"
             raise UserError(f"--tls {folder}: {why}")
     key = folder / KEY
     if key.stat().st_mode & stat.S_IRWXO:
@@ -339,9 +339,9 @@ def _check_tls(folder: Path) -> None:
 
 def _listening(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise UserError(f"--port {port}: must be from 0 (any free one) to 65535")
+        raise UserError(f"--port {port}: must be between 0 (any free port) and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_WAITING)
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: cannot be listened on: {error.strerror}") from error
+        raise UserError(f"--host {host} --port {port}: cannot listen here: {error.strerror}") from error

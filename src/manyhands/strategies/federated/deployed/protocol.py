@@ -158,7 +158,7 @@ class TensorForm:
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
         if len(body) > self.most_bytes:
-            why = f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
+            why = f"the body has {len(body)} bytes; at most {self.most_bytes} are allowed"
             raise MessageRejected(413, why)
         if len(body) < _LENGTH.size:
             raise MessageRejected(400, "the body is not a safetensors file: it ends before its header")
@@ -171,7 +171,7 @@ class TensorForm:
         expected = self._header()
         _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
-            why = f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
+            why = f"the tensors have {len(body) - begin} bytes, but those of the model have {self.num_bytes}"
             raise MessageRejected(422, why)
         content = bytearray(body)
         tensors = []
@@ -204,7 +204,7 @@ def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             if found != expected[name][field]:
                 shown, wanted = printable(str(found)[:60]), expected[name][field]
                 sentence = (
-                    f"tensor {printable(repr(name))} has the {field} {shown}, and the model has {wanted}"
+                    f"tensor {printable(repr(name))} has the {field} {shown}, but the model has {wanted}"
                 )
                 raise MessageRejected(422, sentence)
 
@@ -368,7 +368,7 @@ class HttpsClient:
             self.close()
             server = f"https://{self._host}:{self._port}"
             if isinstance(error, ssl.SSLCertVerificationError):
-                why = f"{server} is not the server that --ca knows: {error.verify_message}"
+                why = f"{server} is not a server that --ca certifies: {error.verify_message}"
                 raise ManyhandsError(why) from error
             lost = isinstance(error, OSError | http.client.HTTPException | ValueError)
             if lost and not isinstance(error, UserError):
@@ -379,10 +379,10 @@ class HttpsClient:
         """An answer's body; MessageRejected where it is too long, TimeoutError where it trickles."""
         declared = response.headers.get("content-length") or ("0" if response.status == 204 else "")
         if response.chunked or not (declared.isascii() and declared.isdigit() and len(declared) < 20):
-            raise http.client.HTTPException("it does not say how long its answer is")
+            raise http.client.HTTPException("its answer has no valid Content-Length")
         length = int(declared)
         if length > most_bytes:
-            why = f"the server's answer has {length} bytes; at most {most_bytes} make sense"
+            why = f"the server's answer has {length} bytes; at most {most_bytes} are allowed"
             raise MessageRejected(413, why)
         until, content = time.monotonic() + self._timeout_s + length / _SLOWEST, bytearray()
         while len(content) < length:
@@ -391,7 +391,7 @@ class HttpsClient:
                 raise http.client.IncompleteRead(bytes(content), length - len(content))
             content += piece
             if time.monotonic() > until:
-                raise TimeoutError("its answer comes too slowly")
+                raise TimeoutError("its answer is too slow")
         response.read()  # nothing is left, and http.client learns it
         return bytes(content)
 

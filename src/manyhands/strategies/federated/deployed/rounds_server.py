@@ -76,10 +76,10 @@ class SecureAttempt:
         digest = digest_of(body)
         if (client, stage) in self._came:  # a device that has missed the answer repeats its message
             if self._came[client, stage] != digest:
-                raise ProtocolRefused(f"client {client} has sent something else at this stage before")
+                raise ProtocolRefused(f"client {client} has already sent another message at this stage")
             return
         if stage != self.server.stage:
-            why = f"the round is at {self.server.stage.name}: the message is too late, or too early"
+            why = f"the round is at {self.server.stage.name}: the message is too late or too early"
             raise ProtocolRefused(why)
         try:
             self.server.receive(client, body)
@@ -93,7 +93,7 @@ class SecureAttempt:
         if stage > SecureStage.UNMASK:
             raise MessageRejected(404, f"there is no stage {stage}")
         if stage in self._messages and client not in self._messages[stage]:
-            why = f"client {client} came too late, and the round continues without it"
+            why = f"client {client} is too late, and the round continues without it"
             raise MessageRejected(409, why)
         message = self._messages.get(stage, {}).get(client)
         return message, message is not None
@@ -191,11 +191,11 @@ class RoundServer:
     def expects(self, client: int, attempt: int) -> None:
         """MessageRejected, before anything of it is read, for a report that cannot count."""
         if self.secure is not None:
-            raise MessageRejected(409, "this run is summed securely, and takes no update in the clear")
+            raise MessageRejected(409, "this run uses secure sums and accepts no unmasked update")
         state = self.state
         current = state.phase is core.RoundPhase.REPORTING and attempt == state.attempt
         if not current or not (client in state.waits_for or client in state.reported):
-            raise MessageRejected(409, f"client {client} is not asked in attempt {attempt}, or it has ended")
+            raise MessageRejected(409, f"client {client} was not asked in attempt {attempt}, or it has ended")
 
     def report(self, client: int, attempt: int, model: str, body: bytes, at_s: float) -> dict[str, Any]:
         """A client's update; MessageRejected, and the client counts as gone, where it is wrong."""
@@ -216,7 +216,7 @@ class RoundServer:
 
     def _read_update(self, client: int, model: str, body: bytes) -> ClientUpdate:
         if model != self.model_hash:
-            raise MessageRejected(409, "the update is not from the current model")
+            raise MessageRejected(409, "the update was not trained from the current model")
         change, about = self.updates.decode(body, client=client)
         samples, steps = whole_in(about, "samples", 1), whole_in(about, "steps", 1)
         try:
@@ -251,7 +251,7 @@ class RoundServer:
 
     def secure_attempt(self, attempt: int) -> SecureAttempt:
         if self.secure is None or attempt != self.state.attempt:
-            raise MessageRejected(409, f"attempt {attempt} has ended, or is not summed securely")
+            raise MessageRejected(409, f"attempt {attempt} has ended, or uses no secure sum")
         return self.secure
 
     def tick(self, at_s: float) -> None:
@@ -354,7 +354,7 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum does not show"
+        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum hides"
         if seen := {client: norms[client] for client in decision.counted if client in norms}:
             came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
@@ -367,8 +367,8 @@ class RoundServer:
             came = client_updates.described_norms({client: norms[client] for client in decision.rejected})
             usual = statistics.median(norms.values())
             self.notify(
-                f"round {self.state.done}: rejected, since larger than norm_ratio={self._terms.norm_ratio:g} times the "
-                f"median of {usual:.2g}: the update of {came}"
+                f"round {self.state.done}: rejected the update of {came}: larger than "
+                f"norm_ratio={self._terms.norm_ratio:g} times the median of {usual:.2g}"
             )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
         self.notify(

@@ -77,7 +77,7 @@ class Enrolment:
             if not place.key and all(other.key != key for other in self.places):
                 taken = replace(place, key=key)
                 return Enrolment((*self.places[:number], taken, *self.places[number + 1 :])), number
-        raise MessageRejected(403, "the enrolment token is not known, or was used; ask for another one")
+        raise MessageRejected(403, "the enrolment token is unknown or was already used; ask for another one")
 
     @property
     def as_json(self) -> list[dict[str, str]]:
@@ -231,7 +231,7 @@ class DeviceState:
         known = dict(self.about.get("known", {}))
         for client, key in roster.items():
             if known.setdefault(str(client), key.hex()) != key.hex():
-                raise ProtocolRefused(f"client {client} is said to have another key than before")
+                raise ProtocolRefused(f"the server gives client {client} another key than before")
         if known != self.about.get("known", {}):
             self.remember(known=known)
 
@@ -239,7 +239,7 @@ class DeviceState:
         """Start or resume the run directory; UserError where another run, or another process, uses it."""
         if not RunDirectory.is_one(self.path):
             self._directory = RunDirectory.create(
-                self.path, config, _OWN, "it is a device of another run; choose another --out"
+                self.path, config, _OWN, "it belongs to a device of another run; choose another --out"
             )
             return
         self._directory = RunDirectory.open(self.path)
@@ -247,7 +247,7 @@ class DeviceState:
         conflict = fingerprint({**self._directory.config, "samples": 0}).conflict(now)
         if conflict is not None:
             self.close()
-            raise UserError(f"--out {self.path}: is of another run of {before.task!r}: {conflict}")
+            raise UserError(f"--out {self.path}: holds another run of {before.task!r}: {conflict}")
         self._directory.update_config(config)
 
     def save(self, rounds: int, model: Mapping[str, Tensor]) -> None:
@@ -273,12 +273,12 @@ class DeviceState:
         except ValueError as error:
             raise DataError(f"{path} {error}; remove it") from error
         if found.keys() != {"left"}:
-            raise DataError(f"{path}: holds other tensors than it should; remove it")
+            raise DataError(f"{path}: holds unexpected tensors; remove it")
         left = found["left"]
         if left.shape != (parcel.count,) or left.dtype != parcel.dtype:
-            raise DataError(f"{path}: is not of this model's updates; remove it")
+            raise DataError(f"{path}: does not hold updates of this model; remove it")
         if not bool(left.isfinite().all()):
-            raise DataError(f"{path}: has a number that is not finite; remove it")
+            raise DataError(f"{path}: holds a number that is not finite; remove it")
         return left
 
     def keep_left(self, left: Tensor) -> None:
@@ -305,11 +305,11 @@ def _identity(path: Path) -> bytes:
         temporary.unlink(missing_ok=True)
         atomic.sync_directory(path.parent)
     if path.stat().st_mode & 0o077:
-        raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
+        raise UserError(f"{path}: other users can read it; chmod 600 {path}, and enrol again if any did")
     try:
         secret = bytes.fromhex(path.read_text("ascii").strip())
     except (UnicodeDecodeError, ValueError):
         secret = b""
     if len(secret) != KEY_BYTES:
-        raise DataError(f"{path} is damaged; remove the folder and enrol anew")
+        raise DataError(f"{path} is damaged; remove the folder and enrol again")
     return secret

@@ -92,7 +92,7 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
     try:
         return mine.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError as error:
-        raise ProtocolRefused("a public key is not one that anybody can have drawn") from error
+        raise ProtocolRefused("a public key is invalid") from error
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) -> bytes:
@@ -117,7 +117,7 @@ def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context)
     except (InvalidTag, ValueError) as error:
-        why = "a sealed share does not open: it was changed, or sealed for another"
+        why = "a sealed share cannot be opened: it was changed, or sealed for another client"
         raise ProtocolRefused(why) from error
 
 
@@ -163,9 +163,9 @@ _DRAWN: Final = SHARE_BYTES + 32  # a number of so many bytes, modulo the prime,
 def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.urandom) -> dict[int, bytes]:
     """A share for each point, any `threshold` of which give the secret; points are distinct and above 0."""
     if len(secret) != KEY_BYTES:
-        raise ValueError(f"a secret has {KEY_BYTES} bytes, and this one {len(secret)}")
+        raise ValueError(f"a secret must have {KEY_BYTES} bytes, not {len(secret)}")
     if not 1 <= threshold <= len(points):
-        raise ValueError(f"threshold {threshold}: must be at least 1 and at most the {len(points)} points")
+        raise ValueError(f"threshold {threshold}: must be between 1 and the {len(points)} points")
     if len(set(points)) < len(points) or not all(0 < point < PRIME for point in points):
         raise ValueError(f"points {list(points)}: must be distinct and above 0")
     terms = [int.from_bytes(secret, "big")]
@@ -182,21 +182,21 @@ def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
     """The secret of (point, share) pairs; ProtocolRefused where they are too few, doubled, or not all of one secret."""
     if len(shares) < threshold:
-        raise ProtocolRefused(f"{len(shares)} shares, and it takes {threshold}")
+        raise ProtocolRefused(f"{len(shares)} shares, but {threshold} are needed")
     values: dict[int, int] = {}
     for point, share in sorted(shares):
         value = int.from_bytes(share, "big")
         if not 0 < point < PRIME or len(share) != SHARE_BYTES or value >= PRIME:
-            raise ProtocolRefused(f"the share at {point} is none")
+            raise ProtocolRefused(f"the share at {point} is invalid")
         if point in values:
-            raise ProtocolRefused(f"two shares are of point {point}")
+            raise ProtocolRefused(f"two shares have the point {point}")
         values[point] = value
     points = tuple(values)[:threshold]
     found = _at(0, points, values)
     if found >> (8 * KEY_BYTES) or any(
         _at(point, points, values) != values[point] for point in list(values)[threshold:]
     ):
-        raise ProtocolRefused("shares do not belong to one secret; one was changed, or is of another")
+        raise ProtocolRefused("the shares do not belong to one secret; one was changed, or is of another")
     return found.to_bytes(KEY_BYTES, "big")
 
 

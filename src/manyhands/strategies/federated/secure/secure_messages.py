@@ -76,13 +76,13 @@ class SecureTerms:
 
     def __post_init__(self) -> None:
         if len(self.round_id) != KEY_BYTES:
-            raise UserError(f"round_id: must have {KEY_BYTES} bytes, and has {len(self.round_id)}")
+            raise UserError(f"round_id: must have {KEY_BYTES} bytes, not {len(self.round_id)}")
         if self.clients < 3:
-            raise UserError(f"clients={self.clients}: a sum of fewer than 3 clients hides none of them")
+            raise UserError(f"clients={self.clients}: a sum of fewer than 3 clients protects none of them")
         if not fewest_clients(self.clients) <= self.threshold <= self.clients:
             raise UserError(
-                f"threshold={self.threshold}: must be from {fewest_clients(self.clients)} (above two thirds) "
-                f"to all {self.clients} clients"
+                f"threshold={self.threshold}: must be between {fewest_clients(self.clients)} (above two thirds) and "
+                f"the {self.clients} clients"
             )
         if self.length < 2:
             raise UserError(f"length={self.length}: a vector has at least one item and its weight")
@@ -171,7 +171,7 @@ class MaskedInput:
         dtype = terms.fixed.dtype
         if len(data) != terms.length * dtype.itemsize:
             wanted = terms.length * dtype.itemsize
-            raise ProtocolRefused(f"a masked input has {wanted} bytes, and this one {len(data)}")
+            raise ProtocolRefused(f"a masked input must have {wanted} bytes, not {len(data)}")
         return cls(words=np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False))
 
 

@@ -63,7 +63,7 @@ class SecureClient:
         `roster` has the public identity of every client asked; ProtocolRefused where the terms are for more or fewer.
         """
         if len(roster) != terms.clients or number not in roster:
-            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            why = f"the terms are for {terms.clients} clients, but the roster has {len(roster)}"
             raise ProtocolRefused(why)
         self.number = number
         self.stage = SecureStage.ADVERTISE
@@ -122,18 +122,18 @@ class SecureClient:
         with self._taking(SecureStage.MASK):
             for client, sealed in messages.Delivery.decode(message).shares.items():
                 if client not in self._agreed:
-                    raise ProtocolRefused(f"a share came of client {client}, who is not on the list of keys")
+                    raise ProtocolRefused(f"a share is from client {client}, not on the list of keys")
                 key = self._keys.channel(self._agreed[client], client, self.number)
                 self._held[client] = crypto.open_sealed(key, sealed, self._keys.context(client, self.number))
             self._require_enough(self._held, "clients have shared their secrets")
             fixed = self._terms.fixed
             if words.dtype != fixed.dtype or words.shape != (self._terms.length,):
                 raise ProtocolRefused(
-                    f"an input has {self._terms.length} words of {fixed.ring} bits, and this one "
-                    f"{words.size} of {words.dtype}"
+                    f"an input must have {self._terms.length} words of {fixed.ring} bits, not {words.size} of "
+                    f"{words.dtype}"
                 )
             if not fixed.may_be_sum(words, 1):
-                raise ProtocolRefused("an input is outside of what the terms have room for")
+                raise ProtocolRefused("an input is outside the range of the terms")
             masked = words + self._keys.own_mask(self._seed, self.number)
             for client in self._held.keys() - {self.number}:
                 theirs = self._others[client].mask_key
@@ -153,7 +153,7 @@ class SecureClient:
             request = messages.UnmaskRequest.decode(message)
             lists = self._checked_lists(request.lists)
             if lists != self._lists:
-                raise ProtocolRefused("the server asks to unmask other survivors than it had signed")
+                raise ProtocolRefused("the server asks to unmask other survivors than this client signed")
             text = lists.signed(self._terms.digest, self._keys_digest)
             for client, signature in request.signatures.items():
                 if client not in lists.survivors or not crypto.verify(self._roster[client], signature, text):
@@ -168,7 +168,7 @@ class SecureClient:
     @contextmanager
     def _taking(self, stage: SecureStage) -> Iterator[None]:
         if self.stage is not stage:
-            why = f"client {self.number} is at {self.stage.name}, and was asked for {stage.name}"
+            why = f"client {self.number} is at {self.stage.name}, but was asked for {stage.name}"
             raise ProtocolRefused(why)
         self.stage = SecureStage.ABANDONED
         yield
@@ -182,7 +182,7 @@ class SecureClient:
             raise ProtocolRefused("a public key is on the list twice")
         mine = found.get(self.number)
         if mine is None or mine.signed != self._others[self.number].signed:
-            raise ProtocolRefused(f"the list of keys has not what client {self.number} has sent")
+            raise ProtocolRefused(f"the list of keys does not hold the keys of client {self.number}")
         for client, one in found.items():
             require_signed(one, client, self._roster, self._terms.digest, self._model)
         return found
@@ -190,18 +190,18 @@ class SecureClient:
     def _checked_lists(self, lists: SurvivorList) -> SurvivorList:
         both = set(lists.survivors) & set(lists.dropped)
         if both:
-            raise ProtocolRefused(f"client {min(both)} is said to have survived and to have dropped out")
+            raise ProtocolRefused(f"client {min(both)} is listed both as a survivor and as dropped")
         if {*lists.survivors, *lists.dropped} != self._held.keys():
-            raise ProtocolRefused("survivors and dropped are not those whose shares this client was given")
+            raise ProtocolRefused("survivors and dropped are not those whose shares this client received")
         if self.number not in lists.survivors:
-            why = f"client {self.number} is not among the survivors, and answers nothing more"
+            why = f"client {self.number} is not among the survivors, and answers no more"
             raise ProtocolRefused(why)
         self._require_enough(lists.survivors, "clients have survived")
         return lists
 
     def _require_enough(self, clients: Sized, what: str) -> None:
         if len(clients) < self._terms.threshold:
-            raise ProtocolRefused(f"{len(clients)} {what}, and it takes {self._terms.threshold}")
+            raise ProtocolRefused(f"{len(clients)} {what}, but {self._terms.threshold} are needed")
 
 
 def require_signed(
@@ -209,13 +209,13 @@ def require_signed(
 ) -> None:
     """ProtocolRefused unless `client` is on the roster and signed this, for these terms and this model."""
     if client not in roster or one.client != client:
-        raise ProtocolRefused(f"client {client} is not one of those that were asked")
+        raise ProtocolRefused(f"client {client} was not asked")
     if one.terms != terms:
         raise ProtocolRefused(f"client {client} has signed keys of another round, or other terms")
     if one.model != model:
-        raise ProtocolRefused(f"client {client} was given another model")
+        raise ProtocolRefused(f"client {client} received another model")
     if not crypto.verify(roster[client], one.signature, one.signed):
-        raise ProtocolRefused(f"the signature of client {client} under its keys is wrong")
+        raise ProtocolRefused(f"the signature of client {client} on its keys is wrong")
 
 
 # The server of a secure round: a state machine that learns the sum, and forgets what it needed for it.
@@ -237,7 +237,7 @@ class SecureServer:
     def __init__(self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes) -> None:
         """`roster` is the public identity of every client asked, `model` the hash of the model they were given."""
         if len(roster) != terms.clients:
-            why = f"the terms are for {terms.clients} clients, and the roster has {len(roster)}"
+            why = f"the terms are for {terms.clients} clients, but the roster has {len(roster)}"
             raise ProtocolRefused(why)
         self.stage = SecureStage.ADVERTISE
         self._terms, self._roster, self._model = terms, roster, model
@@ -262,10 +262,10 @@ class SecureServer:
         if self.stage >= SecureStage.DONE:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}, and client {sender} sent more")
         if sender not in self._asked:
-            why = f"client {sender} is not asked at {self.stage.name}: it is unknown or too late"
+            why = f"client {sender} was not asked at {self.stage.name}: it is unknown or too late"
             raise ProtocolRefused(why)
         if sender in self._came:
-            raise ProtocolRefused(f"client {sender} has answered already at {self.stage.name}")
+            raise ProtocolRefused(f"client {sender} has already answered at {self.stage.name}")
         if self.stage is SecureStage.ADVERTISE:
             one = Advertisement.decode(data)
             require_signed(one, sender, self._roster, self._terms.digest, self._model)
@@ -273,7 +273,7 @@ class SecureServer:
                 key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)
             }
             if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
-                raise ProtocolRefused(f"client {sender} has a key that is taken")
+                raise ProtocolRefused(f"client {sender} has the key of another client")
             for key in (
                 one.channel_key,
                 one.mask_key,
@@ -283,7 +283,7 @@ class SecureServer:
         elif self.stage is SecureStage.SHARE:
             shares = messages.SealedShares.decode(data).shares
             if shares.keys() != self._advertised.keys() - {sender}:
-                raise ProtocolRefused(f"client {sender} has not a share for each other client")
+                raise ProtocolRefused(f"client {sender} did not send a share for each other client")
             self._mail[sender] = dict(shares)
         elif self.stage is SecureStage.MASK:
             self._sum = self._sum + messages.MaskedInput.decode(data, self._terms).words
@@ -291,12 +291,12 @@ class SecureServer:
             signature = messages.Confirmation.decode(data).signature
             text = self.lists.signed(self._terms.digest, self._keys_digest)
             if not crypto.verify(self._roster[sender], signature, text):
-                raise ProtocolRefused(f"the signature of client {sender} under the survivors is wrong")
+                raise ProtocolRefused(f"the signature of client {sender} on the survivors is wrong")
             self._signatures[sender] = signature
         else:
             reply = messages.UnmaskReply.decode(data)
             if tuple(reply.seeds) != self.lists.survivors or tuple(reply.keys) != self.lists.dropped:
-                raise ProtocolRefused(f"client {sender} has not sent the shares it was asked for")
+                raise ProtocolRefused(f"client {sender} did not send the shares it was asked for")
             for into, given in ((self._seed_shares, reply.seeds), (self._key_shares, reply.keys)):
                 for client, share in given.items():
                     into.setdefault(client, []).append((point_of(sender), share))
@@ -313,8 +313,8 @@ class SecureServer:
             raise ProtocolRefused(f"the round is {self.stage.name.lower()}")
         if len(self._came) < self._terms.threshold:
             self._abandon(
-                f"{len(self._came)} of {self._terms.clients} clients were left at {self.stage.name}, and it takes "
-                f"{self._terms.threshold}"
+                f"{len(self._came)} of {self._terms.clients} clients were left at {self.stage.name}, but "
+                f"{self._terms.threshold} are needed"
             )
         came, stage = frozenset(self._came), self.stage
         self._asked, self._came, self.stage = came, set(), SecureStage(stage + 1)
@@ -349,18 +349,18 @@ class SecureServer:
         for client in self.lists.survivors:
             seed = self._combined(self._seed_shares[client], client)
             if crypto.digest_of(seed) != self._advertised[client].commitment:
-                self._abandon(f"the shares of client {client}'s seed are not of what it had committed to")
+                self._abandon(f"the shares of client {client}'s seed do not match its commitment")
             found = found - keys.own_mask(seed, client)
         for gone in self.lists.dropped:
             secret = self._combined(self._key_shares[gone], gone)
             if crypto.public_key(secret) != self._advertised[gone].mask_key:
-                self._abandon(f"the shares of client {gone}'s mask key are not of the one it had advertised")
+                self._abandon(f"the shares of client {gone}'s mask key do not match the key it advertised")
             for client in self.lists.survivors:
                 shared = keys.shared_mask(secret, self._advertised[client].mask_key, gone, client)
                 found = found - shared if client < gone else found + shared
         self._forget()
         if not self._terms.fixed.may_be_sum(found, len(self.lists.survivors)):
-            self._abandon("a client did not keep to the terms: the sum is none that their inputs can have")
+            self._abandon("a client broke the terms: no inputs within them have this sum")
         self._sum = found
 
     def _combined(self, shares: list[tuple[int, bytes]], client: int) -> bytes:
