@@ -357,7 +357,11 @@ class Run:
 
 TICKS_PER_S = 250
 STEPS = 8
-BY_DESIGN = ("nobody who has the state", "left, and min_workers=", "times in a row without taking a step")
+BY_DESIGN = (
+    "no worker that has the state",
+    "left, but min_workers=",
+    "times in a row without completing a step",
+)
 
 
 def _strikes(seed: int) -> Callable[[Run], None]:

@@ -165,14 +165,14 @@ def _limit_of(error: OSError | ImportError) -> str:
     where = f" ({printable(str(error.filename))})" if isinstance(error, OSError) and error.filename else ""
     if number == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"this process may have {most:,} files open at once, and needs more{where}; raise it: ulimit -n 4096"
+        return f"this process may open {most:,} files at once but needs more{where}; raise the limit: ulimit -n 4096"
     if number == errno.ENFILE:
-        return f"this host has as many files open as it allows{where}; close some, or raise fs.file-max with sysctl"
+        return f"this host has reached its limit of open files{where}; close some, or raise fs.file-max with sysctl"
     if number == errno.EFBIG:
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return (
-            f"a file of this process, or memory that it shares, may have {format_bytes(most)} at most, and one would "
-            f"have more{where}; raise it: ulimit -f unlimited"
+            f"a file or shared memory of this process would exceed the limit of {format_bytes(most)}{where}; "
+            "raise it: ulimit -f unlimited"
         )
     return ""
 
@@ -235,6 +235,6 @@ def require_parameters(field: str, function: Callable[..., Any], parameters: tup
     except TypeError:
         given = ", ".join(str(one).partition(":")[0] for one in signature.parameters.values())
         raise UserError(
-            f"{field} takes ({given}), but it is called with ({', '.join(parameters)}); what a batch holds is taken "
-            "apart inside it, as in: x, y = batch"
+            f"{field} takes ({given}), but it is called with ({', '.join(parameters)}); unpack the batch "
+            "inside it, as in: x, y = batch"
         ) from None

@@ -107,14 +107,11 @@ class Promises:
 
 # Why a strategy has no codec
 NOTHING_TRAVELS = (
-    "memory is shared, and nothing travels that could be made smaller; allreduce link=tcp, local link=tcp and "
-    "ps link=tcp have a codec"
+    "workers share memory and send nothing; allreduce link=tcp, local link=tcp and ps link=tcp have a codec"
 )
 
 # Why a strategy has no order in which gradients leave
-ONE_ORDER = (
-    "only allreduce over links sends gradients in an order of its own, as allreduce link=tcp order=priority"
-)
+ONE_ORDER = "only allreduce over links reorders gradients, as in allreduce link=tcp order=priority"
 
 # Why a strategy has no limit on the memory of a device
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
@@ -126,14 +123,16 @@ ENDS = Promise(
 )
 NO_SERVERS = Promise(answer=Answer.NONE, words="it has no servers")
 NOBODY_JOINS = Promise(
-    answer=Answer.NO, words="a run keeps its workers; resume from a checkpoint with another number"
+    answer=Answer.NO, words="the number of workers is fixed; resume from a checkpoint with another number"
 )
-TO_ROUNDING = Promise(answer=Answer.YES, words="those of one process on the same batches, but for rounding")
+TO_ROUNDING = Promise(
+    answer=Answer.YES, words="those of one process on the same batches, except for rounding"
+)
 ROUNDED = Promise(
     answer=Answer.PARTLY,
     words="those of one process that rounds as the codec does; the same in every repetition and on all workers",
 )
-BY_CHANCE = Promise(answer=Answer.NO, words="they depend on who comes when; no two runs are alike")
+BY_CHANCE = Promise(answer=Answer.NO, words="they depend on timing; every run differs")
 # Of strategies whose workers take every step together, so that all are needed
 IN_STEP = Promises(
     worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING
@@ -142,12 +141,12 @@ IN_STEP = Promises(
 ELASTIC = Promises(
     worker_dies=Promise(
         answer=Answer.YES,
-        words="the others go on from their own memory, at most one step is computed twice, and another takes its place",
+        words="the others continue from their own memory, at most one step is repeated, and a replacement starts",
     ),
     server_dies=NO_SERVERS,
     workers_join=Promise(
         answer=Answer.YES,
-        words="they may come and go while it runs (mh.start); a new one has its state from another, at a step's border",
+        words="they can be added and removed during the run (mh.start); a new one gets its state from another",
     ),
     same_numbers=TO_ROUNDING,
 )
@@ -193,7 +192,7 @@ class Facts:
     kept_copies: int = 1  # how many copies of parameters and optimizer state servers keep
     # What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would
     straggler_advice: str = (
-        "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+        "a bound on staleness would not help with a permanent straggler; ps consistency=async would"
     )
     cannot_clip: str = ""
     cannot_compile: str = ""  # by torch.compile

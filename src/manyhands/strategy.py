@@ -90,7 +90,7 @@ def read_settings(
         if name not in allowed and name in refused:
             raise UserError(f"{word} {text}: {refused[name]}")
         if name not in allowed:
-            tail = nearest(name, allowed) if allowed else "it takes none"
+            tail = nearest(name, allowed) if allowed else "it has no settings"
             raise UserError(f"{word} has no setting {name!r}; {tail}")
         if not equals or not value:
             example = allowed[name].show(allowed[name].default)
@@ -174,7 +174,7 @@ def check_link(link: str, more: Sequence[str] = ()) -> None:
 def check_buckets(num_bytes: int) -> None:
     """Raise UserError for buckets that hold nothing."""
     if not isinstance(num_bytes, int) or num_bytes < 1:
-        raise UserError(f"buckets={num_bytes!r} must be at least one byte; 25MiB is usual")
+        raise UserError(f"buckets={num_bytes!r} must be at least 1 byte; 25MiB is usual")
 
 
 class Strategy(ABC):
@@ -227,8 +227,8 @@ class Strategy(ABC):
         if self.facts.cannot_cross_hosts:
             ranks = ", ".join(str(list(host)) for host in hosts)
             raise UserError(
-                f"strategy={self} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
-                f"{ranks}): {self.facts.cannot_cross_hosts}; use allreduce there"
+                f"strategy={self} supports one host, but there are {len(hosts)} (with ranks {ranks}): "
+                f"{self.facts.cannot_cross_hosts}; use allreduce"
             )
         return self
 
@@ -236,8 +236,8 @@ class Strategy(ABC):
         """What it is on `world` external processes, with the `roles` of a specification, and how many are workers."""
         if roles.get("ps"):
             raise UserError(
-                f"strategy={self} has no parameter servers, and the cluster lists {roles['ps']} of type ps; take them "
-                "out of it on every role, or use ps"
+                f"strategy={self} has no parameter servers, but the cluster lists {roles['ps']} of type ps; remove "
+                "them on every role, or use ps"
             )
         return self, world
 
@@ -276,9 +276,9 @@ class Strategy(ABC):
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Raise the UserError that says why `fit` cannot train so, with a step that is `compiled` or is not."""
         if compiled and device != "cpu":
-            raise UserError(f"device={device}: compiled steps train in the host's memory; use device=cpu")
+            raise UserError(f"device={device}: compiled steps support only the CPU; use device=cpu")
         if self.most_workers is not None and workers > self.most_workers:
-            raise UserError(f"workers={workers}: {self.word} is one process; use strategy=allreduce for more")
+            raise UserError(f"workers={workers}: {self.word} runs one process; use strategy=allreduce")
 
     def advice(self, workers: int, *, sparse: bool) -> str:
         """What users should know before it trains a model, of which `sparse` says whether it has tables of rows."""
@@ -295,7 +295,7 @@ class Strategy(ABC):
         word, *settings = text.split()
         if word not in STRATEGIES:
             ours = ALIASES.get(word.lower().replace("-", "_"))
-            hint = f"what comes nearest here is {ours!r}; " if ours is not None else ""
+            hint = f"the nearest strategy is {ours!r}; " if ours is not None else ""
             raise UserError(f"unknown strategy {word!r}; {hint}{nearest(word, STRATEGIES)}")
         kind = STRATEGIES[word].load_value()
         return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings, kind.refuses)))

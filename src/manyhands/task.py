@@ -174,17 +174,17 @@ class Task:
             raise UserError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
         if self.reduction == "sum" and self.weights is not None:
             raise UserError(
-                "reduction is 'sum', but with weights loss gives one number for each sample, whose mean by weight "
-                "is trained; leave one of the two out"
+                "reduction is 'sum', but with weights the loss has one number per sample and training uses their "
+                "weighted mean; leave one out"
             )
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
         if self.clip_norm is not None and self.clip_value is not None:
             both = f"clip_norm is {self.clip_norm!r} and clip_value is {self.clip_value!r}"
-            raise UserError(f"{both}; leave one of them out")
+            raise UserError(f"{both}; leave one out")
         if not isinstance(self.name, str) or not self.name:
-            raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
+            raise UserError(f"name is {self.name!r}; it must be a non-empty string")
         # a source looks at types and lengths only: cheap, and better here than in every worker
         if not self.streams:
             samples = len(BatchSource(self.data, self.collate, field="data"))
@@ -192,13 +192,13 @@ class Task:
                 sample_weights(self.weights, samples)
         elif self.weights is not None:
             raise UserError(
-                f"weights are looked up by the number of a sample, and data is {self.stream_name}, which has none; "
-                "give data that can be looked up"
+                f"weights need data with indices, but data is {self.stream_name}; "
+                "give an indexable dataset, or leave weights out"
             )
         if self.evaluation is not None:
             if own_data(self.evaluation) is not None:
                 raise UserError(
-                    "evaluation is each worker's own data; whoever evaluates looks samples up by number: give a "
+                    "evaluation is each worker's own data, but must be the same on all workers; give a "
                     "dataset that all workers have"
                 )
             BatchSource(self.evaluation, self.collate, field="evaluation")
@@ -227,7 +227,7 @@ class Task:
             )
         for name, metric in self.metrics.items():
             if name in _RESERVED_METRICS:
-                raise UserError(f"metrics has the name {name!r}, which reports use already; choose another")
+                raise UserError(f"metrics has the name {name!r}, which is reserved; choose another")
             if not isinstance(name, str) or not callable(metric):
                 raise UserError(
                     f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"

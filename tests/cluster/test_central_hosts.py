@@ -229,7 +229,7 @@ def test_who_is_lost_on_another_host_is_named_by_its_own_number() -> None:
     assert lost == 2
     assert first.startswith("rank 0, all-reduce by direct")
     assert "lost rank 2" in first
-    assert second == "rank 1 stops its exchange: rank 0 failed first"
+    assert second == "rank 1 stopped its exchange: rank 0 failed first"
 
 
 def test_who_is_late_on_this_host_is_named_by_its_own_number() -> None:

@@ -352,9 +352,9 @@ def test_what_cannot_be_reduced_is_refused() -> None:
         executor.all_reduce(torch.ones(4, dtype=torch.int64))
     with pytest.raises(UserError, match=r"op=summ: .* did you mean 'sum'"):
         executor.all_reduce(torch.ones(4), "summ")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="root=2: must be a rank from 0 to 1"):
+    with pytest.raises(UserError, match="root=2: must be between 0 and 1"):
         executor.broadcast(torch.ones(4), root=2)
-    with pytest.raises(UserError, match=r"no link leads to rank 1, only to \[\]"):
+    with pytest.raises(UserError, match=r"no link to rank 1, only to \[\]"):
         executor.all_reduce(torch.ones(4))
     with pytest.raises(UserError, match="timeout_s=0"):
         ScheduleExecutor(grouped(2), 0, 2, {}, 0)

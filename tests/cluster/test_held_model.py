@@ -172,7 +172,7 @@ def test_a_tensor_that_nobody_tells_of_is_named() -> None:
         held = HeldModel(outline, SGD(model.parameters(), lr=1), [], {})
         return held.model_state(group)
 
-    with pytest.raises(ManyhandsError, match="no worker sent 'scale'"):
+    with pytest.raises(ManyhandsError, match="no worker sent the tensor 'scale'"):
         together(1, work)
 
 

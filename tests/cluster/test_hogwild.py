@@ -378,12 +378,12 @@ class Counting(optim.SGD):
     ("make", "sentence"),
     [
         (lambda p: optim.LBFGS(p), "optimizer LBFGS .* such as AdamW"),
-        (lambda p: optim.Adafactor(p), "optimizer Adafactor .* under hogwild .* across the items"),
+        (lambda p: optim.Adafactor(p), "optimizer Adafactor .* under hogwild .* combines the items"),
         (
             lambda p: optim.SGD([*p, nn.Parameter(torch.ones(5))], lr=0.1),
-            r"holds a parameter of shape \(5,\) that is not one of the model's",
+            r"holds a parameter of shape \(5,\) that is not in the model",
         ),
-        (Counting, "optimizer Counting keeps its state 'steps' as a int, .* as a tensor"),
+        (Counting, "optimizer Counting keeps its state 'steps' as a int, .* use a tensor"),
     ],
 )
 def test_an_optimizer_whose_steps_can_not_be_shared_is_refused_by_name(make: Make, sentence: str) -> None:
@@ -402,7 +402,7 @@ class Halves(nn.Module):
 
 def test_parameters_in_the_same_memory_are_refused() -> None:
     task = replace(make_task(OPTIMIZERS["sgd"]), model=Halves)
-    with pytest.raises(UserError, match="'left' and 'right' are different parameters in the same memory"):
+    with pytest.raises(UserError, match="'left' and 'right' share memory but are different parameters"):
         train(plan_of(task, 1), "free", 1)
 
 

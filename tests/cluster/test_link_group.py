@@ -116,5 +116,5 @@ def test_traffic_is_counted() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rank=4: not one of the members \[0, 1\]"):
+    with pytest.raises(UserError, match=r"rank=4: must be one of the members \[0, 1\]"):
         LinkGroup(4, [0, 1], {}, 1.0, kind=0)

@@ -64,7 +64,7 @@ def test_without_them_one_of_all_warns(
     with caplog.at_level(logging.WARNING, "manyhands"), pytest.raises(NoGloo):
         both(HashStore())
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("manyhands: group 'main' is on 2 hosts")
+    assert said.startswith("manyhands: group 'main' spans 2 hosts")
     assert TLS_VARIABLE in said
     assert "\n" not in said
 
@@ -74,5 +74,5 @@ def test_a_host_without_certificates_among_those_with_is_named(monkeypatch: pyte
     monkeypatch.setenv(TLS_VARIABLE, str(folders() / HOSTS[0]))
     store = HashStore()
     store.set("tls/1", str(Options().security({}).tls))
-    with pytest.raises(UserError, match=r"rank 0 has MANYHANDS_TLS, and rank 1 on another host has not"):
+    with pytest.raises(UserError, match=r"rank 0 has MANYHANDS_TLS, but rank 1 on another host does not"):
         reach(store, 0)

@@ -260,7 +260,7 @@ def test_data_that_the_script_has_split_is_refused_with_the_word_that_is_missing
 
     for error in on_workers(2, loop, errors=True):
         assert isinstance(error, UserError)
-        assert "worker 1 reads another batch than worker 0" in str(error)
+        assert "worker 1 reads a different batch than worker 0" in str(error)
         assert "group.prepare(loader, split=False)" in str(error)
 
 
@@ -385,7 +385,7 @@ def test_workers_that_read_different_batches_are_named() -> None:
     for error in on_workers(3, loop, errors=True):
         assert isinstance(error, UserError | Aborted)
         if isinstance(error, UserError):
-            assert "worker 2 reads another batch than worker 0" in str(error)
+            assert "worker 2 reads a different batch than worker 0" in str(error)
 
 
 def test_generators_that_differ_are_made_worker_0s() -> None:
@@ -437,7 +437,10 @@ def test_a_worker_that_does_not_come_is_named_at_the_deadline() -> None:
         (lambda group, model, optimizer: group.prepare(model), "no optimizer"),
         (lambda group, model, optimizer: group.prepare(optimizer), "no model"),
         (lambda group, model, optimizer: group.prepare(model, optimizer, 3), "prepare got a int"),
-        (lambda group, model, optimizer: group.prepare(nn.Linear(2, 2), optimizer), "belongs to no model"),
+        (
+            lambda group, model, optimizer: group.prepare(nn.Linear(2, 2), optimizer),
+            "is not in any prepared model",
+        ),
         (
             lambda group, model, optimizer: [group.prepare(model, optimizer) for _ in range(2)],
             "in one call",

@@ -199,7 +199,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             "data is each worker's own, whose epochs have no known length",
         ),
         ("ps", 2, {}, "data is each worker's own: a batch of ps may be computed again"),
-        ("hogwild", 2, {}, "data is each worker's own: a batch of hogwild is one worker's"),
+        ("hogwild", 2, {}, "data is each worker's own: under hogwild one worker computes each batch"),
     ):
         with pytest.raises(UserError, match=sentence):
             request(files, strategy, workers, **length)
@@ -209,7 +209,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         mh.Files(f"{tmp_path}/*.csv")
     with pytest.raises(UserError, match=r"pattern is ''; it must be a string such as"):
         mh.Files("")
-    with pytest.raises(UserError, match="weights are looked up by the number of a sample, and data is each"):
+    with pytest.raises(UserError, match="weights need data with indices, but data is each"):
         task(mh.Files(pattern), weights=torch.ones(3))
     with pytest.raises(UserError, match="evaluation is each worker's own data"):
         task(mh.Files(pattern), evaluation=mh.Files(pattern))

@@ -239,8 +239,8 @@ def test_an_output_that_changes_its_shape_between_microbatches_is_refused_by_nam
     model = nn.Sequential(nn.Flatten(), Ragged(), nn.Linear(5, 5)).double()
     task = replace(task_of("cnn"), model=partial(copy.deepcopy, model))
     sentence = (
-        "stage 0, micro-batch 3: its output has the shape (2, 6), that of micro-batch 0 has (3, 5); only the first "
-        "dimension, the batch, may differ: pad the others"
+        "stage 0, micro-batch 3: its output has shape (2, 6), but that of micro-batch 0 has (3, 5); only the first "
+        "dimension (the batch) may differ; pad the others"
     )
     with pytest.raises(UserError, match=re.escape(sentence)):
         train_in_stages(task, "pipeline schedule=gpipe cuts=2", 2, steps=1)
@@ -258,7 +258,7 @@ def test_a_layer_that_gives_no_tensor_cannot_end_a_stage() -> None:
     model = nn.Sequential(nn.Flatten(), Two(), First(), nn.Linear(81, 5)).double()
     task = replace(task_of("cnn"), model=partial(copy.deepcopy, model))
     with pytest.raises(
-        UserError, match="stage 0, micro-batch 0: Two gives a tuple; between two stages goes one tensor"
+        UserError, match="stage 0, micro-batch 0: Two returns a tuple; stages exchange one tensor"
     ):
         train_in_stages(task, "pipeline cuts=2", 2, steps=1)
     equal(train_in_stages(task, "pipeline cuts=3", 2, steps=1), train_alone(task, 1))
@@ -277,7 +277,7 @@ def test_frozen_layers_and_stages_without_parameters_train_as_alone() -> None:
 
 
 def test_sequences_shorter_than_the_slices_are_refused() -> None:
-    sentence = "microbatches=7: schedule=wavefront cuts dimension 1 of the input, time, into so many slices"
+    sentence = "microbatches=7: schedule=wavefront cuts dimension 1 (time) of the input into this many slices"
     with pytest.raises(UserError, match=re.escape(sentence)):
         train_in_stages(task_of("lstm"), "pipeline microbatches=7 schedule=wavefront", 2, steps=1)
 

@@ -307,10 +307,10 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
     monkeypatch.setattr(tempfile, "tempdir", str(there))
     roles = Roles("ps", workers=1, timeout_s=1.0)
     roles.start(1)
-    with pytest.raises(PeerTimeout, match="rank 2 did not come within 1 s; start it"):
+    with pytest.raises(PeerTimeout, match="rank 2 did not connect within 1 s; start it"):
         roles.train(kept(tmp_path / "run", "ps", 1))
     roles.join()
-    assert "rank 2 did not come" in str(roles.failures[1])
+    assert "rank 2 did not connect" in str(roles.failures[1])
     assert not any(there.glob("manyhands-*"))
 
 
@@ -346,7 +346,7 @@ def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
     roles.start(1, act=lies)
     _, outcome = roles.train()
     assert roles.deaths == [1]
-    assert any("rank 1 sent what nobody may send" in one and report in one for one in roles.said), roles.said
+    assert any("rank 1 sent an invalid message" in one and report in one for one in roles.said), roles.said
     assert outcome.totals["samples"] == 4 * STEPS
 
 

@@ -150,5 +150,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
-    with pytest.raises(UserError, match="weights are looked up by the number of a sample"):
+    with pytest.raises(UserError, match="weights need data with indices"):
         task(data=Stream())

@@ -236,7 +236,7 @@ def test_abort_wakes_sleepers_and_says_who_failed_first(blamed: int | None) -> N
         assert time.monotonic() - began < 5
         for error in errors:
             assert isinstance(error, Aborted)
-            assert ("rank 2 failed first" if blamed else "taken down") in str(error)
+            assert ("rank 2 failed first" if blamed else "the run is ending") in str(error)
         for call in (groups[2].poll, groups[2].finish, groups[2].barrier):
             assert isinstance(outcome(call), Aborted)
 
@@ -275,7 +275,7 @@ def test_ranks_that_ask_for_different_sizes_are_reported() -> None:
 
 def test_bad_input_gets_a_sentence() -> None:
     with ranks(1) as (group,), ranks(1) as (other,):
-        with pytest.raises(UserError, match="allocate comes first"):
+        with pytest.raises(UserError, match="call allocate first"):
             group.bucket(0, 1, torch.float32)
         group.allocate(1024, "a test")
         other.allocate(1024, "a test")
@@ -294,7 +294,7 @@ def test_bad_input_gets_a_sentence() -> None:
         with pytest.raises(UserError, match="another group"):
             group.launch(other.bucket(0, 4, torch.float32))
         group.launch(bucket)
-        with pytest.raises(UserError, match="under way"):
+        with pytest.raises(UserError, match="still in use"):
             group.launch(bucket)
         group.finish()
         group.close()

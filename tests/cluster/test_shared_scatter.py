@@ -126,11 +126,11 @@ def test_share_comes_once_and_first_and_alike() -> None:
         with join(files, rank) as group:
             group.share(100, "a test").close()
             for _ in range(2):
-                with pytest.raises(UserError, match=r"share\(1\): comes once, before allocate"):
+                with pytest.raises(UserError, match=r"share\(1\): call it once, before allocate"):
                     group.share(1, "a test")
                 group.barrier()
             group.allocate(100, "a test")
-            with pytest.raises(UserError, match="comes once"):
+            with pytest.raises(UserError, match="call it once"):
                 group.share(1, "a test")
 
     with SharedGroupFiles.create(2) as files:
@@ -146,5 +146,5 @@ def test_share_comes_once_and_first_and_alike() -> None:
 
     with SharedGroupFiles.create(2) as files:
         first, second = in_threads(2, differ)
-    assert first.startswith("Aborted: rank 0 stops its exchange: rank 1 failed first")
-    assert second.startswith("UserError: rank 1 asks for 8192 bytes of shared memory and rank 0 for 4096")
+    assert first.startswith("Aborted: rank 0 stopped its exchange: rank 1 failed first")
+    assert second.startswith("UserError: rank 1 asks for 8192 bytes of shared memory, but rank 0 for 4096")

@@ -272,7 +272,9 @@ def test_a_state_whose_gradient_would_be_lost_is_refused() -> None:
         Gated(lambda one: iter([one]), next), nn.Linear(6, 6), nn.Linear(6, 3)
     )
     task = task_of(model, data=(SEQUENCES, SEQUENCES[..., :3]))
-    with pytest.raises(UserError, match=r"Gated\.over_time gives holds a list_iterator; a state is a tensor"):
+    with pytest.raises(
+        UserError, match=r"Gated\.over_time returns holds a list_iterator; allowed are tensors"
+    ):
         train_in_stages(task, "pipeline microbatches=2 schedule=wavefront cuts=1", 2, 1)
 
 
@@ -291,7 +293,7 @@ class Trusting(optim.SGD):
 )
 def test_optimizers_that_look_at_whole_tensors_step_no_slices(optimizer: Any, name: str) -> None:
     task = task_of(lambda: layers(nn.Tanh()), optimizer=optimizer)
-    sentence = f"optimizer {name} would train another model under .*: it looks across the items of a tensor"
+    sentence = f"optimizer {name} would train a different model under .*: it combines the items of a tensor"
     for way in ("tensor", "pipeline stages=2 tensor=2 microbatches=3"):
         with pytest.raises(UserError, match=sentence):
             WAYS[way](task)
@@ -325,7 +327,7 @@ def test_losses_that_look_into_a_cut_model_are_refused() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return squared(model, batch) + model[2].weight.square().sum()
 
-    with pytest.raises(UserError, match=r"task\.loss asks the model for '\[2\]'"):
+    with pytest.raises(UserError, match=r"task\.loss reads '\[2\]' of the model"):
         WAYS["pipeline"](task_of(lambda: layers(nn.Tanh()), loss=loss))
 
 

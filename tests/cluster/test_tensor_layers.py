@@ -140,7 +140,7 @@ def test_stand_in_is_not_changed_in_place_and_says_what_it_is() -> None:
         assert (model.weight.shape, model.weight.ndim, len(model.weight)) == ((5, 3), 2, 5)
         assert model.weight.requires_grad
         assert model.weight.norm().item() > 0
-        with pytest.raises(UserError, match="mul_ would change a tensor of which each slice has a part"):
+        with pytest.raises(UserError, match="mul_ would change a sliced tensor"):
             model.weight.mul_(2)
 
     together(2, work)
@@ -238,7 +238,7 @@ def test_layers_that_do_more_than_is_known_are_whole() -> None:
     rows = nn.Embedding(9, 6, max_norm=1.0)
     model = nn.ModuleList([computed, rows, nn.Conv2d(4, 4, 3, groups=2), nn.Linear(6, 6)])
     assert words(model) == {"3": "column gather"}
-    with pytest.raises(UserError, match="module '0' computes its weight from others; say 'whole'"):
+    with pytest.raises(UserError, match="module '0' computes its weight from others; use 'whole'"):
         slice_modules(model, LinkGroup(0, range(2), {}, 1.0, kind=1), {"0": Slicing.parse("column gather")})
 
 
@@ -264,11 +264,11 @@ def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
     [
         (
             {"0": "row"},
-            "module '0' is row, so it takes 4 features on slice 0, and got 7; in tensor_plan a layer",
+            "module '0' is row, so it needs 4 features on slice 0, but got 7; in tensor_plan, follow a layer",
         ),
         (
             {"0": "column", "2": "column"},
-            "module '2' is column, so it takes 13 features on slice 0, and got 7",
+            "module '2' is column, so it needs 13 features on slice 0, but got 7",
         ),
         (
             {"0": "vocabulary", "2": "channels_in"},
@@ -277,7 +277,7 @@ def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
         ({"1": "row"}, "module '1' is a GELU, which cannot be row; leave it whole"),
         (
             {"0": "column units=1"},
-            "module '0' is column units=1, which is too little for 2 slices; use fewer",
+            "module '0' is column units=1, which is too small for 2 slices; use fewer",
         ),
     ],
 )
@@ -289,10 +289,13 @@ def test_a_plan_that_cannot_be_is_refused(plan: dict[str, str], sentence: str) -
 
 def test_shared_parameters_are_sliced_alike_or_not_at_all() -> None:
     for plan, words_of_it in (
-        ({"tokens": "vocabulary"}, "module 'head' shares a parameter that another module slices; say how"),
+        (
+            {"tokens": "vocabulary"},
+            "module 'head' shares a parameter that another module slices; slice it too",
+        ),
         (
             {"tokens": "vocabulary", "head": "row"},
-            "module 'head' shares a parameter that another module slices in",
+            "module 'head' shares a parameter that another module slices differently",
         ),
     ):
         with pytest.raises(UserError, match=re.escape(words_of_it)):
@@ -364,9 +367,9 @@ def test_halo_of_a_row_is_all_that_travels_forward() -> None:
     [
         (
             nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
-            "padding_mode=circular needs rows of the other",
+            "padding_mode=circular needs rows from the opposite",
         ),
-        (nn.AvgPool2d(3, padding=1, count_include_pad=False), "count_include_pad=False needs to know"),
+        (nn.AvgPool2d(3, padding=1, count_include_pad=False), "count_include_pad=False needs the position"),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode=True reaches beyond"),
         (nn.Conv2d(2, 2, 3), "module '0' has an image of 1 rows, too few for 2 slices"),
     ],

@@ -51,7 +51,7 @@ def test_what_was_chosen_over_tcp_is_told_and_goes_on_when_the_run_does(
     assert f"codec=auto chose {choice['why']}" in " ".join(capfd.readouterr().out.split())
     resumed = mh.fit(task, text, workers=2, steps=9, out=tmp_path / "run", resume=True)
     [same] = resumed.summary["codec_choices"]  # the next look is at step 200
-    assert same == {**choice, "why": f"{choice['codec']}: as before the run was resumed"}
+    assert same == {**choice, "why": f"{choice['codec']}: used before the run was resumed"}
 
 
 def _names(tree: object) -> list[str]:

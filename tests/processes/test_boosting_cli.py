@@ -72,7 +72,7 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     assert run_command(monkeypatch, "train", "gbdt", "--out", "m", "--json", "s.json") == 0
     printed = capfd.readouterr().out
     assert "gbdt · binary · single · 1 worker" in printed
-    last = "  manyhands predict m breast-cancer --out predictions.txt   # what it says of rows"
+    last = "  manyhands predict m breast-cancer --out predictions.txt   # predict rows"
     assert printed.splitlines()[-2:] == ["next", last]
     summary = json.loads(Path("s.json").read_text())
     took = f"100 trees in {summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
@@ -117,9 +117,9 @@ def test_train_test_and_predict(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--train", "none.npy"], "none.npy cannot be read: there is no such file"),
+        (["--train", "none.npy"], "none.npy cannot be read: no such file"),
         (["--strategy", "hogwild", "--workers", "2"], "strategy hogwild does not train gbdt"),
-        (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs rows to measure on"),
+        (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs held-out rows"),
         (["--num-leaves", "1"], "num_leaves is 1; it must be an integer of at least 2"),
         (["--categorical", "colour"], "categorical='colour': no such column"),
         (["--resume"], "--resume needs --out"),
@@ -160,7 +160,7 @@ def test_an_interrupted_run_keeps_its_trees_and_goes_on(
         process.wait()
     assert process.returncode == 130, error
     kept = len(read_model(out).trees)
-    assert f"ended by SIGINT; the model is that after {kept} of 100000 trees; continue with: " in error
+    assert f"ended by SIGINT; the model has {kept} of 100000 trees; continue with: " in error
     assert run_command(monkeypatch, *words, "--trees", str(kept + 2), "--resume") == 0, capfd.readouterr().err
     whole = train_gbdt(TableChoice(train=open_source(path)), GbdtOptions(trees=kept + 2, num_leaves=4))
     assert render_model(read_model(out)) == render_model(whole.model)

@@ -41,7 +41,7 @@ def test_strategies_side_by_side(
     assert (tmp_path / fastest / "summary.json").exists()
     assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["show", fastest])
     assert scaling.split()[:3] == ["manyhands", "scaling", "digits"]
-    assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
+    assert "Worker 1 was slowed down, 10 times" in " ".join(printed.out.split())
     assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"
     figures = json.loads((tmp_path / "f.json").read_text())
     ring, master, server, local = figures["strategies"]
@@ -116,7 +116,7 @@ def test_a_failed_run_is_shown_and_exit_status_1(
     printed = capfd.readouterr().out
     assert status == 1
     assert "failed" in printed
-    assert "No run came to its end." in printed
+    assert "No run finished." in printed
     assert "single failed: " in (tmp_path / "c/report.html").read_text()
 
 
@@ -163,8 +163,8 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "c/figures.json").read_text())["strategies"]
     assert figures[0]["bytes_per_step"]["median"] == pytest.approx(2 * 2 * num_bytes, rel=0.1)
     said = " ".join(done.stdout.split())
-    assert "TCP was held to 8 Mbit/s" in said
-    assert "ps does not use the network on one host, so --bandwidth did not touch it." in said
+    assert "TCP was limited to 8 Mbit/s" in said
+    assert "ps does not use the network on one host, so --bandwidth did not affect it." in said
     assert "Under allreduce link=tcp, beside no codec and by the time to the target: topk:0.01" in said
     # Of two workers each sends half of the gradient and half of the sum, or a hundredth of the items and their places.
     ring, few = figures[2:]

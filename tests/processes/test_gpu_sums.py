@@ -52,7 +52,7 @@ def test_workers_that_share_a_gpu_sum_as_ever_and_the_run_says_why(tmp_path: Pat
     for one in done:
         line = one.stdout.strip()
         assert line.startswith(f"told: {digest(alone)} links ")
-        assert "not by NCCL: workers 0 and 2 share one GPU, and NCCL takes one worker for each" in line
+        assert "not by NCCL: workers 0 and 2 share one GPU, but NCCL needs one GPU per worker" in line
 
 
 def test_a_worker_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
@@ -68,10 +68,9 @@ def test_a_worker_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -
 def test_processes_that_fit_starts_find_each_other_as_well() -> None:
     run = mh.fit(replace(task(), loss=LossOfOwnGpu()), "mirrored", workers=3, steps=STEPS, options=options())
     alone = mh.fit(task(), "single", steps=STEPS, options=options())
-    assert run.summary["sums"] == {"by": "nccl", "why": "each of 3 workers has a GPU of its own"}
+    assert run.summary["sums"] == {"by": "nccl", "why": "each of 3 workers has its own GPU"}
     assert (
-        "gradients are summed on the GPUs by NCCL: each of 3 workers has a GPU of its own"
-        in run.summary["notes"]
+        "gradients are summed on the GPUs by NCCL: each of 3 workers has its own GPU" in run.summary["notes"]
     )
     assert distance(run.model.state_dict(), alone.model.state_dict()) < 1e-9
     with pytest.raises(WorkerFailed, match=r"worker 2 .*was killed by SIGKILL"):

@@ -48,17 +48,17 @@ def test_a_helper_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(tmp
     task = make_task(OPTIMIZERS["momentum"])
     options = mh.Options(checkpoint_every=2)
     arguments: dict[str, Any] = {"workers": WORKERS, "steps": STEPS, "options": options}
-    with pytest.warns(UserWarning, match="from three workers on"):
+    with pytest.warns(UserWarning, match="use helpers with three workers or more"):
         whole = mh.fit(task, STRATEGY, out=tmp_path / "whole", **arguments)
     pids = tmp_path / "pids"
     pids.mkdir()
     fatal = replace(task, loss=striking_loss(task, pids))
     with (
-        pytest.warns(UserWarning, match="from three workers on"),
+        pytest.warns(UserWarning, match="use helpers with three workers or more"),
         pytest.raises(WorkerFailed, match=r"helper 0 .*was killed by SIGKILL"),
     ):
         mh.fit(fatal, STRATEGY, out=tmp_path / "run", **arguments)
-    with pytest.warns(UserWarning, match="from three workers on"):
+    with pytest.warns(UserWarning, match="use helpers with three workers or more"):
         resumed = mh.fit(task, STRATEGY, out=tmp_path / "run", resume=True, **arguments)
     assert resumed.summary["resumed_from_step"] in (2, 4)
     assert same_bits(whole.model.state_dict(), resumed.model.state_dict())

@@ -99,7 +99,7 @@ def dense_task(loss: Any) -> mh.Task:
     )
 
 
-WARNING = "sparse updates are where the theory holds"
+WARNING = "its theory needs sparse updates"
 
 
 def test_a_dense_model_is_warned_of_once(tmp_path: Path) -> None:

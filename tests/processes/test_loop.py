@@ -182,8 +182,8 @@ def test_a_signal_to_the_launcher_of_a_script_says_what_is_kept_and_how_to_start
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert errors.strip() == (
-        "manyhands: ended by SIGTERM; all workers have stopped; the events up to now are in events kept, and what the "
-        "script saved itself is kept; start again with: "
+        "manyhands: ended by SIGTERM; all workers have stopped; the events up to now are in events kept, and "
+        "files saved by the script are kept; start again with: "
         "manyhands launch train.py --workers 1"
     )
 
@@ -195,7 +195,7 @@ def test_a_mistake_in_using_the_library_is_one_line_and_status_2(tmp_path: Path)
     )
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "manyhands: the script asks for strategy=allreduce and the launcher for central; say it in one place"
+        "manyhands: the script asks for strategy=allreduce, but the launcher for central; set it in one place"
     )
 
 
@@ -218,7 +218,7 @@ def test_a_script_gets_its_own_arguments_and_folder_and_may_join_twice_or_not_at
     silent = launch_text(tmp_path, "print('hello')")
     assert silent.returncode == 0
     assert silent.stdout == "hello\nhello\n"
-    assert "not every worker called mh.join()" in silent.stderr
+    assert "some workers did not call mh.join()" in silent.stderr
 
 
 @pytest.mark.soak

@@ -89,7 +89,7 @@ def test_a_server_goes_by_the_majority() -> None:
 
 
 def test_momentum_is_not_counted_twice() -> None:
-    with pytest.raises(UserError, match=r"keeps the momentum of 0.9 itself, and SGD has 0.9 as well"):
+    with pytest.raises(UserError, match=r"keeps the momentum of 0.9 itself, but SGD has 0.9 as well"):
         mh.fit(make_task(0.9), "allreduce link=tcp codec=dgc:0.01", workers=2, steps=2)
 
 

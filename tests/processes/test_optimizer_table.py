@@ -158,8 +158,8 @@ def test_an_optimizer_gives_the_weights_of_one_process_or_is_rejected(
     if FITS[looks_at].intersection(Strategy.parse(way).facts.stepping):
         assert distance(train(name, way, workers), reference) < 1e-9
     else:
-        reason = r"it (looks across|keeps state that) .*; use strategy=mirrored or allreduce"
+        reason = r"(it combines|its state does) .*; use strategy=mirrored or allreduce"
         with pytest.raises(
-            UserError, match=rf"^optimizer {name.split()[0]} would train another model .*: {reason}"
+            UserError, match=rf"^optimizer {name.split()[0]} would train a different model .*: {reason}"
         ):
             train(name, way, workers)

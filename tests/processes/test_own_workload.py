@@ -83,7 +83,7 @@ def test_a_package_that_takes_a_built_in_name_or_is_broken_is_refused_where_it_i
     clash = manyhands(package, "train", "digits")
     assert clash.returncode == 2
     assert clash.stderr == (
-        "manyhands: workload 'digits' of the package my-digits (scale:WORKLOAD) has the name of a built-in one; "
+        "manyhands: workload 'digits' of the package my-digits (scale:WORKLOAD) has the name of a built-in workload; "
         "rename its entry point, or remove it\n"
     )
     broken = manyhands(package, "train", "broken")

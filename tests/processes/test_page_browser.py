@@ -183,7 +183,7 @@ def test_a_wrong_token_gets_one_sentence(browser: Any, dashboard: Dashboard) -> 
 
 def test_a_name_bound_to_this_machine_by_others_gets_nothing(browser: Any, dashboard: Dashboard) -> None:
     browser.get(dashboard.url.replace("127.0.0.1", "other.example"))
-    assert "does not go by that name" in browser.execute_script("return document.body.textContent")
+    assert "does not name this server" in browser.execute_script("return document.body.textContent")
     assert "digits" not in browser.page_source
 
 

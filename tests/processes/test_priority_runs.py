@@ -67,13 +67,13 @@ def test_evaluated_saved_and_resumed_as_by_arrival(tmp_path: Path) -> None:
         (
             "allreduce order=priority",
             {},
-            "memory is shared, and nothing travels that could go in another order",
+            "workers share memory and send nothing that could be reordered",
         ),
         ("allreduce link=tcp order=prioriy", {}, "did you mean 'priority'"),
-        ("allreduce credit=2MiB", {}, "credit=2MiB only means something to order=priority"),
-        ("allreduce link=tcp order=priority credit=0", {}, "credit=0 lets nothing through"),
-        ("allreduce link=tcp order=priority elastic=yes", {}, "leave one of the two out"),
-        ("allreduce link=tcp order=priority codec=auto", {}, "codecs are weighed by whole exchanges"),
+        ("allreduce credit=2MiB", {}, "credit=2MiB needs order=priority"),
+        ("allreduce link=tcp order=priority credit=0", {}, "credit=0 must be at least 1"),
+        ("allreduce link=tcp order=priority elastic=yes", {}, "leave one out"),
+        ("allreduce link=tcp order=priority codec=auto", {}, "codec=auto measures complete exchanges"),
         ("mirrored order=priority", {}, "only allreduce over links"),
         (
             "allreduce link=tcp order=priority",

@@ -143,7 +143,7 @@ def test_with_secure_sums_every_client_is_counted_by_its_rounds() -> None:
 
 
 def test_what_cannot_be_promised_is_refused() -> None:
-    with pytest.raises(UserError, match=r"epsilon=0\.01: one round with noise=0\.8 comes to"):
+    with pytest.raises(UserError, match=r"epsilon=0\.01: one round with noise=0\.8 costs"):
         mh.fit(task(), f"{PRIVATE} epsilon=0.01", rounds=2)
     normed = task(model=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
     with pytest.raises(UserError, match=r"buffer '0\.running_mean' is averaged over clients"):

@@ -118,10 +118,10 @@ def test_bad_files_end_with_2_and_one_line(
     assert "absent cannot be read" in complaint("train", "logreg", "--train", "absent")
     assert "there is no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
-    assert "model small is no safetensors file" in complaint("predict", "small", "small")
+    assert "model small is not a safetensors file" in complaint("predict", "small", "small")
     assert not Path("runs").exists()
     assert run_command(monkeypatch, "train", "logreg", "--train", "bad", "--skip-bad", "--out", "m") == 0
-    assert "2 bad lines were left out" in capfd.readouterr().err
+    assert "2 bad lines were skipped" in capfd.readouterr().err
     assert json.loads(Path("m/summary.json").read_text())["bad_lines"] == 2
     assert run_command(monkeypatch, "predict", "m", "bad", "--skip-bad") == 0
     printed = capfd.readouterr()
@@ -218,7 +218,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["interrupted"]
     report = (
-        f"ended by SIGINT; the model is that after {summary['passes']} of 100000000 passes; continue with: "
+        f"ended by SIGINT; the model was trained for {summary['passes']} of 100000000 passes; continue with: "
     )
     assert report in error.decode()
     assert LogregModel.load(out).weight.size == 41

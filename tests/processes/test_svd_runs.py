@@ -113,7 +113,7 @@ def test_workers_refuse_a_matrix_with_holes(tmp_path: Path) -> None:
     table = np.ones((900, 3))
     table[800, 2] = np.inf
     np.save(tmp_path / "holed.npy", table)
-    with pytest.raises(mh.ManyhandsError, match="row 800, column 2 is inf, no number"):
+    with pytest.raises(mh.ManyhandsError, match="row 800, column 2 is inf, not a number"):
         train_svd(tmp_path / "holed.npy", SvdOptions(rank=2), workers=2)
 
 
@@ -145,8 +145,8 @@ def test_the_command_decomposes_digits_by_itself_and_says_what_comes_next(tmp_pa
 
 BAD = {
     "a file that is not there": (("--path", "none.npy"), "none.npy cannot be read: No such file"),
-    "prose": (("--path", "prose.txt"), "line 1, column 1: label 'once' is no number"),
-    "not a number": (("--path", "holed.npy"), "row 1, column 0 is nan, no number"),
+    "prose": (("--path", "prose.txt"), "line 1, column 1: label 'once' is not a number"),
+    "not a number": (("--path", "holed.npy"), "row 1, column 0 is nan, not a number"),
     "a rank beyond the matrix": (
         ("--rank", "65"),
         "rank=65: a matrix of 1,797 rows and 64 columns has at most 64",

@@ -106,11 +106,14 @@ def test_dropout_in_a_chain_is_that_of_one_process_and_elsewhere_that_of_all_sli
             {"bloks.*.expand": "column"},
             "tensor_plan: Transformer has no module 'bloks.*.expand'; the nearest is 'blocks.1.expand'",
         ),
-        ({"head": "colum"}, "tensor_plan: 'colum' does not say how; allowed: column, row, heads, vocabulary"),
-        ({"head": "heads"}, "tensor_plan: 'heads' does not say how many; write heads=4"),
-        ({"head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' makes no sense; allowed: heads=4"),
+        (
+            {"head": "colum"},
+            "tensor_plan: 'colum' is not a way to slice; allowed: column, row, heads, vocabulary",
+        ),
+        ({"head": "heads"}, "tensor_plan: 'heads' has no number of heads; write heads=4"),
+        ({"head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' is invalid; allowed: heads=4"),
         ({"norm": "row"}, "tensor_plan: module 'norm' is a LayerNorm, which cannot be row; leave it whole"),
-        (["head"], "Transformer.tensor_plan is a list; it must be a dict of names of modules to how"),
+        (["head"], "Transformer.tensor_plan is a list; it must be a dict of module names and slicings"),
     ],
 )
 def test_plans_that_cannot_be_are_refused_before_anything_starts(plan: Any, sentence: str) -> None:
@@ -122,14 +125,14 @@ def test_a_layer_that_gets_what_it_does_not_take_is_named() -> None:
     """Only the run shows in which order a model applies its modules."""
     task = language(plan={"blocks.*.expand": "row"})
     with pytest.raises(
-        Exception, match=r"module 'blocks.0.expand' is row, so it takes 6 features on slice \d, and got"
+        Exception, match=r"module 'blocks.0.expand' is row, so it needs 6 features on slice \d, but got"
     ):
         mh.fit(task, "tensor", workers=2, steps=2)
 
 
 def test_more_slices_than_heads_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too little for 4 slices"
+        UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too small for 4 slices"
     ):
         mh.fit(language(), "tensor slices=4", workers=4, steps=2)
 
@@ -160,5 +163,7 @@ def test_a_loss_that_is_not_finite_names_its_worker() -> None:
 
 
 def test_compiling_a_slice_is_refused() -> None:
-    with pytest.raises(UserError, match=r"compile: torch\.compile takes a whole model, and under `tensor`"):
+    with pytest.raises(
+        UserError, match=r"compile: torch\.compile needs a complete model, and under `tensor`"
+    ):
         mh.fit(language(), "tensor", workers=2, steps=2, options=mh.Options(compile=True))

@@ -69,7 +69,7 @@ def test_an_exercise_is_written_once_and_its_solution_shown(
     ("arguments", "sentence"),
     [
         (["tour", "10"], "there are lessons 1 to 9"),
-        (["tour", "--solution"], "say which lesson"),
+        (["tour", "--solution"], "give the number of a lesson"),
         (["tour", "1", "--exercise", "/nowhere/mine.py"], "cannot be written"),
     ],
 )

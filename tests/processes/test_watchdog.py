@@ -45,7 +45,7 @@ def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call(tm
     assert "in time.sleep(1e9) (hang_script.py:14) at step 6" in first
     assert "worker 0 in model(torch.ones(2, 4)).sum().backward() (hang_script.py:" in first
     assert page.startswith("No progress for")
-    assert "  worker 0  exchanging step 6    waits for worker 1 since" in page
+    assert "  worker 0  exchanging step 6    has waited " in page
     assert "> worker 1  computing step 6     does not wait" in page
     assert "hang_script.py:14 in go_astray:  time.sleep(1e9)" in page
     assert "Its last events" in page
@@ -64,7 +64,7 @@ def test_a_worker_that_never_joins_is_named() -> None:
     done = launch("never joins")
     assert done.returncode == 1
     assert "worker 1 holds up the run" in done.stderr
-    assert "waits for worker 1 since" in done.stderr
+    assert " s for worker 1" in done.stderr
     assert "mh.join()" in done.stderr
 
 
@@ -74,7 +74,7 @@ def test_every_strategy_of_an_own_loop_names_it(strategy: str) -> None:
     done = launch("sleeps", "--strategy", strategy, "--workers", "3")
     assert done.returncode == 1
     assert "worker 1 holds up the run" in done.stderr
-    assert "waits for worker 1 since" in done.stderr
+    assert " s for worker 1" in done.stderr
 
 
 def blocking_loss(model: nn.Module, batch: Any) -> torch.Tensor:

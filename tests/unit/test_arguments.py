@@ -51,13 +51,13 @@ def task(**changes: Any) -> mh.Task:
         ),
         (
             lambda: task(loss=lambda m, x, y: nn.functional.mse_loss(m(x), y)),
-            "loss takes (m, x, y), but it is called with (model, batch); what a batch holds is taken apart inside it, "
+            "loss takes (m, x, y), but it is called with (model, batch); unpack the batch inside it, "
             "as in: x, y = batch",
         ),
         (
             lambda: task(evaluation=torch.zeros(4, 2), metrics={"acc": lambda output, x, y: 1.0}),
-            "metrics['acc'] takes (output, x, y), but it is called with (model, batch); what a batch holds is taken "
-            "apart inside it, as in: x, y = batch",
+            "metrics['acc'] takes (output, x, y), but it is called with (model, batch); unpack the "
+            "batch inside it, as in: x, y = batch",
         ),
     ],
 )

@@ -54,7 +54,9 @@ def test_free_workers_take_turns() -> None:
 def test_too_many_are_refused_and_nobody_waits_for_ever() -> None:
     core = Dispatch(LIMITS)
     assert core.asked(1, 8, 0.0) == []
-    assert core.asked(2, 3, 0.1) == [RefuseRequest(2, 503, "8 inputs wait already; try again in a moment.")]
+    assert core.asked(2, 3, 0.1) == [
+        RefuseRequest(2, 503, "8 inputs are already waiting; try again in a moment.")
+    ]
     assert core.wakes_at == 1.0
     assert core.look(0.99) == []
     assert core.look(1.0) == [RefuseRequest(1, 503, "No worker was free within 1 s; try again later.")]
@@ -83,11 +85,11 @@ def test_a_request_that_kills_workers_is_given_up_and_takes_nobody_along() -> No
     core.gone(1, 0.1)
     assert core.free(2, 0.1) == [SendBatch(2, (1,))]
     (given_up,) = core.gone(2, 0.2)
-    assert given_up == RefuseRequest(1, 503, "2 workers died while they computed this; it was given up.")
+    assert given_up == RefuseRequest(1, 503, "2 workers died while computing this request; it was abandoned.")
     assert core.free(3, 0.3) == [SendBatch(3, (2,))]
 
 
-TOO_SLOW = "The answer was not computed within 1 s; ask for less at a time, or try again later."
+TOO_SLOW = "The answer was not computed within 1 s; send fewer inputs at a time, or try again later."
 
 
 def test_a_worker_that_computes_for_too_long_is_killed_once() -> None:

@@ -296,7 +296,7 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
     workers = 1 if strategy == "single" else 2
     with (
         at_most(200 << 20),
-        pytest.raises(UserError, match=r"up to 1000000000 takes .* GiB with its copies.*bits"),
+        pytest.raises(UserError, match=r"up to 1000000000 needs .* GiB with its copies.*bits"),
     ):
         train_logreg(path, strategy=strategy, workers=workers)
 
@@ -327,10 +327,10 @@ def test_what_the_learner_counts_is_what_it_takes(
     [
         (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number of vectors"),
         (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is not a number"),
-        (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is no finite number"),
-        (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is no finite number"),
-        (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is no finite number"),
-        (b"2 2\nthe 1 2\ncat NaN 2\n", "line 3: 'NaN' is no finite number"),
+        (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is not a finite number"),
+        (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is not a finite number"),
+        (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is not a finite number"),
+        (b"2 2\nthe 1 2\ncat NaN 2\n", "line 3: 'NaN' is not a finite number"),
         (b"1 1\nthe \x00\x00\xc0\x7f\n", "vector 1 of 1 has a number that is not finite"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models in LightGBM's text form: round trip, read by LightGBM itself and from it, and damaged files."""
+"""Models in LightGBM's text format: round trip, read by LightGBM itself and from it, and damaged files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_random_forest_of_lightgbm_is_refused(tmp_path: Path) -> None:
     settings = {"verbose": -1, "num_threads": 1, "boosting": "rf", "bagging_fraction": 0.5, "bagging_freq": 1}
     booster = lightgbm.train(settings, lightgbm.Dataset(values, target, params={"verbose": -1}), 3)
     booster.save_model(tmp_path / "forest.txt")
-    with pytest.raises(DataError, match="it is a random forest, whose trees are averaged, which is not read"):
+    with pytest.raises(DataError, match="it is a random forest, which is not supported"):
         read_model(tmp_path / "forest.txt")
 
 
@@ -165,21 +165,21 @@ DAMAGED = {
     "nothing": (lambda _: "", "does not begin with the word tree"),
     "another file": (lambda _: "hello\n", "does not begin with the word tree"),
     "cut short": (lambda one: one[: one.index("end of trees")], "it was cut short"),
-    "many classes": (lambda one: one.replace("num_class=1", "num_class=3"), "only one class is read"),
+    "many classes": (lambda one: one.replace("num_class=1", "num_class=3"), "only one class is supported"),
     "ranking": (lambda one: one.replace("objective=regression", "objective=lambdarank"), "its objective is"),
     "names": (lambda one: one.replace("max_feature_idx=4", "max_feature_idx=9"), "max_feature_idx is '9'"),
     "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),
     "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
-    "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
-    "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not all leaves"),
-    "letters": (lambda one: _changed(one, "leaf_value", "x"), "something else than numbers"),
+    "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature outside the 5 of the model"),
+    "a loop": (lambda one: _changed(one, "left_child", "0"), "must be a child exactly once"),
+    "letters": (lambda one: _changed(one, "leaf_value", "x"), "must hold numbers only"),
     "nan": (lambda one: _changed(one, "leaf_value", "nan"), "holds nan"),
-    "huge": (lambda one: _changed(one, "split_feature", "9" * 30), "something else than numbers"),
+    "huge": (lambda one: _changed(one, "split_feature", "9" * 30), "must hold numbers only"),
     "leaves": (lambda one: one.replace("num_leaves=4", "num_leaves=-4", 1), "num_leaves is '-4'"),
     "linear": (lambda one: one.replace("is_linear=0", "is_linear=1", 1), "linear"),
     "order": (lambda one: one.replace("Tree=1", "Tree=7"), "tree 1 is called '7'"),
-    "decision": (lambda one: _changed(one, "decision_type", "64"), "decision_type that is not known"),
+    "decision": (lambda one: _changed(one, "decision_type", "64"), "unknown decision_type"),
     "sets": (lambda one: _changed(one, "threshold", "99"), "categorical split without its categories"),
     "no objective": (
         lambda one: one.replace("objective=regression", "objective= "),
@@ -196,8 +196,8 @@ DAMAGED = {
         "cat_boundaries do not ascend from 0",
     ),
     "infinite": (lambda one: _changed(one, "leaf_value", "inf"), "leaf_value holds inf"),
-    "underlines": (lambda one: _changed(one, "threshold", "1_0"), "something else than numbers"),
-    "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "something else than numbers"),
+    "underlines": (lambda one: _changed(one, "threshold", "1_0"), "must hold numbers only"),
+    "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "must hold numbers only"),
 }
 
 
@@ -213,13 +213,13 @@ def test_a_damaged_file_is_refused_with_a_sentence(name: str) -> None:
     damage, message = DAMAGED[name]
     with pytest.raises(DataError, match=message) as caught:
         parse_model(damage(text()).encode(), "m.txt")
-    assert str(caught.value).startswith("model m.txt is no gradient boosting model")
+    assert str(caught.value).startswith("model m.txt is not a gradient boosting model")
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_model(tmp_path / "none.txt")
-    with pytest.raises(DataError, match="is no text"):
+    with pytest.raises(DataError, match="is not text"):
         parse_model(b"tree\n\xff\xfe", "m.txt")
 
 

@@ -89,11 +89,13 @@ def test_columns_of_parquet_are_found_by_their_names(tmp_path: Path) -> None:
     rest = trained(TableChoice(train=both[1], start=found.model), trees=2)
     assert rest.model.names == found.model.names
     assert rest.train_losses[0] < found.train_losses[-1]
-    with pytest.raises(UserError, match=r"few.parquet has no column 'time_of_day', as the model has"):
+    with pytest.raises(UserError, match=r"few.parquet lacks the model's column 'time_of_day'"):
         predicted_by(found.model, written("few.parquet", "age", "y", "label", "carrier", "delayed"))
     columns["time_of_day"] = labels
     twice = open_source(written("twice.parquet", "time of day", "time_of_day", "delayed"), label="delayed")
-    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both 'time_of_day'"):
+    with pytest.raises(
+        UserError, match="columns 'time of day' and 'time_of_day' are both written as 'time_of_day'"
+    ):
         trained(TableChoice(train=twice))
 
 
@@ -135,7 +137,7 @@ def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("last", [(1 << 31) - 2, 1 << 25])
 def test_an_absurd_index_is_refused_before_it_fills_the_memory(last: int, tmp_path: Path) -> None:
     (tmp_path / "rows").write_text(f"1 3:1 7:2\n2 {last}:1\n")
-    with pytest.raises(UserError, match=f"rows has feature {last}, but here a model has .* columns at most"):
+    with pytest.raises(UserError, match=f"rows has feature {last}, but a model has at most .* columns"):
         trained(TableChoice(train=open_source(tmp_path / "rows")))
 
 
@@ -159,7 +161,7 @@ def test_of_sparse_rows_only_columns_with_values_and_categories_are_looked_at(
 
 BAD = {
     "labels that are no numbers": (lambda v, y: (v, np.where(y > 0, np.nan, y)), {}, "row .* has no label"),
-    "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two values"),
+    "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two different values"),
     "three labels": (
         lambda v, y: (v, y + (np.arange(len(y)) % 3)),
         {"objective": "binary"},
@@ -168,7 +170,7 @@ BAD = {
     "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "has labels 1;"),
     "lengths that differ": (lambda v, y: (v, y[:-1]), {}, "has 700 rows, but its labels have shape"),
     "no table": (lambda v, y: (v[:, 0], y), {}, r"has shape \(700,\)"),
-    "text": (lambda v, y: (v.astype(str), y), {}, "a table holds numbers"),
+    "text": (lambda v, y: (v.astype(str), y), {}, "a table must hold numbers"),
 }
 
 
@@ -220,7 +222,7 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("text", None, "is not a Parquet file that can be read"),
         ("twice", None, "has two columns of the same name"),
         ("label", None, "has 3 rows and 0 columns"),
-        ("words", None, "column 'a' is string, no number"),
+        ("words", None, "column 'a' is string, not a number"),
         ("t", "c", "has no column 'c'"),
         ("t", "2", "has no column '2'"),
         ("t", "--1", "has no column '--1'"),
@@ -254,7 +256,7 @@ def test_rows_held_out_need_a_weight(fraction: float) -> None:
     values, labels = drawn_table()
     weights = 1.0 - Holdout(fraction=fraction).chosen(0, len(labels))
     table = TableChoice(train=ArraySource(values, labels, weights=weights), valid_fraction=fraction)
-    with pytest.raises(UserError, match="no row that is held out has a weight; use a larger valid_fraction"):
+    with pytest.raises(UserError, match="no held-out row has a positive weight; use a larger valid_fraction"):
         trained(table, trees=3, early_stopping=2)
 
 
@@ -264,8 +266,8 @@ def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
     with pytest.raises(UserError, match="the rows of one label have no weight"):
         trained(TableChoice(train=one_sided), objective="binary")
     for weights, message in (
-        (np.zeros(700), "all rows have the weight 0"),
-        (labels - 0.5, "row .* has a weight"),
+        (np.zeros(700), "all rows have weight 0"),
+        (labels - 0.5, "the weight of row .* must be"),
     ):
         source = ArraySource(values, labels)
         source._weights = weights  # as a text file would have them
@@ -303,9 +305,9 @@ def test_a_column_that_is_not_there_is_refused() -> None:
         trained(choice(*drawn_table(), categorical=("²",)))
     with pytest.raises(UserError, match="both given"):
         choice(*drawn_table(), valid=open_source("diabetes"), valid_fraction=0.5)
-    with pytest.raises(UserError, match="train: gbdt reads rows twice or more; give a file, not stdin"):
+    with pytest.raises(UserError, match="train: gbdt reads its rows more than once; give a file, not stdin"):
         TableChoice(train=open_source("-"))
-    with pytest.raises(UserError, match="valid: gbdt reads rows twice or more; give a file, not stdin"):
+    with pytest.raises(UserError, match="valid: gbdt reads its rows more than once; give a file, not stdin"):
         choice(*drawn_table(), valid=open_source("-"))
     with pytest.raises(UserError, match=r"valid_fraction=1\.5"):
         choice(*drawn_table(), valid_fraction=1.5)

@@ -179,9 +179,9 @@ def test_training_goes_on_with_a_model_as_if_it_had_grown_it() -> None:
     assert rest.model.trees[:3] == first.trees
     ours, theirs = (render_model(one.model).partition("parameters:")[0] for one in (rest, whole))
     assert ours == theirs
-    with pytest.raises(UserError, match="the model has 6 columns, and the table 5"):
+    with pytest.raises(UserError, match="the model has 6 columns, but the table has 5"):
         trained(replace(choice(values[:, :5], labels), start=first))
-    with pytest.raises(UserError, match="the objective of the model is 'binary sigmoid:1', and regression"):
+    with pytest.raises(UserError, match="the model's objective is 'binary sigmoid:1', but regression"):
         trained(replace(table, start=first), objective="regression")
 
 
@@ -193,7 +193,7 @@ def test_early_stopping_keeps_the_trees_up_to_the_best() -> None:
     assert result.trees_grown == best + 4 < 60
     assert len(result.model.trees) == best
     assert any("valid_loss has not fallen in 4 evaluations" in note for note in result.summary["notes"])
-    with pytest.raises(UserError, match="early_stopping needs rows to measure on"):
+    with pytest.raises(UserError, match="early_stopping needs held-out rows"):
         trained(choice(values, labels), early_stopping=4)
 
 
@@ -223,7 +223,7 @@ def test_importance_counts_splits_and_gains() -> None:
         ("hogwild", 2, "strategy hogwild does not train gbdt"),
         ("ps", 2, "does not train gbdt; allowed: single, allreduce, mirrored"),
         ("tensor", 2, "does not train gbdt"),
-        ("allreduce algorithm=ring", 2, "has no other algorithm"),
+        ("allreduce algorithm=ring", 2, "takes no algorithm"),
     ],
 )
 def test_strategies_that_do_not_grow_trees_are_refused(strategy: str, workers: int, message: str) -> None:

@@ -60,10 +60,10 @@ def test_a_mismatch_names_ranks_and_loads() -> None:
         all_reduce(torch.ones(4)),
     ]
     assert describe_mismatch(calls[:2]) == (
-        "all_reduce(sum) #17: rank 0 brings float32[4], rank 1 brings float64[4]; all ranks must bring tensors of one "
-        "shape and dtype"
+        "all_reduce(sum) #17: rank 0 passes float32[4], rank 1 passes float64[4]; all ranks must pass tensors of the "
+        "same shape and dtype"
     )
-    assert "ranks 0, 2 bring float32[4], rank 1 brings float64[4]" in describe_mismatch(calls)
+    assert "ranks 0, 2 pass float32[4], rank 1 passes float64[4]" in describe_mismatch(calls)
     others = [calls[0], CollectiveCall(17, CallKind.BARRIER)]
     assert describe_mismatch(others, lambda rank: f"{rank} (global {rank + 5})") == (
         "collective #17: rank 0 (global 5) calls all_reduce(sum) of float32[4], rank 1 (global 6) calls barrier; all "
@@ -79,7 +79,7 @@ def test_only_shapes_that_differ_beyond_ones_differ() -> None:
 
 def test_uneven_exchanges_are_named() -> None:
     text = describe_uneven("all_to_all #3", [[0, 4], [8, 0]], [[0, 8], [5, 0]])
-    assert text == "all_to_all #3: rank 0 brings 4 bytes for rank 1, which expects 5"
+    assert text == "all_to_all #3: rank 0 sends 4 bytes to rank 1, which expects 5"
     text = describe_uneven("all_to_all #3", [[1, 1], [1, 1]], [[2, 2], [2, 2]])
     assert text.endswith(" (and 1 more)")
 
@@ -135,9 +135,9 @@ def test_every_two_ranks_have_a_ring_in_each_direction(world: int) -> None:
 
 
 def test_what_can_not_be_reduced_is_refused() -> None:
-    with pytest.raises(UserError, match=r"AVG of torch\.bool: truth values have no mean"):
+    with pytest.raises(UserError, match=r"AVG of torch\.bool: booleans have no mean"):
         check_reduction(torch.bool, Reduction.AVG)
-    with pytest.raises(UserError, match=r"SUM of torch\.uint16: torch has none"):
+    with pytest.raises(UserError, match=r"SUM of torch\.uint16: torch does not support it"):
         check_reduction(torch.uint16, Reduction.SUM)
     with pytest.raises(UserError, match=r"BOR of torch\.float32"):
         check_reduction(torch.float32, Reduction.BOR)

@@ -88,4 +88,4 @@ def test_an_unknown_option_before_the_script_is_an_error(
     assert run_command(monkeypatch, "launch", *asked) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1
-    assert all(part in error for part in [*parts, "after the script"]), error
+    assert all(part in error for part in [*parts, "go after its name"]), error

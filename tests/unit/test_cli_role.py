@@ -30,7 +30,7 @@ def asked(folder: Path, kind: str, index: str = "0", *words: str) -> list[str | 
             TRAIN,
             "task.type='wroker' is not a type of role; allowed: chief, worker, ps, evaluator",
         ),
-        ("ps", "0", ("--", "compare", "digits"), "'compare' cannot be one role of a cluster"),
+        ("ps", "0", ("--", "compare", "digits"), "'compare' cannot run as a role of a cluster"),
         ("ps", "0", (*TRAIN[:-1], "allreduce"), "strategy=allreduce has no parameter servers"),
         ("ps", "0", (*TRAIN[:-1], "ps servers=3"), "servers=3, but the cluster lists 1 of type ps"),
         (

@@ -89,8 +89,8 @@ def test_an_all_reduce_against_the_number_of_workers() -> None:
         ("1f1c", "there is no schedule '1f1c'; allowed: naive, .*did you mean '1f1b'"),
         ("rign", "did you mean 'ring'"),
         ("interleaved --stages 4 --microbatches 6", "microbatches=6 does not fit stages=4.*fit: 4 and 8"),
-        ("1f1b --workers 3", "--workers does not go with 1f1b, which is a schedule of a pipeline"),
-        ("ring --stages 3", "--stages does not go with ring, which is a schedule of an all-reduce"),
+        ("1f1b --workers 3", "--workers does not go with 1f1b, which is a pipeline schedule"),
+        ("ring --stages 3", "--stages does not go with ring, which is an all-reduce schedule"),
         ("ring --microbatches 3", "--microbatches does not go with ring"),
         ("gpipe --chunks 2", "--chunks does not go with gpipe.*`interleaved` has several"),
         ("gpipe --stages 0", "--stages 0 is not allowed; 1 to 64"),
@@ -102,10 +102,10 @@ def test_an_all_reduce_against_the_number_of_workers() -> None:
         ("ring --workers 0", "'0' is not a number of workers"),
         ("ring --workers 1000", "'1000' is not a number of workers; 1 to 256"),
         ("ring --workers 64", "--workers 64 is too many for a drawing, which has 16 at most"),
-        ("ring --workers 2,4 --svg x.svg", "--svg draws one number of workers, not 2,4"),
+        ("ring --workers 2,4 --svg x.svg", "--svg needs one number of workers, not 2,4"),
         ("ring --size many", "size 'many' is not a number of bytes"),
         ("1f1b --svg no-such-folder/x.svg", "--svg no-such-folder/x.svg: there is no folder"),
-        ("--stages 4", "options need the name of a schedule"),
+        ("--stages 4", "options need a schedule"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_printed(

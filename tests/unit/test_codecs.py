@@ -233,7 +233,7 @@ def test_a_codec_is_no_longer_the_numbers_of_the_plain_loop() -> None:
 )
 def test_a_codec_is_refused_with_the_reason_where_there_is_none(text: str) -> None:
     """Nothing travels there; or layers and what passes between them do, as they are."""
-    reason = "as they are" if text in ("sharded", "pipeline") else "nothing travels"
+    reason = "uncompressed" if text in ("sharded", "pipeline") else "sends? nothing"
     with pytest.raises(UserError, match=rf"codec=bf16: .*{reason}"):
         Strategy.parse(f"{text} codec=bf16")
 
@@ -248,23 +248,23 @@ def test_a_codec_that_there_is_not_is_named() -> None:
     [
         ("codec=topk:0", "fraction '0' must be a fraction above 0 and at most 1"),
         ("codec=topk:nan", "must be a fraction above 0"),
-        ("codec=topk:", "a value must follow, as topk:0.01"),
+        ("codec=topk:", "a value must follow, as in topk:0.01"),
         ("codec=int8:4", "write int8 alone"),
-        ("codec=qsgd:128", "levels '128' must be an integer from 1 to 127"),
+        ("codec=qsgd:128", "levels '128' must be an integer between 1 and 127"),
         ("codec=qsgd:1,levels=2", "levels is given twice"),
         ("codec=dgc:0.001,momentun=0.9", "did you mean 'momentum'"),
-        ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number from 0 to below 1"),
+        ("codec=dgc:0.001,momentum=1", "momentum '1' must be a number of at least 0 and below 1"),
         ("codec=fp8:e4m4", "did you mean 'e4m3'"),
-        ("codec=int8+topk:0.1", "can only follow one that sends a few items: topk, randomk, dgc"),
-        ("codec=topk:0.1+randomk", "randomk cannot follow, only what shrinks values"),
+        ("codec=int8+topk:0.1", "only a codec that sends few items can come first: topk, randomk, dgc"),
+        ("codec=topk:0.1+randomk", "randomk cannot come second"),
         ("codec=topk:0.1+int8+fp16", "a chain has two codecs"),
-        ("codec=topk:0.1+sign:vote", "a vote is of all items"),
-        ("codec=topk:0.1+raw", "raw stands alone"),
+        ("codec=topk:0.1+sign:vote", "a vote needs all items"),
+        ("codec=topk:0.1+raw", "raw cannot be combined"),
         ("codec=topk:0.1 algorithm=ring", "at every hop of algorithm=ring"),
-        ("codec=bf16 feedback=no", "keeps nothing that could be turned off"),
-        ("codec=qsgd:7 feedback=no", "keeps nothing that could be turned off"),
-        ("codec=dgc:0.001 feedback=no", "is what it is made of; write topk"),
-        ("codec=topk:0.1 elastic=yes", "a step that is taken again would send its residuals twice"),
+        ("codec=bf16 feedback=no", "has no feedback to disable"),
+        ("codec=qsgd:7 feedback=no", "has no feedback to disable"),
+        ("codec=dgc:0.001 feedback=no", "cannot work without feedback; write topk"),
+        ("codec=topk:0.1 elastic=yes", "a repeated step would send its residuals twice"),
         ("codec=topk:0.1 feedback=maybe", "unknown value 'maybe'"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_setting_that_makes_no_sense_gets_a_sentence(text: str, said: str) -> 
         ("ps link=tcp codec=powersgd:2", "factors are summed over workers"),
         ("local link=tcp codec=powersgd:2", "use allreduce link=tcp"),
         ("local link=tcp codec=dgc:0.01", "it keeps the momentum of gradients"),
-        ("local link=tcp codec=sign:vote", "a vote says nothing of how far to go"),
+        ("local link=tcp codec=sign:vote", "a vote has no step size"),
     ],
 )
 def test_a_strategy_that_a_codec_makes_no_sense_with_says_why(text: str, said: str) -> None:

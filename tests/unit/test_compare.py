@@ -53,7 +53,7 @@ def test_strategies_are_separated_by_semicolons() -> None:
     ("text", "parts"),
     [
         ("allreduce; sp", ["'sp'", "did you mean 'ps'"]),
-        (" ; ", ["names none", "semicolons"]),
+        (" ; ", ["is empty", "semicolons"]),
         ("ps; allreduce; ps consistency=sync", ["'ps' twice", "--repeats"]),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
         FailedTrial(place=0, repeat=0, sentence="no"), FailedTrial(place=1, repeat=0, sentence="no")
     )
     assert nothing.target is None
-    assert "No run came to its end." in reported(nothing)
+    assert "No run finished." in reported(nothing)
 
 
 def test_the_clock_stands_still_for_evaluations() -> None:
@@ -403,7 +403,7 @@ def test_scores_are_told_and_are_no_target_unless_asked_for() -> None:
     with console.capture() as captured:
         console.print(scores_table(one))
     assert "0.2500 (0.2500 to 0.2500)" in captured.get()
-    assert "What the models are worth" in report(one, ["s"], "t", "c", {})
+    assert "Quality of the models" in report(one, ["s"], "t", "c", {})
     asked = figures(
         [(strategy, 2) for strategy in TWO],
         [measured(place).scored({"analogies": value}) for place, value in enumerate((0.25, 0.5))],

@@ -14,7 +14,7 @@ def test_a_difference_beyond_the_repeats_is_called_one() -> None:
     assert (
         "ps consistency=async was there first, after 2.10 s: 3.9 times as fast as allreduce (8.10 s)." in said
     )
-    assert "That is more than the repeats differ: each of 2 runs" in said
+    assert "The difference exceeds the spread: each of 2 runs" in said
 
 
 def test_a_difference_within_the_repeats_is_not() -> None:
@@ -24,8 +24,8 @@ def test_a_difference_within_the_repeats_is_not() -> None:
         measured(1, 0, step_s=0.2),
         measured(1, 1, step_s=0.5),
     ]
-    assert "That is no more than the repeats differ among themselves." in reported(found(*runs))
-    assert "more than the repeats differ:" not in reported(found(*runs))
+    assert "The difference is within the spread of the repeats." in reported(found(*runs))
+    assert "exceeds the spread:" not in reported(found(*runs))
 
 
 def test_one_run_each_says_nothing_about_chance() -> None:
@@ -59,24 +59,26 @@ def test_who_does_not_reach_the_target_is_named() -> None:
 def test_waiting_is_reported_with_the_one_waited_for() -> None:
     said = reported(found(measured(0, waited_s=2.0, waited_for_s={0: 0.1, 1: 1.9}), measured(1)))
     assert "Workers spent 50 % under allreduce (mostly for worker 1) of their time waiting." in said
-    assert "Nowhere did workers wait for more than 0 %" in reported(found(measured(0), measured(1)))
+    assert "No workers waited for more than 0 %" in reported(found(measured(0), measured(1)))
 
 
 def test_a_slowed_worker_is_reported_with_what_it_did() -> None:
     one = found(measured(0, waited_s=2.0, waited_for_s={1: 1.6}), measured(1))
     said = reported(one, slow=Slowdown.parse("worker=1,factor=5"))
     assert (
-        "Worker 1 was slowed on purpose, 5 times: of all workers' time, waiting for it took 40 % under allreduce"
+        "Worker 1 was slowed down, 5 times: of all workers' time, waiting for it took 40 % under allreduce"
         in said
     )
     assert "under ps consistency=async workers waited less than 5 %" in said
     said = reported(one, slow=Slowdown.parse("worker=1,factor=2,probability=0.1,from=400"))
-    assert "Worker 1 was slowed on purpose, 2 times in 10 % of steps from step 401 on:" in said
+    assert "Worker 1 was slowed down, 2 times in 10 % of steps from step 401 on:" in said
 
 
 def test_staleness_is_reported_where_there_is_some() -> None:
     said = reported(found(measured(0), measured(1, staleness_mean=0.5, staleness_max=3)))
-    assert "ps consistency=async 0.50 on average and 3 at most; under the others nothing was stale." in said
+    assert (
+        "ps consistency=async 0.50 on average and 3 at most; the other strategies had no staleness." in said
+    )
     assert "stale" not in reported(found(measured(0), measured(1)))
 
 
@@ -84,9 +86,10 @@ def test_bandwidth_names_those_it_did_not_touch() -> None:
     strategies = parse_strategies("allreduce; ps link=tcp; hogwild")
     one = found(measured(0), measured(1), measured(2), strategies=strategies)
     said = reported(one, bandwidth="1 Gbit/s")
-    assert "TCP was held to 1 Gbit/s" in said
+    assert "TCP was limited to 1 Gbit/s" in said
     assert (
-        "allreduce and hogwild do not use the network on one host, so --bandwidth did not touch them." in said
+        "allreduce and hogwild do not use the network on one host, so --bandwidth did not affect them."
+        in said
     )
     assert [strategy.uses_network for strategy in strategies] == [False, True, False]
     assert "bandwidth" not in reported(one)

@@ -89,7 +89,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         ("single; sinlge", CompareSettings(), "'sinlge'"),
         ("single; pipeline stages=3", CompareSettings(), "workers=2: must be a multiple of 3"),
         ("single", CompareSettings(repeats=0), "--repeats 0"),
-        ("single", CompareSettings(target=Target.parse("accuracy=0.5")), "measures no such metric"),
+        ("single", CompareSettings(target=Target.parse("accuracy=0.5")), "has no such metric"),
         ("single; ps", CompareSettings(workers=0), "workers=0"),
         ("single", CompareSettings(steps=5, epochs=5), "give one of them"),
         ("single", CompareSettings(slow=mh.Slowdown.parse("worker=2,factor=2")), "no worker 2 among 2"),

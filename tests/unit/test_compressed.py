@@ -268,9 +268,7 @@ def test_what_all_codecs_keep_is_on_worker_0_alone() -> None:
 @pytest.mark.parametrize("count", [-1, 2**24, 2**62])
 def test_a_worker_that_says_it_keeps_what_it_cannot_is_named(count: int) -> None:
     said_to_keep[1] = count
-    with pytest.raises(
-        ManyhandsError, match=rf"worker 1 says that its codecs keep {count} bytes; at most \d+ "
-    ):
+    with pytest.raises(ManyhandsError, match=rf"worker 1 reports {count} bytes of codec state; at most \d+ "):
         kept_of([ScheduleCollective, Boasting])
 
 
@@ -283,6 +281,6 @@ def test_bytes_that_make_no_sense_name_the_rank_they_came_from() -> None:
 
     parcel = Parcel.whole(0, COUNT, torch.float32)
     with pytest.raises(
-        ManyhandsError, match=r"compressed all-reduce, call 0, round 1: from rank 1: 1523 bytes came"
+        ManyhandsError, match=r"compressed all-reduce, call 0, round 1: from rank 1: received 1523 bytes"
     ):
         run("int8", 2, parcel, lie)

@@ -25,8 +25,8 @@ def task(loss: Callable[[nn.Module, Tensor], Any]) -> mh.Task:
 @pytest.mark.parametrize(
     ("loss", "report"),
     [
-        (lambda model, batch: 0.5, "returned a float; return a tensor of one number"),
-        (lambda model, batch: None, "returned a NoneType; return a tensor of one number"),
+        (lambda model, batch: 0.5, "returned a float; return a tensor with one number"),
+        (lambda model, batch: None, "returned a NoneType; return a tensor with one number"),
         (lambda model, batch: model(batch), r"returned a tensor of shape \(4, 1\); return one number"),
         (lambda model, batch: model(batch).mean().detach(), "that depends on no parameter"),
         (lambda model, batch: torch.tensor(0.5), "that depends on no parameter"),

@@ -89,7 +89,7 @@ def test_a_devices_data_that_do_not_fit_are_refused(
 
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.safetensors").write_bytes(b"\x80\x04N.")
-    with pytest.raises(DataError, match="is no safetensors file"):
+    with pytest.raises(DataError, match="is not a safetensors file"):
         read_columns(tmp_path / "mine.safetensors", DataSchema.parse(SCHEMA), TOY.build())
 
 

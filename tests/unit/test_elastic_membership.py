@@ -66,7 +66,7 @@ def test_many_deaths_at_random_points_leave_the_survivors_alike(block: int) -> N
         run = Run(workers=4, steps=STEPS, seed=seed).go(_strike_by_chance)
         if run.failed:  # all that had the state may be hit, or one slot too often
             assert (
-                "nobody who has the state" in run.failed
+                "no worker that has the state" in run.failed
                 or "is left" in run.failed
                 or "in a row" in run.failed
             )
@@ -132,10 +132,10 @@ def test_too_few_end_the_run_and_are_named() -> None:
                 run.kill(run.workers[member])
 
     run.go(strike)
-    assert run.failed == "1 worker is left, and min_workers=2: member 0 was killed; member 2 was killed"
+    assert run.failed == "1 worker is left, but min_workers=2: member 0 was killed; member 2 was killed"
     alone = Run(workers=1, steps=STEPS, seed=5)
     alone.go(lambda run: run.kill(run.workers[0]) if run.ticks == 40 else None)
-    assert alone.failed == "no worker is left, and min_workers=1: member 0 was killed"
+    assert alone.failed == "no worker is left, but min_workers=1: member 0 was killed"
 
 
 def test_a_slot_whose_workers_die_again_and_again_ends_the_run() -> None:
@@ -151,13 +151,13 @@ def test_a_slot_whose_workers_die_again_and_again_ends_the_run() -> None:
 
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="min_workers=3 must lie between 1 and the number of workers, 2"):
+    with pytest.raises(UserError, match="min_workers=3 must be between 1 and the number of workers, 2"):
         ElasticMembership(workers=2, min_workers=3)
     core = ElasticMembership(workers=2, min_workers=2)
     core.begin()
     with pytest.raises(UserError, match="slot=7: there is no such worker; there are 0, 1"):
         core.handle(RemoveWorker(slot=7))
-    with pytest.raises(UserError, match="slot=0: 1 worker would be left, and min_workers=2"):
+    with pytest.raises(UserError, match="slot=0: 1 worker would be left, but min_workers=2"):
         core.handle(RemoveWorker(slot=0))
 
 

@@ -129,7 +129,7 @@ def test_files_of_an_epoch_reach_a_member_and_those_of_earlier_ones_are_closed(
         assert len(os.listdir("/proc/self/fd")) == before + len(found)
         for descriptor in found.values():
             os.close(descriptor)
-        with pytest.raises(PeerTimeout, match="has not sent the memory of epoch 3"):
+        with pytest.raises(PeerTimeout, match="did not send the memory of epoch 3"):
             receive_files(theirs, 3, 0.01)
 
 
@@ -195,7 +195,7 @@ def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -
     )
     with pytest.raises(UserError, match=r"elastic=yes is not for a loop of your own; .* give mh.fit a Task"):
         exchanging(elastic)
-    with pytest.raises(UserError, match="elastic=yes: a compiled step cannot be taken back"):
+    with pytest.raises(UserError, match="elastic=yes: a compiled step cannot be undone"):
         elastic.check(2, "cpu", compiled=True)
 
 

@@ -107,7 +107,7 @@ def test_what_is_said_is_what_is_there(make: Callable[[], mh.Task]) -> None:
     assert said.state == there["state"]
     assert said.buffers == there["buffers"]
     assert said.activations() == pytest.approx(there["activations"], rel=0.05)
-    assert ("without taking memory" in found.how) == (make is not looks_at_values)
+    assert ("without allocating memory" in found.how) == (make is not looks_at_values)
 
 
 def test_nothing_large_is_allocated() -> None:
@@ -208,7 +208,7 @@ def test_it_says_what_it_does_before_it_does_what_takes_long() -> None:
 
     found = estimate(replace(task, model=model, loss=loss), report.append)
     building, first, second = heard
-    assert building[-1] == "building the model, without its memory"
+    assert building[-1] == "building the model, without allocating its memory"
     assert (
         first[-1]
         == second[-1]
@@ -225,7 +225,7 @@ def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
     assert "building" not in printed.out
     memory_app(["digits", "--strategy", "pipeline", "--workers", "4"], standalone_mode=False)
     words = " ".join(capsys.readouterr().out.split())
-    assert "with stages=2, taken as equal, and data=2;" in words
+    assert "with stages=2 of equal size and data=2;" in words
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
         (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
         (["--workers", "0"], "workers=0 must be an integer of at least 1"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "cannot be cut into 9 parts"),
-        (["--strategy", "pipeline schedule=wavefront"], "is not known to take a sequence slice by slice"),
-        (["--strategy", "tensor slices=5", "--workers", "5"], "which is too little for 5 slices"),
+        (["--strategy", "pipeline schedule=wavefront"], "may not support slices of a sequence"),
+        (["--strategy", "tensor slices=5", "--workers", "5"], "which is too small for 5 slices"),
         (["--strategy", "single device_memory=16KiB"], "use at least device_memory="),
         (["--width", "wide"], "width is 'wide'"),
     ],

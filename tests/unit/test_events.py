@@ -315,8 +315,8 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
     [
         (8, b"\x04", 8, "version 4"),
         (8, b"\x02", 120, "not that of version 2"),
-        (12, b"\x80", 120, "laid out"),
-        (128, b"x", 120, "laid out"),
+        (12, b"\x80", 120, "layout"),
+        (128, b"x", 120, "layout"),
         (40, b"\x09", 40, "9 is not a known ending"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x63", HEADER_BYTES + 2 * 64, "kind 99"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x00", HEADER_BYTES + 2 * 64, "kind 0"),

@@ -86,7 +86,7 @@ def test_files_that_were_not_written_so_are_refused(
     with pytest.raises(UserError, match="was not written by `manyhands export`"):
         read_exported(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"no such file")
-    with pytest.raises(UserError, match="is no safetensors file"):
+    with pytest.raises(UserError, match="is not a safetensors file"):
         read_exported(tmp_path / "x")
 
 
@@ -156,10 +156,10 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     mh.fit(task, "single", steps=2, out=tmp_path / "own")
-    with pytest.raises(UserError, match="not built in; give the task that it was trained with"):
+    with pytest.raises(UserError, match="not built in; give the task it was trained with"):
         mh.load(tmp_path / "own")
     assert isinstance(mh.load(tmp_path / "own", task=task), nn.Linear)
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run directory"):
         mh.load(tmp_path)
     with pytest.raises(UserError, match="precision='int4': allowed: fp32, bf16, int8"):
         export_run(tmp_path / "own", precision="int4", task=task)

@@ -130,7 +130,7 @@ def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds()
     )
     assert sentence == (
         f"worker 1 is 3.0 times slower than the median of the others since step {step}: the others wait 65 % of their "
-        "time; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+        "time; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
     )
 
 

@@ -28,7 +28,7 @@ DISGUISED = [replace(seat, nccl_host=str(rank)) for rank, seat in enumerate(SHAR
         ([SEATS[0], replace(SEATS[1], nccl="")], "the torch of worker 1 has no NCCL"),
         (
             [SEATS[0], replace(SEATS[1], nccl="2.26.2")],
-            "worker 0 has NCCL 2.27.5, and worker 1 has NCCL 2.26.2",
+            "worker 0 has NCCL 2.27.5, but worker 1 has NCCL 2.26.2",
         ),
         (FAR, "workers are on 2 hosts, and NCCL does not encrypt"),
     ],
@@ -50,7 +50,7 @@ def test_nccl_sums_where_every_worker_has_a_gpu_and_nothing_leaves_that_should_n
     for strategy in (Mirrored(), AllReduce(), AllReduce(link="nccl")):
         choice = choose_sums(strategy, seats, in_the_clear=in_the_clear)
         assert choice.nccl
-        assert choice.why == "each of 2 workers has a GPU of its own"
+        assert choice.why == "each of 2 workers has its own GPU"
         assert choice.summary() == {"sums": {"by": "nccl", "why": choice.why}}
         assert sums_sentence(choice.summary()["sums"]).startswith(
             "gradients are summed on the GPUs by NCCL: each"
@@ -84,15 +84,15 @@ def test_settings_that_ask_for_another_way_have_it(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("codec=bf16", "codec=bf16: NCCL sums gradients as they are"),
-        ("algorithm=ring", "algorithm=ring: NCCL has algorithms of its own"),
-        ("elastic=yes", "elastic=yes: a group of NCCL cannot continue"),
+        ("codec=bf16", "codec=bf16: NCCL sums uncompressed gradients"),
+        ("algorithm=ring", "algorithm=ring: NCCL has its own algorithms"),
+        ("elastic=yes", "elastic=yes: NCCL cannot continue"),
         ("helpers=1", "helpers=1: helpers sum in the memory"),
-        ("order=priority", "order=priority: NCCL sums whole buckets"),
+        ("order=priority", "order=priority: NCCL sums complete buckets"),
     ],
 )
 def test_link_nccl_and_another_way_are_refused_in_a_sentence(setting: str, why: str) -> None:
-    with pytest.raises(UserError, match=f"^link=nccl {why}.*; leave one of the two out$"):
+    with pytest.raises(UserError, match=f"^link=nccl {why}.*; leave one out$"):
         Strategy.parse(f"allreduce link=nccl {setting}")
 
 
@@ -115,5 +115,5 @@ def test_what_workers_tell_is_text_and_anything_else_is_refused() -> None:
     for seat in (*DISGUISED, here):
         assert GpuSeat.from_text(seat.to_text()) == seat
     for text in ("", "[]", '["a", "b", "c", 4]', '{"host": 1}', "7"):
-        with pytest.raises(ManyhandsError, match="where a worker says which GPU it computes on"):
+        with pytest.raises(ManyhandsError, match="instead of a worker's GPU"):
             GpuSeat.from_text(text)

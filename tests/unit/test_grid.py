@@ -48,9 +48,9 @@ def test_replicas_follow_from_the_number_of_workers() -> None:
         (
             4,
             {"stages": 2, "slices": 2, "data": 2},
-            "workers=4: 2 stages × 2 slices × 2 replicas takes 8; use workers=8",
+            "workers=4: 2 stages × 2 slices × 2 replicas would use 8; use workers=8",
         ),
-        (2, {"data": 1}, "workers=2: one worker takes 1; use workers=1"),
+        (2, {"data": 1}, "workers=2: one worker would use 1; use workers=1"),
         (2, {"stages": 0}, "stages=0: must be at least 1"),
     ],
 )

@@ -262,7 +262,7 @@ def test_a_bucket_that_nobody_told_of_is_refused() -> None:
             help_workers(resources, "raw", Quiet())
         return str(caught.value)
 
-    assert "bucket 1, and there are 1" in roles_of(SimulatedNetwork(), 2, 1, job)[2]
+    assert "bucket 1, but there are 1" in roles_of(SimulatedNetwork(), 2, 1, job)[2]
 
 
 def test_longer_vectors_have_more_segments() -> None:
@@ -272,10 +272,10 @@ def test_longer_vectors_have_more_segments() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("allreduce helpers=2 algorithm=ring", "a schedule of their own; leave the algorithm out"),
-        ("allreduce helpers=2 elastic=yes", "leave one of the two out"),
-        ("allreduce helpers=2 link=tcp codec=topk:0.01", "take a codec that rounds, as bf16"),
-        ("allreduce helpers=2 link=tcp order=priority", "whole buckets"),
+        ("allreduce helpers=2 algorithm=ring", "their own algorithm; leave the algorithm out"),
+        ("allreduce helpers=2 elastic=yes", "leave one out"),
+        ("allreduce helpers=2 link=tcp codec=topk:0.01", "use a codec that only rounds, such as bf16"),
+        ("allreduce helpers=2 link=tcp order=priority", "complete buckets"),
         ("allreduce helpers=two", "not an integer"),
     ],
 )
@@ -292,10 +292,10 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
     ]  # fmt: skip
     assert strategy.placed(6, {}) == (strategy, 4)
     assert strategy.facts.uses_links
-    assert "from three workers on" in strategy.advice(2, sparse=False)
+    assert "use helpers with three workers or more" in strategy.advice(2, sparse=False)
     assert strategy.advice(3, sparse=False) == ""
     for refused, sentence in (
-        (lambda: strategy.check(1, "cpu"), "nothing to sum"),
+        (lambda: strategy.check(1, "cpu"), "helpers need at least 2 workers"),
         (lambda: strategy.check(3, "cpu", compiled=True), "compiled step"),
         (lambda: strategy.placed(3, {}), "start at least 4"),
         (lambda: strategy.placed(4, {"worker": 4}), "no type for helpers"),

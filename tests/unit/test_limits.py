@@ -31,19 +31,19 @@ def lowered(which: int, limit: int, work: Callable[[], object]) -> str:
 def test_too_many_open_files_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "one").touch()
     said = lowered(resource.RLIMIT_NOFILE, 0, lambda: os.open(tmp_path / "one", os.O_RDONLY))
-    assert said.startswith("this process may have 0 files open at once, and needs more (")
-    assert said.endswith(f"{tmp_path / 'one'}); raise it: ulimit -n 4096")
+    assert said.startswith("this process may open 0 files at once but needs more (")
+    assert said.endswith(f"{tmp_path / 'one'}); raise the limit: ulimit -n 4096")
 
 
 def test_a_file_that_is_too_large_names_the_limit(tmp_path: Path) -> None:
     said = lowered(resource.RLIMIT_FSIZE, 4096, lambda: (tmp_path / "one").write_bytes(bytes(8192)))
-    assert "may have 4.0 KiB at most" in said
+    assert "would exceed the limit of 4.0 KiB" in said
     assert said.endswith("raise it: ulimit -f unlimited")
 
 
 def test_memory_that_processes_share_is_such_a_file() -> None:
     said = lowered(resource.RLIMIT_FSIZE, 4096, lambda: Segment.create(8192, "a test"))
-    assert "may have 4.0 KiB at most" in said
+    assert "would exceed the limit of 4.0 KiB" in said
 
 
 def test_a_library_that_cannot_be_opened_is_the_same_limit() -> None:

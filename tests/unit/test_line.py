@@ -89,7 +89,7 @@ def test_the_command_shows_the_table_and_draws_it(tmp_path: Path) -> None:
     words += ["--out", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "what each worker finds in its own points" in done.output
+    assert "lines found by each worker in its own points" in done.output
     assert f"picture  {tmp_path / 'run' / 'picture.html'}" in done.output.replace("\n", "")
     table = json.loads((tmp_path / "run.json").read_text())["table"]
     alone, mean, everything = table["rows"][:3]

@@ -185,7 +185,7 @@ def test_a_stream_of_ones_own_tells_its_last_batch_ahead() -> None:
 def test_a_loader_that_the_script_has_split_keeps_its_distributed_sampler() -> None:
     sampler = DistributedSampler(NUMBERS, num_replicas=2, rank=1, shuffle=False)
     loader = DataLoader(NUMBERS, batch_size=5, sampler=sampler)
-    with pytest.raises(UserError, match=r"leave it out.*or keep it, with prepare\(loader, split=False\)"):
+    with pytest.raises(UserError, match=r"leave it out.*or keep it with prepare\(loader, split=False\)"):
         prepare_loader(loader, Worker(1, 2), as_it_is)
     prepared = prepare_loader(loader, Worker(1, 2), as_it_is, to_split=False)
     assert prepared.sampler is sampler

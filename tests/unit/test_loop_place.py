@@ -80,8 +80,8 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
 @pytest.mark.parametrize(
     ("asked", "hosts", "report"),
     [
-        ("single", [[0, 1]], "strategy=single is one process, but there are 2 workers"),
-        ("sharded", [[0, 1]], "strategy=sharded is not for a loop of your own"),
+        ("single", [[0, 1]], "strategy=single runs one process, but there are 2 workers"),
+        ("sharded", [[0, 1]], "strategy=sharded does not support a loop of your own"),
         ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),
     ],
 )
@@ -151,9 +151,9 @@ def test_after_the_group_the_model_is_an_ordinary_one() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "report"),
     [
-        ("nowhere.py", {"workers": 2}, "there is no script nowhere.py"),
+        ("nowhere.py", {"workers": 2}, "script nowhere.py does not exist"),
         (__file__, {"workers": 0}, "workers=0 must be at least 1"),
-        (__file__, {"workers": 2, "strategy": "single"}, "strategy=single is one process"),
+        (__file__, {"workers": 2, "strategy": "single"}, "strategy=single runs one process"),
         (__file__, {"workers": 2, "strategy": "centre"}, "did you mean 'central'?"),
     ],
 )

@@ -191,7 +191,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty": (lambda folder: _text(folder, b""), "is empty; give a matrix as LIBSVM text, npy or Parquet"),
     "prose": (
         lambda folder: _text(folder, b"once upon a time\n"),
-        "line 1, column 1: label 'once' is no number",
+        "line 1, column 1: label 'once' is not a number",
     ),
     "no numbers in npy": (lambda folder: _npy(folder, np.array([["a"]])), "holds <U1, not numbers"),
     "objects in npy": (
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Any, str]] = {
         r"has the shape \(3,\); a matrix has two dimensions",
     ),
     "no rows": (lambda folder: _npy(folder, np.ones((0, 3))), r"has the shape \(0, 3\)"),
-    "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 takes 4104 bytes, 4103 are there"),
+    "truncated npy": (_cut, r"is truncated: \(57, 9\) of float64 needs 4104 bytes, but has 4103"),
     "npy without a head": (
         lambda folder: _text(folder, b"\x93NUMPY\x01\x00\xff"),
         "the header of this npy file is damaged",
@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "text in Parquet": (
         lambda folder: _parquet(folder, a=[1.0], city=["Oslo"]),
-        "column 'city' is string, no number",
+        "column 'city' is string, not a number",
     ),
     "no rows in Parquet": (lambda folder: _parquet(folder, a=np.empty(0)), "has 0 rows and 1 columns"),
 }

@@ -146,7 +146,7 @@ async def slowly() -> Any:
         ({"inputs": [1, 2, 3, 4]}, 413, "at most 3 inputs, not 4"),
         (b" " * 1001, 413, "at most 1000 B"),
         (in_pieces, 413, "at most 1000 B"),
-        (slowly, 408, "did not come whole within 0.05 s"),
+        (slowly, 408, "did not arrive completely within 0.05 s"),
         ({"inputs": [13]}, 500, "the model failed: ArithmeticError: unlucky"),
     ],
 )
@@ -356,7 +356,7 @@ def test_who_waits_when_the_server_ends_is_reported() -> None:
 
     for status, answer in asyncio.run(ask_and_close()):
         assert status == 503
-        assert "The server is ending" in json.loads(answer)["error"]
+        assert "The server is shutting down" in json.loads(answer)["error"]
 
 
 def test_workers_are_replaced_unless_none_ever_answers() -> None:

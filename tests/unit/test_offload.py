@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
 
 def test_a_limit_below_the_largest_layer_says_the_need() -> None:
     with pytest.raises(
-        UserError, match=r"device_memory=100KiB: the largest layer, 'blocks.0', takes .* use at least"
+        UserError, match=r"device_memory=100KiB: the largest layer, 'blocks.0', needs .* use at least"
     ):
         train_limited(task(), STEPS, 100 * KIB)
 
@@ -206,7 +206,7 @@ def test_a_limit_below_the_largest_layer_says_the_need() -> None:
     ("text", "said"),
     [
         ("single device_memory=lots", "size 'lots' is not a number"),
-        ("single offload=/tmp", "only means something with device_memory"),
+        ("single offload=/tmp", "needs device_memory"),
         ("sharded device_memory=1GiB", "device_memory=1GiB"),
     ],
 )
@@ -228,7 +228,7 @@ def test_what_was_refused_leaves_no_run_behind(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="offload=/nowhere/at/all: not a folder"):
+    with pytest.raises(UserError, match="offload=/nowhere/at/all: must be a writable folder"):
         mh.fit(task(), "single device_memory=1MiB offload=/nowhere/at/all", steps=1)
 
 
@@ -250,11 +250,12 @@ def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations()
     ]
     assert plan_budget(500, units) == Budget(ahead=False, activations=425 - 410)
     assert plan_budget(2000, units, buffers=5) == Budget(ahead=True, activations=1700 - 15 - 400 - 300 - 300)
-    with pytest.raises(UserError, match="the largest layer, 'a', takes 400 B"):
+    with pytest.raises(UserError, match="the largest layer, 'a', needs 400 B"):
         plan_budget(480, units)
     shared = UnitBytes(name=REST, values=100, gradients=100, state=0, lasts=True)
     with pytest.raises(
-        UserError, match=r": what layers share takes 200 B .*, and what stays through a step 100 B"
+        UserError,
+        match=r": what layers share needs 200 B .*, and tensors kept for the complete step need 100 B",
     ):
         plan_budget(200, [shared])
 

@@ -233,7 +233,7 @@ def test_too_many_pages_are_refused_in_a_sentence() -> None:
     app = an_app()
     app.num_streams = MAX_STREAMS
     answer = ask("/events", app=app, **BEARER)
-    assert (answer.status_code, answer.text) == (503, f"{MAX_STREAMS} pages are open already; close one.\n")
+    assert (answer.status_code, answer.text) == (503, f"{MAX_STREAMS} pages are already open; close one.\n")
     assert app.num_streams == MAX_STREAMS
     assert ask("/events", app=app).status_code == 401, "only with the token is it told"
 

@@ -153,7 +153,7 @@ def test_numbers_that_do_not_fit_the_parts_are_refused() -> None:
         cost(
             schedule, PartTimes(forward=good.forward, backward=good.backward, weights=good.weights, send=(1,))
         )
-    with pytest.raises(UserError, match=r"forward=\[1, 1, -1, 1\].*none below 0"):
+    with pytest.raises(UserError, match=r"forward=\[1, 1, -1, 1\].*all at least 0"):
         cost(
             schedule,
             PartTimes(forward=(1, 1, -1, 1), backward=good.backward, weights=good.weights, send=good.send),

@@ -74,12 +74,12 @@ def test_within_a_memory_the_best_of_what_fits_or_the_least_need_is_reported(
 @pytest.mark.parametrize(
     ("cuts", "sentence"),
     [
-        ((3,), "cuts=3: 3 parts have 2 cuts, and these are 1"),
-        ((3, 3), "cuts=3,3: must rise from at least 1 to at most 5"),
-        ((0, 3), "cuts=0,3: must rise from at least 1 to at most 5"),
+        ((3,), "cuts=3: 3 parts need 2 cuts, not 1"),
+        ((3, 3), "cuts=3,3: must ascend between 1 and 5"),
+        ((0, 3), "cuts=0,3: must ascend between 1 and 5"),
         (
             (3, 6),
-            "cuts=3,6: must rise from at least 1 to at most 5, each the layer that begins a part; the model is a ",
+            "cuts=3,6: must ascend between 1 and 5; each is the first layer of a part",
         ),
     ],
 )

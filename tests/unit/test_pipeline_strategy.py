@@ -42,13 +42,13 @@ def test_text_parses_and_prints_back(text: str) -> None:
             "microbatches=6 does not fit stages=4: `interleaved` takes micro-batches in rounds of one per stage; the "
             "nearest that fit: 4 and 8",
         ),
-        ("pipeline stages=3 cuts=3", "cuts=3: 3 parts have 2 cuts, and these are 1"),
-        ("pipeline cuts=3 memory=1GiB", "cuts and memory: cuts of your own are taken as they are"),
+        ("pipeline stages=3 cuts=3", "cuts=3: 3 parts need 2 cuts, not 1"),
+        ("pipeline cuts=3 memory=1GiB", "cuts and memory cannot both be given"),
         ("pipeline cuts=x", "'x' is not an integer"),
         ("pipeline recompute=maybe", "unknown value 'maybe'; allowed: yes, no, true, false"),
         ("pipeline schedule=wavefront recompute=yes", "recompute=yes: schedule=wavefront cannot"),
         ("pipeline stage=2", "pipeline has no setting 'stage'"),
-        ("pipeline codec=bf16", "stages send each other outputs and gradients as they are"),
+        ("pipeline codec=bf16", "stages send outputs and gradients uncompressed"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(text: str, sentence: str) -> None:
@@ -79,12 +79,12 @@ class NoChain(nn.Module):
             "stages=2 of 2 parts each: Sequential is a chain of 3 layers, which cannot be cut into 4 parts; use at "
             "most stages=1",
         ),
-        ("pipeline stages=2 cuts=4", layers(4), "cuts=4: must rise from at least 1 to at most 3"),
+        ("pipeline stages=2 cuts=4", layers(4), "cuts=4: must ascend between 1 and 3"),
         ("pipeline", NoChain(), "NoChain is not a chain"),
         (
             "pipeline schedule=wavefront",
             nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)),
-            "schedule=wavefront: layer 1, a Conv1d, is not known to take a sequence slice by slice; give it a method "
+            "schedule=wavefront: layer 1, a Conv1d, may not support slices of a sequence; give it a method "
             "over_time(x, state)",
         ),
     ],
@@ -111,7 +111,7 @@ def test_fit_refuses_before_a_worker_is_started() -> None:
         match=re.escape("workers=3: must be a multiple of 2 (2 stages); use workers=2 or workers=4"),
     ):
         mh.fit(task, "pipeline stages=2", workers=3, steps=1)
-    with pytest.raises(UserError, match="workers=4: 2 stages takes 2; use workers=2"):
+    with pytest.raises(UserError, match="workers=4: 2 stages would use 2; use workers=2"):
         mh.fit(task, "pipeline stages=2 data=1", workers=4, steps=1)
     with pytest.raises(UserError, match="compile: torch"):
         mh.fit(task, "pipeline", workers=2, steps=1, options=mh.Options(compile=True))
@@ -153,18 +153,18 @@ def test_last_stage_goes_on_from_the_output() -> None:
         (lambda model, batch: batch, "task.loss never calls the model"),
         (
             lambda model, batch: model(batch, batch),
-            "task.loss calls the model with several inputs, or with named ones",
+            "task.loss calls the model with several or named inputs",
         ),
         (
             lambda model, batch: model(x=batch),
-            "task.loss calls the model with several inputs, or with named ones",
+            "task.loss calls the model with several or named inputs",
         ),
         (
             lambda model, batch: sum(p.sum() for p in model.parameters()),
-            "task.loss asks the model for 'parameters'",
+            "task.loss reads 'parameters' of the model",
         ),
-        (lambda model, batch: model.head(batch), "task.loss asks the model for 'head'"),
-        (lambda model, batch: model.eval()(batch), "task.loss asks the model for 'eval'"),
+        (lambda model, batch: model.head(batch), "task.loss reads 'head' of the model"),
+        (lambda model, batch: model.eval()(batch), "task.loss reads 'eval' of the model"),
     ],
 )
 def test_losses_that_need_the_whole_model_are_refused(loss: Any, sentence: str) -> None:

@@ -76,7 +76,7 @@ def test_a_specification_says_how_many_servers_there_are(text: str, placed: str)
         ("ps replicas=1", {"worker": 1, "ps": 1}, "replicas=1 needs 2 servers, but the cluster lists 1"),
         ("ps", {"worker": 1}, "the cluster lists no ps; add one, or use allreduce"),
         ("ps", {"chief": 1, "ps": 1}, "the cluster lists no worker, and a chief does not train"),
-        ("allreduce", {"worker": 1, "ps": 2}, "allreduce has no parameter servers, and the cluster lists 2"),
+        ("allreduce", {"worker": 1, "ps": 2}, "allreduce has no parameter servers, but the cluster lists 2"),
     ],
 )
 def test_what_does_not_fit_gets_a_sentence(text: str, roles: dict[str, int], sentence: str) -> None:

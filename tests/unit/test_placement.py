@@ -157,7 +157,7 @@ def test_modules_that_share_a_parameter_are_in_one_place() -> None:
     placed = mh.place(transformer(), {"tokens": "meta", "head": "cpu"})
     assert placed.head.weight is placed.tokens.weight
     assert placed.head.weight.device.type == "meta"
-    assert placed.log.notes == ["head is on meta, for head and tokens share a parameter"]
+    assert placed.log.notes == ["head is on meta because head and tokens share a parameter"]
     with pytest.raises(
         UserError, match="placement of 'head' on cpu and 'tokens' on meta: head and tokens share a par"
     ):

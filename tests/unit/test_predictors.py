@@ -269,7 +269,7 @@ def test_a_seed_fixes_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (3, "input 0 is no text"),
+        (3, "input 0 is not text"),
         ("", "prompt is ''"),
         ({"length": 3}, "prompt is ''"),
         ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
@@ -278,7 +278,7 @@ def test_a_seed_fixes_what_is_written() -> None:
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
-        ({"prompt": "\ud800"}, "no text"),
+        ({"prompt": "\ud800"}, "prompt is not valid text"),
         ({"prompt": ["a"] * 10**6}, r"prompt is \['a', .{1,60}…; it must be text"),
         ({"prompt": "a", "seed": [0] * 10**6}, r"seed is \[0, .{1,60}…; it must be"),
         ({"prompt": "a", "x" * 10**6: 1}, r"has a field 'x{1,60}…; allowed"),
@@ -299,7 +299,7 @@ def test_generate_writes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out == "babababa\n"
     with pytest.raises(UserError, match="manyhands generate RUN --prompt"):
         predict_command(tmp_path / "run", "hello")
-    with pytest.raises(UserError, match="writes no text; manyhands predict"):
+    with pytest.raises(UserError, match="does not write text; use manyhands predict"):
         generate_command(digits_run)
 
 
@@ -343,13 +343,13 @@ def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("digits", {"width": 1 << 24}, "is of shape .*, and its options make it"),
+        ("digits", {"width": 1 << 24}, "has shape .*, but its options give"),
         ("digits", {"width": 8, "side": 3}, "no option 'side'"),
         ("language", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
         ("language", {"layers": 10**9}, "at most 1000"),
-        ("recurrent", {"width": 1 << 24, "layers": 1}, "is of shape .*, and its options make it"),
+        ("recurrent", {"width": 1 << 24, "layers": 1}, "has shape .*, but its options give"),
         ("recurrent", {"width": 8, "layers": 1, "context": "a"}, "context is 'a'"),
-        ("recurrent", {"width": 8, "layers": 1}, "how many bytes it looks back on"),
+        ("recurrent", {"width": 8, "layers": 1}, "does not name its context length"),
         ("cats", {}, "not built in"),
     ],
 )
@@ -396,7 +396,7 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
 def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
     for predictor in (trees(tmp_path), decomposition()):
-        with pytest.raises(UserError, match="--skip-bad is of logreg; leave it out for this run"):
+        with pytest.raises(UserError, match="--skip-bad is only for logreg; leave it out for this run"):
             list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
     with pytest.raises(DataError, match=r"rows.*line 2"):
         list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
@@ -405,12 +405,12 @@ def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (["abc"], "input 0 is no array"),
-        ([{}], "input 0 is no array"),
+        (["abc"], "input 0 is not an array"),
+        ([{}], "input 0 is not an array"),
         ([[1, 2, 3], [1, 2]], "input 1 has 2 numbers; .*3 in all"),
-        ([[1, 2, 3], [1, "2", 3]], "input 1 has '2' at place 1"),
-        ([[1, True, 3]], "input 0 has 'True' at place 1"),
-        ([[[1], [2], [3]]], r"input 0 has '\[1\]' at place 0"),
+        ([[1, 2, 3], [1, "2", 3]], "input 1 has '2' at position 1"),
+        ([[1, True, 3]], "input 0 has 'True' at position 1"),
+        ([[[1], [2], [3]]], r"input 0 has '\[1\]' at position 0"),
         ([[1, 2, 10**400]], "input 0 has a number beyond double precision"),
     ],
 )
@@ -436,7 +436,7 @@ def test_what_is_no_number_has_no_place_on_a_line(value: Any) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run directory"):
         open_predictor(tmp_path)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         open_predictor(tmp_path / "nothing")

@@ -59,7 +59,7 @@ def test_a_program_that_answers_otherwise_is_not_written(
 def test_what_cannot_be_a_program_is_said(tmp_path: Path) -> None:
     table = np.zeros(4, np.float32)
     LogregModel(table=table, labels=Labels(-1.0, 1.0)).save(tmp_path / MODEL_FILE)
-    with pytest.raises(UserError, match="whose model is no PyTorch module"):
+    with pytest.raises(UserError, match="whose model is not a PyTorch module"):
         export_command(tmp_path, file_format="torch-export")
     with pytest.raises(UserError, match="leave --precision and --test out"):
         export_command(tmp_path, file_format="torch-export", precision="int8")

@@ -106,7 +106,7 @@ def test_the_labels_of_files(tmp_path: Path) -> None:
     assert labels_of([1], "x") is None
     assert labels_of([2], "x") == Labels(1, 2)
     for wrong, sentence in (
-        ("3", "labels -1, 1, 3; a logistic regression has two"),
+        ("3", "labels -1, 1, 3; a logistic regression needs two"),
         ("2", "labels -1, 1, 2;"),
     ):
         (tmp_path / "three").write_text(f"1 1:1\n-1 1:1\n{wrong} 1:1\n")
@@ -125,7 +125,7 @@ def test_label_1_is_held_back_until_its_partner_comes(tmp_path: Path) -> None:
     rows = Reading(block_bytes=60)
     assert train_logreg(tmp_path / "late", reading=rows).model.labels == Labels(1, 2)
     (tmp_path / "late").write_text("1 1:1\n" * 50 + "0 2:1\n" * 50 + "2 1:1\n")
-    with pytest.raises(DataError, match="an example with label 2 beside 0 and 1"):
+    with pytest.raises(DataError, match="an example with label 2 besides 0 and 1"):
         train_logreg(tmp_path / "late", reading=rows)
 
 
@@ -168,7 +168,7 @@ def test_an_absurd_index_is_refused_before_it_fills_the_memory(
     monkeypatch.setattr(training, "available_bytes", lambda: 10**9)
     (tmp_path / "absurd").write_text("1 1:1\n-1 2000000000:1\n")
     for strategy, workers in (("single", 1), ("ps", 2)):
-        with pytest.raises(UserError, match=r"up to 2000000000 takes .* only 953.7 MiB is available; hash"):
+        with pytest.raises(UserError, match=r"up to 2000000000 needs .* only 953.7 MiB is available; hash"):
             train(tmp_path / "absurd", strategy, workers)
 
 
@@ -277,7 +277,7 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         LogregModel.load(tmp_path)
     (tmp_path / "noise").write_bytes(b"noise" * 100)
-    with pytest.raises(UserError, match=r"model .*noise is no safetensors file"):
+    with pytest.raises(UserError, match=r"model .*noise is not a safetensors file"):
         LogregModel.load(tmp_path / "noise")
     other = {"weight": np.zeros(3, np.float32), "bias": np.zeros(1, np.float32)}
     header = {"format": "manyhands.logreg.1", "labels": "-1 1", "bits": "9", "hash": "numbers"}
@@ -301,7 +301,7 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
             "ps",
             2,
             {"l1": 0.1},
-            "learner adagrad has no l1 in strategies that work on batches; use learner=ftrl",
+            "learner adagrad does not support l1 with strategies that use batches; use learner=ftrl",
         ),
     ],
 )
@@ -318,8 +318,8 @@ def test_threads_that_had_nothing_to_do_are_told_of(tmp_path: Path, caplog: pyte
     np.testing.assert_array_equal(together.model.table, alone.model.table)
     (note,) = together.summary["notes"]
     assert note.startswith(
-        "only 1 of 2 threads worked at a time, and the numbers are those of strategy=single: a pass over 400 records "
-        "is 1 step, and a step is one worker's"
+        "only 1 of 2 threads worked at once, and the numbers are those of strategy=single: a pass over 400 "
+        "records is 1 step, and one worker computes each step"
     )
     assert note in caplog.text
     assert alone.summary["notes"] == train(path, "hogwild", 1, passes=3).summary["notes"] == []

@@ -231,7 +231,7 @@ ABSENT = head(0, 0)
         (bytes(joined(pack([given(2, 1), None]))), "not in ascending order"),
         (bytes(joined(pack([given(5, 6), None]))), "row 6 of table 'a.weight' does not belong to shard 0"),
         (bytes(joined(pack([given(-1), None]))), "row -1 of table"),
-        (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "not its own"),
+        (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "wrong name"),
         (bytes(joined(pack([None, None]))) + bytes(64), "64 bytes follow"),
         (bytes(joined(pack([given(1), None]))), "0 bytes are left, but 64 were announced"),
         (bytes(1 << 12), "at most"),

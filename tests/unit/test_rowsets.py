@@ -34,7 +34,7 @@ def test_the_name_is_the_sha256_of_the_bytes() -> None:
     assert name_of(rows(1, 2)) != name_of(rows(2, 1))
     assert name_of(torch.arange(10)[::2]) == name_of(rows(0, 2, 4, 6, 8))
     for wrong in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)):
-        with pytest.raises(ValueError, match="a row set is int64 in one dimension"):
+        with pytest.raises(ValueError, match="a row set must be int64 in one dimension"):
             name_of(wrong)
 
 
@@ -86,7 +86,7 @@ def test_another_server_knows_nothing() -> None:
 
 
 def test_a_false_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="under a name that is not its own"):
+    with pytest.raises(ValueError, match="under the wrong name"):
         RowSets(100).learn(Given(name=name_of(rows(1)), rows=rows(2)))
     with pytest.raises(ValueError, match="these rows are not the set"):
         RowSetNames(3).give(Unknown(name=name_of(rows(1))), rows(2))

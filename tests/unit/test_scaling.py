@@ -101,8 +101,8 @@ def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
     assert curve.points[-1].amdahl == pytest.approx(amdahl_speedup(0.25, 8))
     report = " ".join(scaling_sentences(curve))
     assert "The knee is at 2 workers" in report
-    assert "4 bring less than half" in report
-    assert "This machine has 2 cores; more workers than that take turns on them." in report
+    assert "4 workers bring less than half" in report
+    assert "This machine has 2 cores; more workers than that share them." in report
 
 
 def test_on_one_core_amdahls_law_is_not_fitted() -> None:
@@ -156,7 +156,7 @@ def test_one_worker_is_always_among_them() -> None:
         ([1], "mirrored", "--workers 1 has nothing to compare"),
         ([0, 2], "mirrored", "--workers 0 must be at least 1"),
         ([2], "single", "strategy=single has at most 1 worker; use mirrored"),
-        ([2], "federated", "is counted in rounds"),
+        ([2], "federated", "counts rounds"),
     ):
         with pytest.raises(UserError, match=sentence):
             require_counts(counts, Strategy.parse(strategy))

@@ -364,8 +364,8 @@ def test_the_command_makes_folders_and_says_what_to_do_with_them(tmp_path: Path)
     done = CliRunner().invoke(app, ["certificates", str(run), "--hosts", "node1, node2", "--days", "1"])
     assert done.exit_code == 0, done.output
     assert [Security.from_directory(run / host).tls for host in ("node1", "node2")] == [True, True]
-    assert "the authority's key was not kept" in done.output
-    assert f"{run}/node2  for node2 and nobody else" in done.output
+    assert "the authority's key was not stored" in done.output
+    assert f"{run}/node2  for node2 only" in done.output
     again = CliRunner().invoke(app, ["certificates", str(run), "--hosts", "node3"])
     assert isinstance(again.exception, UserError)
     assert "is not empty" in str(again.exception)

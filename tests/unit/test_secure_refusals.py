@@ -246,7 +246,7 @@ def test_the_server_refuses_strangers_doubles_and_what_is_not_as_it_should_be() 
     for sender, data, why in (
         (99, mine, "client 99 was not asked at ADVERTISE"),
         (5, mine, "client 5 was not asked"),
-        (3, mine[:-1], "needs 64 bytes, and 63 are left"),
+        (3, mine[:-1], "needs 64 bytes, but 63 are left"),
         (3, mine[:-1] + bytes([mine[-1] ^ 1]), "signature of client 3"),
     ):
         with pytest.raises(ProtocolRefused, match=why):

@@ -177,7 +177,7 @@ def test_many_groups_cost_no_more_than_few() -> None:
 def test_what_fits_no_way_is_rejected_with_the_reason_and_a_way_out() -> None:
     with pytest.raises(
         UserError,
-        match=r"^optimizer Prodigy would train another model under central than in one process: it looks across "
+        match=r"^optimizer Prodigy would train a different model under central than in one process: it combines "
         r"parameters \(.*\); use strategy=mirrored or allreduce, or another optimizer, such as AdamW$",
     ):
         stepping_for(Prodigy(parameters_of()), (Stepping.IN_PIECES, Stepping.APART), "central")
@@ -266,7 +266,7 @@ def test_looking_into_the_empty_state_loses_nothing() -> None:
 
 def test_state_dict_would_miss_the_pieces_and_says_so() -> None:
     workers = Workers(lambda p: optim.Adam(p, lr=0.1))
-    with pytest.raises(UserError, match="in pieces"):
+    with pytest.raises(UserError, match="split over the workers"):
         workers.optimizers[0].state_dict()
     workers.sliced[0].close()
     assert workers.optimizers[0].state_dict()["state"] == {}
@@ -275,7 +275,7 @@ def test_state_dict_would_miss_the_pieces_and_says_so() -> None:
 def test_a_group_added_later_is_refused() -> None:
     workers = Workers(lambda p: optim.SGD(p, lr=0.1))
     workers.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(UserError, match=r"now hold \[2, 1\] parameters and held \[2\]"):
+    with pytest.raises(UserError, match=r"now hold \[2, 1\] parameters, but held \[2\]"):
         workers.sliced[0].step()
 
 

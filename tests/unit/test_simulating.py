@@ -172,9 +172,9 @@ def test_a_rate_too_large_for_stale_gradients_is_reported() -> None:
 @pytest.mark.parametrize(
     ("strategy", "conditions", "message"),
     [
-        ("allreduce", SimulatedConditions(), "the simulator runs parameter servers; use ps"),
-        ("ps link=tcp codec=bf16", SimulatedConditions(), "codec=bf16 is not simulated; leave it out"),
-        ("ps push=parameters", SimulatedConditions(), "push=parameters is not simulated"),
+        ("allreduce", SimulatedConditions(), "the simulator runs only parameter servers; use ps"),
+        ("ps link=tcp codec=bf16", SimulatedConditions(), "codec=bf16 cannot be simulated; leave it out"),
+        ("ps push=parameters", SimulatedConditions(), "push=parameters cannot be simulated"),
         ("ps", SimulatedConditions(slow=(Slowdown(worker=3, factor=2),)), "there is no worker 3 among 3"),
     ],
 )

@@ -76,7 +76,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("mirrored buckets=0", ["buckets=0"]),
         ("central buckets=0", ["buckets=0"]),
         ("sharded link=pigeon", ["unknown link 'pigeon'", "shared, tcp"]),
-        ("sharded codec=bf16", ["codec=bf16", "gathered as they are"]),
+        ("sharded codec=bf16", ["codec=bf16", "gathered uncompressed"]),
         ("hogwild order=lock", ["unknown order 'lock'", "free, locked, turns", "did you mean 'locked'?"]),
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
@@ -102,7 +102,7 @@ def test_words_of_other_frameworks_lead_to_ours(word: str, ours: str) -> None:
     assert word not in STRATEGIES
     assert str(Strategy.parse(ours)) == ours
     with pytest.raises(
-        UserError, match=re.escape(f"unknown strategy {word!r}; what comes nearest here is {ours!r}")
+        UserError, match=re.escape(f"unknown strategy {word!r}; the nearest strategy is {ours!r}")
     ):
         Strategy.parse(word)
 
@@ -157,7 +157,7 @@ def test_tensor_splits_dimensions_of_word_vectors_and_layers_of_networks() -> No
             False,
             "workers=3: must be a multiple of 2 (2 slices); use workers=2 or workers=4",
         ),
-        ("tensor slices=2 data=2", 2, False, "workers=2: 2 slices × 2 replicas takes 4; use workers=4"),
+        ("tensor slices=2 data=2", 2, False, "workers=2: 2 slices × 2 replicas would use 4; use workers=4"),
         ("tensor data=2", 5, False, "workers=5: must be a multiple of data=2; use workers=4 or workers=6"),
         ("tensor data=2", 1, False, "workers=1: must be a multiple of data=2; use workers=2"),
         ("tensor data=2", 4, True, "strategy tensor data=2: word vectors are split over all workers"),
@@ -244,7 +244,7 @@ def test_every_command_says_that_a_consistency_needs_more_workers(words: list[st
 
 def test_a_strategy_that_several_hosts_cannot_have_is_refused_with_the_reason() -> None:
     sentence = (
-        "strategy=hogwild is for the workers of one host, but there are 2 hosts (with the ranks [0, 1], [2]): "
+        "strategy=hogwild supports one host, but there are 2 (with ranks [0, 1], [2]): "
         "its workers write to one memory"
     )
     with pytest.raises(UserError, match=re.escape(sentence)):

@@ -270,7 +270,7 @@ def test_options_that_make_no_sense_are_refused(given: dict[str, Any], sentence:
 
 
 def test_a_rank_or_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(UserError, match="rank=65: a matrix of 1,797 rows and 64 columns has at most 64"):
+    with pytest.raises(UserError, match="rank=65: a matrix of 1,797 rows and 64 columns has at most rank 64"):
         truncated_svd(load_digits().data, SvdOptions(rank=65))
     needs = r"memory=1\.0 MiB is too little: rank 10 of 20,000 columns with 2 workers needs (.*); give more"
     with pytest.raises(UserError, match=needs):
@@ -282,19 +282,19 @@ def test_what_is_no_matrix_is_refused() -> None:
     holed = np.ones((40, 5))
     holed[17, 3] = np.nan
     for center in (False, True):
-        with pytest.raises(DataError, match="row 17, column 3 is nan, no number"):
+        with pytest.raises(DataError, match="row 17, column 3 is nan, not a number"):
             truncated_svd(holed, SvdOptions(rank=2, center=center))
-    with pytest.raises(DataError, match="values too large to be squared"):
+    with pytest.raises(DataError, match="too large to be squared"):
         truncated_svd(np.full((4, 3), 1e200), SvdOptions(rank=2))
-    with pytest.raises(UserError, match=r"shape \(5,\) is no matrix"):
+    with pytest.raises(UserError, match=r"shape \(5,\) is not a matrix"):
         truncated_svd(np.ones(5), SvdOptions(rank=1))
     holed = np.ones((3, 50))
     holed[1, 40] = np.inf
-    with pytest.raises(DataError, match="row 1, column 40 is inf, no number"):
+    with pytest.raises(DataError, match="row 1, column 40 is inf, not a number"):
         truncated_svd(holed, SvdOptions(rank=2))
-    with pytest.raises(DataError, match="values too large to be squared"):
+    with pytest.raises(DataError, match="too large to be squared"):
         truncated_svd(sp.csr_matrix(np.full((4, 3), 1e200)), SvdOptions(rank=2))
-    with pytest.raises(UserError, match=r"a complex128 sparse matrix of shape \(4, 4\) is no matrix"):
+    with pytest.raises(UserError, match=r"a complex128 sparse matrix of shape \(4, 4\) is not a matrix"):
         truncated_svd(sp.eye(4, dtype=complex), SvdOptions(rank=1))
     with pytest.raises(UserError, match="passes=2: the error is still"):
         truncated_svd(DRAW.normal(size=(1200, 1100)), SvdOptions(rank=5, passes=2))
@@ -326,8 +326,8 @@ def test_a_saved_model_projects_rows_as_scikit_learn_does(tmp_path: Path, center
     ("value", "sentence"),
     [
         ([1, 2], "input 0 has 2 numbers; it must be an array of numbers, one for each column, 3 in all"),
-        ("1 2 3", "input 0 is no array; it must be an array of numbers"),
-        ([1, 2, "x"], "input 0 has 'x' at place 2"),
+        ("1 2 3", "input 0 is not an array; it must be an array of numbers"),
+        ([1, 2, "x"], "input 0 has 'x' at position 2"),
         ([1, 2, float("inf")], "input 0 has a number that is not finite"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_file_that_does_not_fit_the_components_is_refused(tmp_path: Path) -> N
     with pytest.raises(DataError, match="has 5 columns, but the components have 4"):
         list(model.project_file(open_matrix(tmp_path / "other.npy")))
     np.save(tmp_path / "holed.npy", np.array([[1.0, 2, 3, 4], [1, np.nan, 3, 4]]))
-    with pytest.raises(DataError, match="row 1 has a value that is no number"):
+    with pytest.raises(DataError, match="row 1 has a value that is not a number"):
         list(model.project_file(open_matrix(tmp_path / "holed.npy")))
 
 
@@ -359,5 +359,5 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         SvdModel.load(tmp_path)
     (tmp_path / "svd.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="is no safetensors file"):
+    with pytest.raises(UserError, match="is not a safetensors file"):
         SvdModel.load(tmp_path)

@@ -356,13 +356,13 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(UserError, match=r"holds no sweep \(sweep.json is missing\)"):
         open_sweep(tmp_path, found, resume=True)
-    with pytest.raises(UserError, match=r"it has 'mine\.txt' in it"):
+    with pytest.raises(UserError, match=r"it contains 'mine\.txt'"):
         open_sweep(tmp_path, found, resume=False)
     open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(UserError, match="add --resume to continue it, or choose another"):
         open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(
-        UserError, match="--width was 4,8,16, and is left out now; give what it was begun with"
+        UserError, match="--width was 4,8,16, and is left out now; give the settings it was started with"
     ):
         open_sweep(tmp_path / "s", plan(rate=("0.1", "0.2")), resume=True)
     (tmp_path / "s" / "sweep.json").write_text("{")

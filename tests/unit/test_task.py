@@ -82,7 +82,7 @@ def test_fields_are_given_by_name_and_stay() -> None:
         ({"metrics": {1: accuracy}, "evaluation": torch.zeros(1, 2)}, r"metrics\[1\] is"),
         (
             {"metrics": {"loss": accuracy}, "evaluation": torch.zeros(1, 2)},
-            "'loss', which reports use already",
+            "'loss', which is reserved",
         ),
         ({"metrics": {"m": accuracy}}, "metrics are m, but evaluation is None"),
         ({"sparse": ["weight"]}, r"sparse is \['weight'\]; it must be a dict of parameter name"),

@@ -285,7 +285,7 @@ def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
     return about_workers(totals.slowness.ever(), totals.slowness.late_ever(), strategy)
 
 
-ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+ADVICE = "; a bound on staleness would not help with a permanent straggler; ps consistency=async would"
 
 
 def test_equal_step_times_hide_nothing() -> None:
@@ -322,7 +322,7 @@ def test_slow_worker_that_nobody_waits_for() -> None:
         for kind in (EventKind.COMPUTE, EventKind.STEP)
     ]
     assert said(totals_of(3, records), "ps consistency=async") == [
-        "worker 2 is 5.0 times slower than the median of the others from the start: nobody waits for it"
+        "worker 2 is 5.0 times slower than the median of the others from the start: no worker waits for it"
     ]
 
 
@@ -417,7 +417,7 @@ def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
     ("strategy", "advice"),
     [
         ("mirrored", "ps consistency=async would"),
-        ("pipeline", "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"),
+        ("pipeline", "a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…"),
         ("tensor", "every layer waits for the slowest of its slices"),
         ("allreduce algorithm=ring", "ps consistency=async would"),
         ("ps servers=2", "straggler, consistency=async would"),

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(120)
         ("explain nowhere", "nowhere holds no run: there is no such directory"),
         (
             "compare line --strategies single,mirrored",
-            "--strategies 'single,mirrored': strategies are separated by semicolons, not by commas; write "
+            "--strategies 'single,mirrored': separate strategies by semicolons, not commas; write "
             "'single; mirrored'",
         ),
         (
@@ -87,7 +87,7 @@ def test_a_sweep_of_nothing_says_what_it_varies_instead(
 ) -> None:
     (tmp_path / "letter.txt").touch()  # so that nothing is trained
     words = ("sweep", "line", "--out", tmp_path)
-    said = "no option has several values, so the learning rate takes some: --learning-rate 0.025,0.1,0.4; every option"
+    said = "no option has several values, so the learning rate varies: --learning-rate 0.025,0.1,0.4; every option"
     assert run_command(monkeypatch, *words) == 2
     assert said in capfd.readouterr().err
     assert run_command(monkeypatch, *words, "--learning-rate", "0.1,0.2") == 2

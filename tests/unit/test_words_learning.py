@@ -24,7 +24,7 @@ from manyhands.workloads.glove.learning import GloveOptions, Learning
         ),
         (
             {"strategy": "tensor", "workers": 51, "glove": GloveOptions(batch=8)},
-            "workers=51: tensor gives each",
+            "workers=51: tensor splits dim=50",
         ),
         ({"strategy": "allreduce algorithm=ring", "glove": GloveOptions(batch=8)}, "use allreduce"),
         ({"window": 0}, "window is 0; it must be an integer of at least 1"),

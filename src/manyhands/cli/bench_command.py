@@ -20,7 +20,7 @@ bench_app = command_group()
 @dataclass(frozen=True, kw_only=True)
 class _CollectiveOptions:
     workers: int = option(2, "Processes on this host.")
-    sizes: str | None = option(None, "Sizes to measure, as in 1KiB,64KiB,25MiB.", shown="1KiB and up")
+    sizes: str | None = option(None, "Sizes to measure, such as 1KiB,64KiB,25MiB.", shown="1KiB and up")
     repeats: int = option(40, "Runs of each contender at each size.")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option()
@@ -33,7 +33,7 @@ class _CollectiveOptions:
 @bench_app.command("allreduce")
 @from_options
 def _allreduce(asked: _CollectiveOptions) -> None:
-    """All-reduce: in a shared bucket, by each schedule over links, and torch's Gloo, interleaved."""
+    """Measure all-reduce: in shared memory, by each schedule over links, and by torch's Gloo."""
     sizes = asked.sizes_bytes or allreduce.DEFAULT_SIZES_BYTES
     result = allreduce.run_bench(asked.workers, sizes, asked.repeats, allow_overload=asked.allow_overload)
     print(allreduce.format_table(result))
@@ -43,7 +43,7 @@ def _allreduce(asked: _CollectiveOptions) -> None:
 @bench_app.command("backend")
 @from_options
 def _backend(asked: _CollectiveOptions) -> None:
-    """`dist.all_reduce` on the drop-in backend and on torch's Gloo, interleaved."""
+    """Measure `dist.all_reduce` on the drop-in backend and on torch's Gloo."""
     sizes = asked.sizes_bytes or allreduce.BACKEND_SIZES_BYTES
     overload = asked.allow_overload
     result = allreduce.run_backend_bench(asked.workers, sizes, asked.repeats, allow_overload=overload)
@@ -54,7 +54,7 @@ def _backend(asked: _CollectiveOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _StepOptions:
     workers: int = option(2, "Processes on this host.")
-    workload: str = option("mlp,cnn,language", "What to train, separated by commas.")
+    workload: str = option("mlp,cnn,language", "Models to train, separated by commas.")
     steps: int = option(step.DEFAULT_STEPS, "Measured steps of each contender.")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option()
@@ -63,7 +63,7 @@ class _StepOptions:
 @bench_app.command("step")
 @from_options
 def _step(asked: _StepOptions) -> None:
-    """Whole training steps: mirrored, central and torch's DDP on Gloo, interleaved, with equal losses."""
+    """Measure complete training steps: mirrored, central and torch's DDP on Gloo, with equal losses."""
     workloads = step.named_workloads(asked.workload)
     result = step.run_bench(asked.workers, workloads, asked.steps, allow_overload=asked.allow_overload)
     print(step.format_table(result))
@@ -73,14 +73,14 @@ def _step(asked: _StepOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _ServerOptions:
     rounds: int = option(bench_server.DEFAULT_ROUNDS, "Rounds of each contender at each exchange.")
-    memory: bool = option(True, "Measure the memory of servers too.")
+    memory: bool = option(True, "Also measure the memory of servers.")
     json_file: Path | None = json_option()
 
 
 @bench_app.command("server")
 @from_options
 def _server(asked: _ServerOptions) -> None:
-    """A parameter server's push and pull: ours by shared memory and TCP, a Ray actor, torch's rpc, interleaved."""
+    """Measure push and pull of a parameter server: ours by shared memory and TCP, a Ray actor, torch's rpc."""
     memory_bytes = bench_server.MEMORY_BYTES if asked.memory else 0
     result = bench_server.run_bench(rounds=asked.rounds, memory_bytes=memory_bytes)
     print(bench_server.format_table(result))
@@ -89,18 +89,18 @@ def _server(asked: _ServerOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _InferenceOptions:
-    models: str = option("digits", "digits, language and recurrent, separated by commas.")
-    precisions: str = option("fp32,bf16,int8", "Of fp32, bf16 and int8.")
-    batches: str = option("1,32", "Inputs in a batch, as in 1,8,64.")
-    workers: str = option("1,2", "Processes that each have the model.")
-    seconds: float = option(0.5, "How long each combination computes.")
+    models: str = option("digits", "Models to measure: digits, language and recurrent, separated by commas.")
+    precisions: str = option("fp32,bf16,int8", "Precisions: fp32, bf16 and int8, separated by commas.")
+    batches: str = option("1,32", "Batch sizes to measure, such as 1,8,64.")
+    workers: str = option("1,2", "Numbers of processes to measure, each with the model.")
+    seconds: float = option(0.5, "Seconds to measure each combination.")
     json_file: Path | None = json_option()
 
 
 @bench_app.command("inference")
 @from_options
 def _inference(asked: _InferenceOptions) -> None:
-    """How fast trained models answer, over precision, batch and workers; and whether fewer bits choose the same."""
+    """Measure inference by precision, batch size and workers, and whether fewer bits give the same classes."""
     from manyhands.lab.bench import inference
 
     models, precisions = parse_values(asked.models, ","), parse_values(asked.precisions, ",")
@@ -117,4 +117,4 @@ def _integers(text: str) -> list[int]:
     try:
         return [int(word) for word in parse_values(text, ",")]
     except ValueError:
-        raise UserError(f"{text!r} must be integers separated by commas, as in 1,8,64") from None
+        raise UserError(f"{text!r} must be integers separated by commas, such as 1,8,64") from None

@@ -72,9 +72,9 @@ def _field(default: Any, about: Any, writes: bool) -> Any:
     return dataclasses.field(default=MISSING if default is ... else default, metadata=metadata)
 
 
-Seed = Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")]
+Seed = Annotated[int, typer.Option(help="Fixes weights, data order and all other randomness.")]
 AllowOverload = Annotated[
-    bool, typer.Option("--allow-overload", help="Start workers even if they do not seem to fit on this host.")
+    bool, typer.Option("--allow-overload", help="Start workers even if this host seems too small for them.")
 ]
 
 
@@ -184,7 +184,7 @@ def _check(asked: Any) -> None:
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
     if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; create it first")
 
 
 def _parameters(options: type) -> list[inspect.Parameter]:

@@ -38,31 +38,29 @@ __all__ = ["compare_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:
-    strategies: str = option(DEFAULT_STRATEGIES, "What to compare, separated by semicolons.")
+    strategies: str = option(DEFAULT_STRATEGIES, "Strategies to compare, separated by semicolons.")
     workers: int = option(2, "Processes on this host.")
     repeats: int = option(2, "Runs of each strategy, interleaved.")
     target: str | None = option(
-        None, "Measure the time to this, as in accuracy=0.95.", shown="what the better half reaches"
+        None, "Measure the time to this metric, such as accuracy=0.95.", shown="what the better half reaches"
     )
-    slow: str | None = option(
-        None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
+    slow: str | None = option(None, "Slow down a worker: worker=1,factor=5[,probability=0.1][,from=400].")
+    bandwidth: str | None = option(
+        None, "Limit TCP to this rate, such as 1Gbit; shared memory is not limited."
     )
-    bandwidth: str | None = option(None, "Hold TCP to this rate, as in 1Gbit; shared memory is not touched.")
-    price: str | None = option(
-        None, "Price of a process for an hour, by kind: worker=10,helper=1[,server=2]."
-    )
-    device: str = option("cpu", "cpu, cuda, or both: every strategy on each, as in cpu,cuda.")
+    price: str | None = option(None, "Price per process and hour, by kind: worker=10,helper=1[,server=2].")
+    device: str = option("cpu", "cpu, cuda, or cpu,cuda: every strategy on both.")
     seed: Seed = 0
     allow_overload: AllowOverload = False
-    out: Path | None = option(None, "Directory of all runs.", shown="runs/compare-TASK-TIME")
+    out: Path | None = option(None, "Directory for all runs.", shown="runs/compare-TASK-TIME")
     json: Path | None = json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TaskOptions(_CompareOptions):
-    steps: int | None = option(None, "Global batches of each run.")
+    steps: int | None = option(None, "Global batches per run.")
     epochs: int | None = option(None, "Passes over the data, instead of --steps.", shown="half of train's")
-    rounds: int | None = option(None, "Rounds of each run that is counted in them.")
+    rounds: int | None = option(None, "Rounds per run, for strategies that count rounds.")
 
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TaskOptions) -> None:
@@ -169,21 +167,19 @@ _MOST_EXAMPLES = 200_000
 
 @dataclass(frozen=True, kw_only=True)
 class _SparseOptions:
-    density: str = option(
-        "0.002,0.02,0.2", "Shares of the features that an example has, with commas between."
-    )
-    features: int = option(1000, "Features in all.")
-    nonzeros: int = option(2_000_000, "Features of all examples together: the work of a pass.")
+    density: str = option("0.002,0.02,0.2", "Shares of all features in an example, separated by commas.")
+    features: int = option(1000, "Number of features.")
+    nonzeros: int = option(2_000_000, "Feature values in all examples together: the work of a pass.")
     strategies: str = option(
-        "single; hogwild; hogwild order=locked", "The first is what the others are beside."
+        "single; hogwild; hogwild order=locked", "Strategies; the others are compared to the first."
     )
-    workers: int = option(2, "Workers of those that have several.")
+    workers: int = option(2, "Workers of strategies with several.")
     repeats: int = option(1, "Runs of each strategy, interleaved.")
     passes: int = option(5, "Passes over the examples.")
-    learner: str = option("adagrad", "sgd, adagrad or ftrl.")
-    seed: int = option(0, "Fixes the examples and everything random.")
+    learner: str = option("adagrad", "Learning rule: sgd, adagrad or ftrl.")
+    seed: int = option(0, "Fixes the examples and all other randomness.")
     allow_overload: AllowOverload = False
-    out: Path | None = option(None, "Directory of all runs.", shown="runs/compare-sparse-TIME")
+    out: Path | None = option(None, "Directory for all runs.", shown="runs/compare-sparse-TIME")
     json: Path | None = json_option()
 
 
@@ -207,7 +203,7 @@ def _compare_sparse(asked: _SparseOptions) -> None:
             done = _one(asked, problem, out)
             if done.interrupted:
                 again = command_options.command_anywhere(sys.argv)
-                print(f"manyhands: ended by {end.name}; begin again with: {again}", file=sys.stderr)
+                print(f"manyhands: ended by {end.name}; start again with: {again}", file=sys.stderr)
                 raise typer.Exit(end.status)
             failed = failed or done.failed
             shared = shared_chance(problem.features, problem.nonzeros)
@@ -228,9 +224,7 @@ def _problems(asked: _SparseOptions) -> list[SparseProblem]:
         try:
             density = float(text)
         except ValueError:
-            raise UserError(
-                f"--density {text!r} is not a number; list several as in 0.002,0.02,0.2"
-            ) from None
+            raise UserError(f"--density {text!r} is not a number; write several as 0.002,0.02,0.2") from None
         problem = SparseProblem(features=asked.features, examples=2, density=density, seed=asked.seed)
         examples = max(2, min(_MOST_EXAMPLES, asked.nonzeros // problem.nonzeros))
         name = f"{density:g}"  # of its files, too

@@ -22,28 +22,28 @@ _say = partial(print, flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _ServeOptions:
-    rounds: int = option(..., "Rounds that must count.")
-    strategy: str = option("federated", "As in simulation: 'federated clients=20 fraction=0.5 secure=yes'.")
+    rounds: int = option(..., "Rounds to complete.")
+    strategy: str = option("federated", "Strategy, such as 'federated clients=20 fraction=0.5 secure=yes'.")
     data_schema: str | None = option(
-        None, "What a device's file holds, as in images=uint8:1x8x8,labels=int64.", shown="0=…,1=…"
+        None, "Fields of a device's file, such as images=uint8:1x8x8,labels=int64.", shown="0=…,1=…"
     )
     host: str = option("127.0.0.1", "Listen on this address.")
-    port: int = option(0, "Listen on this port; 0: a free one.")
-    tls: Path | None = option(None, "This host's folder of `manyhands certificates`.", shown="made in --out")
-    over: float = option(1.3, "Ask so many times as many devices as are needed.")
+    port: int = option(0, "Listen on this port; 0: any free port.")
+    tls: Path | None = option(None, "Folder from `manyhands certificates`.", shown="made in --out")
+    over: float = option(1.3, "Devices to select, as a multiple of those needed.")
     min_reports: int | None = option(
-        None, "Reports without which a round is abandoned.", shown="half the need"
+        None, "Minimum reports for a round to count.", shown="half of those needed"
     )
-    deadline_s: float = option(600.0, "Seconds that a round waits for reports.", "--deadline")
-    select_s: float = option(30.0, "Seconds to wait for more devices than the least.", "--select")
-    present_s: float = option(60.0, "Seconds for which a silent device counts as there.", "--present")
+    deadline_s: float = option(600.0, "Seconds a round waits for reports.", "--deadline")
+    select_s: float = option(30.0, "Seconds to wait for more than the minimum of devices.", "--select")
+    present_s: float = option(60.0, "Seconds after which a silent device counts as gone.", "--present")
     patience_s: float = option(
-        math.inf, "Give up after so long without a round.", "--patience", shown="never"
+        math.inf, "Give up after this many seconds without a round.", "--patience", shown="never"
     )
-    stage_s: float = option(30.0, "With secure=yes, seconds for each message after the first.", "--stage")
-    hold_s: float = option(20.0, "Seconds for which a question for work is held back.", "--hold")
+    stage_s: float = option(30.0, "With secure=yes: seconds for each message after the first.", "--stage")
+    hold_s: float = option(20.0, "Seconds to hold a device's request when there is no work.", "--hold")
     linger_s: float = option(30.0, "Seconds to wait at the end for devices to fetch the model.", "--linger")
-    seed: int = option(0, "Fixes weights, selection and everything random.")
+    seed: int = option(0, "Fixes weights, selection and all other randomness.")
     out: Path | None = option(None, "Run directory.", shown="runs/TASK-TIME")
     resume: Resume = False
 
@@ -64,19 +64,19 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeO
 
 @dataclass(frozen=True, kw_only=True)
 class _JoinOptions:
-    address: str = argument(..., "The server, as https://HOST:PORT.")
-    data: Path = option(..., "This device's own data: a .safetensors file, or what the task reads.")
-    out: Path = option(Path("device"), "The device's folder: its key, its number, and the current model.")
+    address: str = argument(..., "Address of the server: https://HOST:PORT.")
+    data: Path = option(..., "This device's data: a .safetensors file, or data that the task reads.")
+    out: Path = option(Path("device"), "Folder for the device's key, its number and the current model.")
     token: str | None = option(
-        None, "The token to enrol, the first time.", "--enrol", envvar="MANYHANDS_ENROL"
+        None, "Enrolment token, needed the first time.", "--enrol", envvar="MANYHANDS_ENROL"
     )
     authority: Path | None = option(None, "The server's ca.pem.", "--ca", shown="this host's authorities")
-    patience_s: float = option(86400.0, "Give up after so many seconds without the server.", "--patience")
-    most_pause_s: float = option(30.0, "The longest pause between two tries, in seconds.", "--max-pause")
+    patience_s: float = option(86400.0, "Give up after this many seconds without the server.", "--patience")
+    most_pause_s: float = option(30.0, "Longest pause between two attempts, in seconds.", "--max-pause")
 
 
 def _join(asked: _JoinOptions) -> None:
-    """Be a device: train on your own data whenever the server asks, and keep the current model."""
+    """Run a device: train on its own data when the server asks, and keep the current model."""
     from manyhands.places.local.signals import ending
     from manyhands.strategies.federated.deployed.device_client import JoiningDevice, join_rounds
 
@@ -90,7 +90,7 @@ federated_app = command_group()
 federated_app.command("join")(from_options(_join))
 federated_app.add_typer(
     task_commands(
-        _serve, "Serve {help}.", help="Be the server: devices come, train, report, and get the model."
+        _serve, "Serve {help}.", help="Run the server: devices connect, train, report and fetch the model."
     ),
     name="serve",
 )

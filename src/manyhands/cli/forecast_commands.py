@@ -31,17 +31,17 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class _SimulateOptions:
-    strategy: str = option("ps consistency=async", "ps with settings: 'ps consistency=aware:softsync:30'.")
-    workers: int = option(8, "Simulated workers; none of them takes a core.")
-    compute: str | None = option(None, "What a worker takes for a batch, as in 12ms.", shown="measured here")
+    strategy: str = option("ps consistency=async", "ps, with settings: 'ps consistency=aware:softsync:30'.")
+    workers: int = option(8, "Simulated workers, which need no cores.")
+    compute: str | None = option(None, "Time of a worker for a batch, such as 12ms.", shown="measured here")
     slow: list[str] | None = option(
-        None, "Slow a worker: worker=1,factor=5[,probability=0.1][,from=400]; repeatable."
+        None, "Slow down a worker: worker=1,factor=5[,probability=0.1][,from=400]; repeatable."
     )
-    spread: float = option(0.0, "By up to which share any computation is longer or shorter.")
-    latency: str = option("100us", "Of every message, as in 1ms.")
-    jitter: str = option("0s", "The most that is added to a latency.")
-    bandwidth: str | None = option(None, "Of every process's wire, as in 1Gbit.", shown="without limit")
-    apply: str = option("0s", "How long a server's optimizer step takes.")
+    spread: float = option(0.0, "Largest random change of a computing time, as a share of it.")
+    latency: str = option("100us", "Latency of every message, such as 1ms.")
+    jitter: str = option("0s", "Largest random addition to a latency.")
+    bandwidth: str | None = option(None, "Bandwidth of each process, such as 1Gbit.", shown="no limit")
+    apply: str = option("0s", "Time of a server's optimizer step.")
     steps: int | None = option(None, "Global batches to train.")
     epochs: int | None = option(None, "Passes over the data, instead of --steps.", shown="half of train's")
     seed: Seed = 0
@@ -86,7 +86,7 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Si
     )
     task = entry.build(**task_options)
     out = common.out or command_options.fresh_directory(f"simulated-{entry.name}")
-    with ended_by_signal(lambda: f"begin again with: {command_options.command_anywhere(sys.argv)}"):
+    with ended_by_signal(lambda: f"start again with: {command_options.command_anywhere(sys.argv)}"):
         run = fit_simulated(
             task,
             common.strategy,
@@ -114,16 +114,16 @@ simulate_app = task_commands(_simulate, "Simulate workers and parameter servers 
 @dataclass(frozen=True, kw_only=True)
 class _ScalingOptions:
     workers: str | None = option(
-        None, "How many, separated by commas.", shown="powers of 2 up to twice the cores"
+        None, "Numbers of workers, separated by commas.", shown="powers of 2 up to twice the cores"
     )
-    strategy: str = option("mirrored", "How the work is spread.")
-    steps: int = option(40, "Global batches of each run.")
-    repeats: int = option(2, "Runs with each number, interleaved.")
-    latency: str = option("100us", "Of every message, in the forecast.")
-    bandwidth: str | None = option(None, "Of every wire of the forecast, as in 1Gbit.", shown="without limit")
+    strategy: str = option("mirrored", "Strategy, with settings.")
+    steps: int = option(40, "Global batches per run.")
+    repeats: int = option(2, "Runs per number of workers, interleaved.")
+    latency: str = option("100us", "Latency of every message in the forecast.")
+    bandwidth: str | None = option(None, "Bandwidth in the forecast, such as 1Gbit.", shown="no limit")
     seed: Seed = 0
     allow_overload: AllowOverload = False
-    out: Path | None = option(None, "Directory of all runs.", shown="runs/scaling-TASK-TIME")
+    out: Path | None = option(None, "Directory for all runs.", shown="runs/scaling-TASK-TIME")
     json: Path | None = json_option()
 
 
@@ -152,7 +152,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sca
     out = common.out or command_options.fresh_directory(f"scaling-{entry.name}")
     require_empty(out)
     with (
-        ended_by_signal(lambda: f"begin again with: {command_options.command_anywhere(sys.argv)}"),
+        ended_by_signal(lambda: f"start again with: {command_options.command_anywhere(sys.argv)}"),
         progress_line() as report,
     ):
         rates, waiting = curves.measure_scaling(words, strategy, counts, out, settings, child_command, report)
@@ -167,7 +167,7 @@ def _counts(text: str | None, cores: int) -> list[int]:
     values = parse_values(text, ",")
     for value in values:
         if not value.isdecimal():
-            raise UserError(f"--workers {value!r} is not an integer; list several as in 1,2,4")
+            raise UserError(f"--workers {value!r} is not an integer; write several as 1,2,4")
     return [int(value) for value in values]
 
 
@@ -193,4 +193,4 @@ def _leave(task: str, strategy: str, curve: ScalingCurve, common: _ScalingOption
     )
 
 
-scaling_app = task_commands(_scaling, "Scaling of {help}.", callback=start_own_workers)
+scaling_app = task_commands(_scaling, "Measure the scaling of {help}.", callback=start_own_workers)

@@ -19,7 +19,7 @@ __all__ = ["glove_app"]
 
 glove_app = command_group()
 
-_FORMS = "Stanford's text, or word2vec's text or binary form."
+_FORMS = "Vectors in Stanford's text format, or word2vec's text or binary format."
 _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
 
 
@@ -27,16 +27,16 @@ _VectorsFile = Annotated[Path, typer.Argument(metavar="VECTORS", help=_FORMS)]
 class _EvaluateOptions:
     vectors: Path = argument(..., _FORMS, metavar="VECTORS")
     analogies: Path | None = option(
-        None, "Questions of four words; ': name' begins a section.", metavar="FILE"
+        None, "Analogies of four words; ': name' starts a section.", metavar="FILE"
     )
-    similarity: Path | None = option(None, "Two words and a score, with tabs between.", metavar="FILE")
-    json_file: Path | None = json_option("Write the result to this file, too.")
+    similarity: Path | None = option(None, "Two words and a score per line, with tabs.", metavar="FILE")
+    json_file: Path | None = json_option("Also write the result to this file.")
 
 
 @glove_app.command("eval")
 @from_options
 def _evaluate(asked: _EvaluateOptions) -> None:
-    """How well the vectors answer analogies, and order pairs of words as people do."""
+    """Measure the vectors on analogies and on word similarities judged by people."""
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.glove.analogies import (
         ask_analogies,
@@ -84,9 +84,9 @@ def _evaluate(asked: _EvaluateOptions) -> None:
 def _neighbours(
     vectors: _VectorsFile,
     words: Annotated[list[str], typer.Argument(metavar="WORD...")],
-    top: Annotated[int, typer.Option(help="How many for each word.")] = 10,
+    top: Annotated[int, typer.Option(help="Neighbours per word.")] = 10,
 ) -> None:
-    """The words nearest to each WORD, by cosine."""
+    """List the words nearest to each WORD, by cosine."""
     from manyhands.workloads.glove.vector_files import Vectors
 
     loaded = Vectors.load(vectors)
@@ -96,10 +96,10 @@ def _neighbours(
 @glove_app.command("analogy")
 def _analogy(
     vectors: _VectorsFile,
-    expression: Annotated[str, typer.Argument(help="As in 'king - man + woman'.")],
-    top: Annotated[int, typer.Option(help="How many words.")] = 10,
+    expression: Annotated[str, typer.Argument(help="Words with + and -, such as 'king - man + woman'.")],
+    top: Annotated[int, typer.Option(help="Number of words.")] = 10,
 ) -> None:
-    """The words nearest to a sum of words, those in it left out."""
+    """List the words nearest to a sum of words, without the words in it."""
     from manyhands.workloads.glove.vector_files import Vectors
 
     print_rows(neighbours_table({expression: Vectors.load(vectors).combine(expression, top)}))

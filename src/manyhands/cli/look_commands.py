@@ -51,16 +51,14 @@ class _LookedAt:
 class _ShowOptions(_LookedAt):
     form: Form | None = option(
         None,
-        "A live page; one file of it; a trace for ui.perfetto.dev, or one picture, of who waited for whom; event files "
-        "for TensorBoard. By default the page, or what the name of --out ends in (.html, .json, .svg).",
+        "page: live; file: the page as one file; trace: for ui.perfetto.dev; svg: a picture of which worker waited; "
+        "tensorboard: event files. By default page, or by the ending of --out (.html, .json, .svg).",
         "--as",
     )
-    out: Path | None = option(None, "Write to this file or folder; to one in RUN otherwise.", writes=True)
-    steps: str | None = option(
-        None, "Of a trace or picture: only global batches A to B - 1, as A:B, A: or :B."
-    )
-    host: str = option("127.0.0.1", "Address of the page; 0.0.0.0 lets other machines in, with the token.")
-    port: int = option(0, "Port of the page; 0 takes a free one.")
+    out: Path | None = option(None, "Write to this file or folder instead of one in RUN.", writes=True)
+    steps: str | None = option(None, "For a trace or picture: only steps A to B - 1, as A:B, A: or :B.")
+    host: str = option("127.0.0.1", "Address of the page; 0.0.0.0 admits other machines, with the token.")
+    port: int = option(0, "Port of the page; 0: any free port.")
     open_browser: bool = option(False, "Open the page in this machine's browser.", "--open/--no-open")
 
 
@@ -72,7 +70,7 @@ def show_command(asked: _ShowOptions) -> None:
     if asked.steps is not None and form not in (Form.TRACE, Form.SVG):
         raise UserError(f"--steps is for --as trace and --as svg; a {form} shows all steps")
     if asked.out is not None and form is Form.PAGE:
-        raise UserError(f"--out {asked.out}: say what to write there: --as file, trace, svg or tensorboard")
+        raise UserError(f"--out {asked.out}: give the format: --as file, trace, svg or tensorboard")
     if form is Form.PAGE:
         _serve_page(asked)
     elif form is Form.FILE:
@@ -156,8 +154,8 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
         print(f"page  {dashboard.url}", file=sys.stderr, flush=True)
         if not is_loopback(host):
             print(
-                f"manyhands: {host} can be reached from other machines; whoever has the token can read the page, "
-                "and what is sent is not encrypted",
+                f"manyhands: {host} can be reached from other machines; anyone with the token can read the page, "
+                "and the traffic is not encrypted",
                 file=sys.stderr,
             )
         yield dashboard.url
@@ -165,7 +163,7 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
 
 @dataclass(frozen=True)
 class _ExplainOptions(_LookedAt):
-    json: Path | None = json_option("Write the figures to this file as JSON, too.")
+    json: Path | None = json_option("Also write the figures to this file as JSON.")
 
 
 @from_options
@@ -249,7 +247,7 @@ def _print(audited: AuditedRun) -> None:
 @dataclass(frozen=True)
 class _ReplayOptions:
     run: Path = argument(..., "The run's directory.")
-    until: int | None = option(None, "Stop where every shard has applied so many global batches.")
+    until: int | None = option(None, "Stop after every shard has applied this many global batches.")
     save: Path | None = option(None, "Write the weights to this safetensors file.", writes=True)
 
 
@@ -280,9 +278,9 @@ def replay_command(asked: _ReplayOptions) -> None:
     if done.first_difference is not None:
         wrong = done.first_difference.sentence
     elif done.same_bytes is False:
-        wrong = f"{same}, and yet the weights at the end are not those of the run"
+        wrong = f"{same}, but the final weights differ from those of the run"
     if wrong:
         print(f"manyhands: {wrong}", file=sys.stderr)
         raise typer.Exit(1)
-    nothing_to_compare = "; there are no final weights to compare with here"
+    nothing_to_compare = "; the run has no final weights to compare with"
     print(same + (", and the weights are the same bytes" if done.same_bytes else nothing_to_compare))

@@ -21,18 +21,18 @@ __all__ = ["certificates_command", "doctor_command", "launch_command", "role_com
 @dataclass(frozen=True)
 class _LaunchOptions:
     context: typer.Context
-    script: Path = argument(..., "The script, which calls mh.join().", metavar="SCRIPT")
-    arguments: list[str] | None = argument(None, "Its own; after -- if like ours.", metavar="[ARGUMENTS]...")
+    script: Path = argument(..., "Training script that calls mh.join().", metavar="SCRIPT")
+    arguments: list[str] | None = argument(
+        None, "Arguments of the script; after -- if they look like ours.", metavar="[ARGUMENTS]..."
+    )
     workers: int = option(2, "Processes on this host.")
     strategy: str | None = option(
-        None, "mirrored, central, local or allreduce, with settings.", shown="mirrored"
+        None, "Strategy: mirrored, central, local or allreduce, with settings.", shown="mirrored"
     )
-    device: str | None = option(None, "cpu, or cuda: one GPU per worker in turn.", shown="cpu")
-    out: Path | None = option(None, "Keep the run's events in this new directory, for show and explain.")
+    device: str | None = option(None, "cpu or cuda; with cuda, workers take the GPUs in order.", shown="cpu")
+    out: Path | None = option(None, "Write the run's events to this new directory, for show and explain.")
     allow_overload: AllowOverload = False
-    watchdog: float = option(
-        60.0, "Seconds without progress after which whoever holds it up is named; 0: never."
-    )
+    watchdog: float = option(60.0, "Seconds without progress until the blocking process is named; 0: never.")
 
 
 @from_options
@@ -43,14 +43,14 @@ def launch_command(asked: _LaunchOptions) -> None:
     if word.startswith("-"):  # options that are not ours go to the script, and this one stands before it
         ours = [name for one in asked.context.command.params for name in one.opts if name.startswith("--")]
         raise UserError(
-            f"launch has no option {word}; {nearest(word, ours)}; the script's own options stand after the script"
+            f"launch has no option {word}; {nearest(word, ours)}; options of the script go after its name"
         )
     start_own_workers()
     from manyhands.interop.own_loop.launch_script import launch
     from manyhands.observe.draw.time_table import end_table
 
     events = f"the events up to now are in {asked.out}, and " if asked.out is not None else ""
-    kept = f"all workers have stopped; {events}what the script saved itself is kept"
+    kept = f"all workers have stopped; {events}files saved by the script are kept"
     with ended_by_signal(lambda: f"{kept}; start again with: {command_anywhere(sys.argv)}"):
         summary = launch(
             asked.script,
@@ -65,7 +65,7 @@ def launch_command(asked: _LaunchOptions) -> None:
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     if not summary["joined"]:
-        print("manyhands: not every worker called mh.join(), so it trained by itself", file=sys.stderr)
+        print("manyhands: some workers did not call mh.join() and trained alone", file=sys.stderr)
     if any(row["steps"] for row in summary["per_worker"]):
         Console(stderr=True).print(end_table(summary))
 
@@ -73,16 +73,16 @@ def launch_command(asked: _LaunchOptions) -> None:
 @dataclass(frozen=True)
 class _RoleOptions:
     arguments: list[str] = argument(
-        ..., "After --: train and its words, or a script that calls mh.fit.", metavar="-- COMMAND..."
+        ..., "After --: train and its arguments, or a script that calls mh.fit.", metavar="-- COMMAND..."
     )
-    spec: Path = option(..., "The cluster: a TOML or JSON file with the addresses of each type.")
-    role_type: str = option(..., "chief, worker, ps or evaluator.", "--type")
-    index: int = option(0, "Which of that type, from 0.")
+    spec: Path = option(..., "Cluster specification: a TOML or JSON file with the addresses of each type.")
+    role_type: str = option(..., "Type of the role: chief, worker, ps or evaluator.", "--type")
+    index: int = option(0, "Number of the role within its type, from 0.")
 
 
 @from_options
 def role_command(asked: _RoleOptions) -> None:
-    """As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`."""
+    """Example: `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`."""
     from manyhands.places.external.process_place import SpecificationPlace
     from manyhands.places.external.specification import EVALUATOR, ClusterSpec
     from manyhands.places.place import using_place
@@ -92,7 +92,7 @@ def role_command(asked: _RoleOptions) -> None:
     word = asked.arguments[0]
     if word != "train" and not word.endswith(".py"):
         raise UserError(
-            f"{word!r} cannot be one role of a cluster; write train and a task after --, or a script that calls mh.fit"
+            f"{word!r} cannot run as a role of a cluster; give train and a task after --, or a script that calls mh.fit"
         )
     if role.type == "evaluator":
         print(f"manyhands: {EVALUATOR}", file=sys.stderr)
@@ -112,9 +112,9 @@ def role_command(asked: _RoleOptions) -> None:
 
 @dataclass(frozen=True)
 class _CertificateOptions:
-    directory: Path = argument(..., "A new folder, for a folder per host.", metavar="DIR")
+    directory: Path = argument(..., "New folder, which gets a folder per host.", metavar="DIR")
     hosts: str = option(..., "Names or addresses of the hosts: node1,node2.")
-    days: float = option(7.0, "How long they are valid; longer than the run lasts.")
+    days: float = option(7.0, "Days of validity; must exceed the length of the run.")
     keep_authority: bool = option(False, "Keep the authority's key in DIR, to add hosts.", "--keep-authority")
 
 
@@ -125,16 +125,16 @@ def certificates_command(asked: _CertificateOptions) -> None:
     named = [host.strip() for host in asked.hosts.split(",") if host.strip()]
     made = make_certificates(asked.directory, named, days=asked.days, keep_authority=asked.keep_authority)
     kept = asked.directory / AUTHORITY_KEY
-    authority = f"the authority's key is in {kept}" if kept.exists() else "the authority's key was not kept"
+    authority = f"the authority's key is in {kept}" if kept.exists() else "the authority's key was not stored"
     print(f"valid until {made.end:%Y-%m-%d %H:%M} UTC; {authority}")
     for host, folder in zip(named, made.folders, strict=True):
-        print(f"{folder}  for {host} and nobody else: it holds a key and the run's token")
+        print(f"{folder}  for {host} only: it holds a key and the run's token")
     print("start the processes of each host with --tls and its folder, or set MANYHANDS_TLS to it")
 
 
 def doctor_command(
     warm: Annotated[
-        bool, typer.Option("--warm", help="First compile all kernels, so that no later run has to.")
+        bool, typer.Option("--warm", help="Compile all kernels first, so that later runs start faster.")
     ] = False,
 ) -> None:
     from manyhands.native.warming import prepare

@@ -83,10 +83,10 @@ GROUPS = {
     "Look": {
         "show": LazyCommand(
             "look_commands:show_command",
-            "Show a run: as a live page, one file, a trace or picture of who waited for whom, or for TensorBoard.",
+            "Show a run: as a live page, a file, a trace or picture of which worker waited, or for TensorBoard.",
         ),
         "explain": LazyCommand(
-            "look_commands:explain_command", "Say why a run is as fast as it is, from its events."
+            "look_commands:explain_command", "Explain from its events what limits the speed of a run."
         ),
     },
     "Trust": {
@@ -96,54 +96,55 @@ GROUPS = {
         ),
         "replay": LazyCommand(
             "look_commands:replay_command",
-            "Execute the recorded order of a run again: the same weights, or the first update that differs.",
+            "Repeat a run in its recorded order: the same weights, or the first update that differs.",
         ),
         "doctor": LazyCommand(
             "machine_commands:doctor_command",
-            "What this machine has for training, what is missing, and how to get it.",
+            "List what this machine has for training, what is missing, and how to get it.",
         ),
     },
     "Foresee": {
         "simulate": LazyCommand(
             "forecast_commands:simulate_app",
-            "Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+            "Train a built-in task on parameter servers in virtual time, with more workers than cores.",
             counts=_LENGTHS,
         ),
         "schedule": LazyCommand(
             "schedule_command:schedule_command",
-            "Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
+            "Draw the schedule of a pipeline or an all-reduce, with its cost.",
         ),
         "memory": LazyCommand(
             "model_commands:memory_app",
-            "Say what training needs in memory on each worker, before anything is trained.",
+            "Estimate the memory that training needs on each worker.",
             counts=("workers",),
         ),
         "graph": LazyCommand(
             "model_commands:graph_app",
-            "Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
+            "Draw the model of a built-in task as a graph: modules, the data between them, and where it is split.",
             counts=("workers",),
         ),
         "scaling": LazyCommand(
             "forecast_commands:scaling_app",
-            "Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+            "Measure the speed-up by more workers, with its knee, Amdahl's fit and a forecast.",
             counts=("steps", "epochs"),
         ),
     },
     "Use": {
         "predict": LazyCommand(
-            "use_commands:predict_command", "Print what a trained model answers for every input, one a line."
+            "use_commands:predict_command",
+            "Print the prediction of a trained model for every input, one per line.",
         ),
         "generate": LazyCommand(
-            "use_commands:generate_command", "Let a trained language model write on after a prompt."
+            "use_commands:generate_command", "Continue a prompt with a trained language model."
         ),
-        "glove": LazyCommand("glove_command:glove_app", "Ask trained word vectors."),
+        "glove": LazyCommand("glove_command:glove_app", "Query and evaluate trained word vectors."),
         "export": LazyCommand(
             "use_commands:export_command",
-            "Write a run's newest weights as one file, and say what its precision costs.",
+            "Write a run's newest weights to one file, and measure the cost of its precision.",
         ),
         "serve": LazyCommand(
             "use_commands:serve_command",
-            "Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
+            "Serve a trained model over HTTP from several processes, with a page of latency and throughput.",
             trains=True,
         ),
     },
@@ -156,27 +157,27 @@ GROUPS = {
         ),
         "sweep": LazyCommand(
             "sweep_command:sweep_app",
-            "Train a built-in task with every combination of some settings, over the cores there are.",
+            "Train a built-in task with every combination of some settings, on all cores.",
         ),
-        "bench": LazyCommand("bench_command:bench_app", "Measure, side by side with peers."),
+        "bench": LazyCommand("bench_command:bench_app", "Benchmark against other libraries."),
     },
     "Machines": {
         "role": LazyCommand(
             "machine_commands:role_command",
-            "Be one role of a cluster specification: a worker, a server, or the chief that leads.",
+            "Run one role of a cluster specification: a worker, a server, or the chief.",
         ),
         "certificates": LazyCommand(
             "machine_commands:certificates_command",
-            "Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
+            "Make a short-lived authority and a certificate for each host of a run.",
         ),
         "federated": LazyCommand(
-            "federated_command:federated_app", "Federated rounds with real devices, over HTTPS."
+            "federated_command:federated_app", "Run federated rounds with real devices over HTTPS."
         ),
     },
     "Learn": {
         "tour": LazyCommand(
             "tour_command:tour_command",
-            "Nine short lessons, from one process to federated parties: list them, or run one step by step.",
+            "List or run nine short lessons, from one process to federated parties.",
         ),
     },
 }

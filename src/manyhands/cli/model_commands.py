@@ -33,18 +33,17 @@ __all__ = ["graph_app", "memory_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _GraphOptions:
-    strategy: str = option("mirrored", "How it is to be trained, as for `train`.")
+    strategy: str = option("mirrored", "Strategy, as for `train`.")
     workers: int | None = option(
-        None, "Processes that share the work.", shown="2, or what the strategy takes"
+        None, "Processes that share the work.", shown="2, or what the strategy needs"
     )
     place: list[str] | None = option(
         None,
-        "Instead of --strategy: modules on a device, as 'blocks.*=cuda:0'; may be given several times, "
-        "and nothing has to be there.",
+        "Instead of --strategy: modules on a device, such as 'blocks.*=cuda:0'; repeatable. The device need not exist.",
         metavar="PATTERN=DEVICE",
         shown=False,
     )
-    svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
+    svg: Path | None = option(None, "Also write the picture to this file.", writes=True)
 
 
 def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _GraphOptions) -> None:
@@ -59,7 +58,7 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Graph
     for text in common.place or ():
         pattern, sign, device = text.rpartition("=")
         if not (pattern and sign and device):
-            raise UserError(f"--place {text!r}: it must be PATTERN=DEVICE, as in 'blocks.*=cuda:0'")
+            raise UserError(f"--place {text!r}: it must be PATTERN=DEVICE, such as 'blocks.*=cuda:0'")
         where[pattern] = device
     task = entry.build(**task_options)
     if where:
@@ -120,9 +119,9 @@ graph_app = task_commands(_graph, "Draw the model of {name}: {help}.")
 
 @dataclass(frozen=True, kw_only=True)
 class _MemoryOptions:
-    strategy: str | None = option(None, "How, as for train; several, with ';' between.", shown="all")
+    strategy: str | None = option(None, "Strategies, as for `train`, separated by semicolons.", shown="all")
     workers: int = option(2, "Processes on this host.")
-    json_file: Path | None = json_option("Write it to this file.")
+    json_file: Path | None = json_option("Write the estimate to this file.")
 
 
 def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _MemoryOptions) -> None:
@@ -163,7 +162,7 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         if one.what:
             out.print(f"{text}, besides: {one.what}")
     out.print(
-        f"Activations were {found.how}. What torch, the data and the processes themselves take is not counted."
+        f"Activations were {found.how}. Memory of torch, the data and the processes themselves is not counted."
     )
     write_json(
         common.json_file,
@@ -210,4 +209,4 @@ def _table(rows: list[tuple[str, Any]]) -> Table:
     return table
 
 
-memory_app = task_commands(_estimate, "What training {help} needs.")
+memory_app = task_commands(_estimate, "Estimate the memory for training {help}.")

@@ -58,11 +58,9 @@ class RunOptions:
     out: Path | None = option(None, "Run directory.", shown="runs/TASK-TIME")
     resume: Resume = False
     checkpoint_every: int | None = option(None, "Steps between checkpoints.")
-    watchdog: float = option(
-        60.0, "Seconds without progress after which whoever holds it up is named; 0: never."
-    )
-    dashboard: bool = option(False, "Show the run as a live page while it goes on.", "--dashboard")
-    dashboard_port: int = option(0, "Port of the live page on 127.0.0.1; 0 takes a free one.")
+    watchdog: float = option(60.0, "Seconds without progress until the blocking process is named; 0: never.")
+    dashboard: bool = option(False, "Show the run on a live page.", "--dashboard")
+    dashboard_port: int = option(0, "Port of the live page on 127.0.0.1; 0: any free port.")
     tensorboard: Path | None = option(None, "Write event files for TensorBoard to this directory.")
 
 
@@ -95,7 +93,7 @@ def leave_report(out: Path, table: TaskTable | None = None) -> None:
         if table is not None and table.curves:
             print(f"picture  {_write_picture(out, table)}")
     except ManyhandsError as error:
-        print(f"manyhands: there is no report: {error}", file=sys.stderr)
+        print(f"manyhands: the report could not be written: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -165,7 +163,7 @@ def _write_picture(run: Path, table: TaskTable) -> Path:
         line_chart(apart, title=f"How far each line is above “{table.against}”", x_label="x", y_label="y"),
     )
     rows = paper.data_table(table.head, table.rows, title="The numbers")
-    headings = ("The lines", "The lines apart")
+    headings = ("The lines", "Differences of the lines")
     sections = [paper.section(f"chart-{n}", headings[n], chart) for n, chart in enumerate(charts)]
     page = paper.document(table.title, [*sections, paper.section("rows", "In numbers", rows, "wide")])
     write_atomically(path, [page.encode()])

@@ -26,13 +26,13 @@ RATES = (20e-6, 1 / 2e9, 1 / 10e9)
 
 @dataclass(frozen=True)
 class _ScheduleOptions:
-    name: str | None = argument(None, "Which schedule; without a name they are listed.", show_default=False)
+    name: str | None = argument(None, "Name of the schedule; without it, list all.", show_default=False)
     stages: int | None = option(None, "Stages of a pipeline.", shown="4")
-    microbatches: int | None = option(None, "Micro-batches, or slices of time, in a step.", shown="8")
-    chunks: int | None = option(None, "Parts that each stage of `interleaved` has.", shown="2")
-    workers: str | None = option(None, "Of an all-reduce; several, as in 2,4,8, make a table.", shown="4")
-    size: str | None = option(None, "Bytes of a message of a pipeline, or of an all-reduce.", shown="1MiB")
-    svg: Path | None = option(None, "Write the picture to this file, too.", writes=True)
+    microbatches: int | None = option(None, "Micro-batches, or time slices, per step.", shown="8")
+    chunks: int | None = option(None, "Parts per stage of `interleaved`.", shown="2")
+    workers: str | None = option(None, "Workers of an all-reduce; 2,4,8 gives a table.", shown="4")
+    size: str | None = option(None, "Size of a pipeline's message, or of an all-reduce.", shown="1MiB")
+    svg: Path | None = option(None, "Also write the picture to this file.", writes=True)
 
     def refuse(self, kind: str, *others: str) -> None:
         for other in others:
@@ -58,12 +58,12 @@ def schedule_command(asked: _ScheduleOptions) -> None:
     name = asked.name
     if name is None:
         if asked != _ScheduleOptions():
-            raise UserError("options need the name of a schedule, as in `manyhands schedule 1f1b --stages 4`")
+            raise UserError("options need a schedule, such as `manyhands schedule 1f1b --stages 4`")
         wide = max(map(len, [*SCHEDULES, *ALGORITHMS]))
-        print("Of a pipeline, as in `manyhands schedule 1f1b --stages 4 --microbatches 8`:")
+        print("Pipelines, for example `manyhands schedule 1f1b --stages 4 --microbatches 8`:")
         for each, maker in SCHEDULES.items():
             print(f"  {each:<{wide}}  {(maker.__doc__ or '').partition(chr(10))[0]}")
-        print("\nOf an all-reduce, as in `manyhands schedule ring --workers 4`:")
+        print("\nAll-reduces, for example `manyhands schedule ring --workers 4`:")
         for each, algorithm in ALGORITHMS.items():
             print(f"  {each:<{wide}}  {algorithm.description[0].upper()}{algorithm.description[1:]}.")
     elif name in SCHEDULES:
@@ -79,9 +79,9 @@ def _pipeline(name: str, asked: _ScheduleOptions) -> None:
     from manyhands.strategies.pipeline.schedule_drawing import as_svg, costs_text, heading
     from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 
-    asked.refuse("a schedule of a pipeline: say --stages and --microbatches", "workers")
+    asked.refuse("a pipeline schedule; give --stages and --microbatches", "workers")
     if name != "interleaved":
-        asked.refuse("a schedule with one part on every stage; `interleaved` has several", "chunks")
+        asked.refuse("a schedule with one part per stage; only `interleaved` has several", "chunks")
     counts = asked.within("stages", 4, MAX_STAGES), asked.within("microbatches", 8, MAX_MICROBATCHES)
     chunks, num_bytes = asked.within("chunks", 2, MAX_CHUNKS), asked.num_bytes
     table = interleaved(*counts, chunks) if name == "interleaved" else SCHEDULES[name](*counts)
@@ -123,11 +123,11 @@ def _print_drawing(table: Schedule) -> None:
 def _allreduce(algorithm: Algorithm, asked: _ScheduleOptions) -> None:
     from manyhands.strategies.common.collectives import collective_drawing as drawing
 
-    asked.refuse("a schedule of an all-reduce: say --workers", "stages", "microbatches", "chunks")
+    asked.refuse("an all-reduce schedule; give --workers", "stages", "microbatches", "chunks")
     worlds = _numbers("4" if asked.workers is None else asked.workers)
     num_bytes = asked.num_bytes
     if len(worlds) > 1 and asked.svg is not None:
-        raise UserError(f"--svg draws one number of workers, not {asked.workers}")
+        raise UserError(f"--svg needs one number of workers, not {asked.workers}")
     if worlds[0] > MAX_DRAWN_WORKERS and len(worlds) == 1:
         raise UserError(
             f"--workers {worlds[0]} is too many for a drawing, which has {MAX_DRAWN_WORKERS} at most; several numbers, "
@@ -154,7 +154,7 @@ def _numbers(text: str) -> list[int]:
         if not (word.isascii() and word.isdigit() and 1 <= int(word[:9]) <= MAX_WORKERS):
             raise UserError(
                 f"--workers {text}: {word or 'nothing'!r} is not a number of workers; 1 to {MAX_WORKERS} are allowed, "
-                "several as in 2,4,8"
+                "several as 2,4,8"
             )
     return list(map(int, words))
 

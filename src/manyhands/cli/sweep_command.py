@@ -29,14 +29,14 @@ _AROUND = (0.25, 1.0, 4.0)  # times the usual rate, where nothing was given seve
 
 @dataclass(frozen=True, kw_only=True)
 class _SweepOptions:
-    strategy: str = option("single", "One or several, separated by semicolons.")
-    workers: str = option("1", "Workers of each run; several, separated by commas.")
-    seed: str = option("0", "Fixes everything random; several, separated by commas.")
-    metric: str | None = option(None, "What judges the runs.", shown="the task's first, or evaluation_loss")
-    steps: int | None = option(None, "Global batches of each run.")
+    strategy: str = option("single", "One or more strategies, separated by semicolons.")
+    workers: str = option("1", "Workers per run; one or more numbers, separated by commas.")
+    seed: str = option("0", "Fixes all randomness; one or more, separated by commas.")
+    metric: str | None = option(None, "Metric to rank by.", shown="the task's first, or evaluation_loss")
+    steps: int | None = option(None, "Global batches per run.")
     epochs: int | None = option(None, "Passes over the data, instead of --steps.", shown="half of train's")
-    jobs: int | None = option(None, "Runs at once.", shown="as many as there are cores for")
-    out: Path | None = option(None, "Directory of all runs.", shown="runs/sweep-TASK-TIME")
+    jobs: int | None = option(None, "Runs at the same time.", shown="as many as the cores allow")
+    out: Path | None = option(None, "Directory for all runs.", shown="runs/sweep-TASK-TIME")
     resume: Resume = False
     json: Path | None = json_option()
 
@@ -51,7 +51,7 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Sweep
         asked = task_options.get(setting.name, ())
         if setting.name == "learning_rate" and len(setting.values) > 1 and len(asked) < 2:
             print(
-                "manyhands: no option has several values, so the learning rate takes some: --learning-rate "
+                "manyhands: no option has several values, so the learning rate varies: --learning-rate "
                 f"{','.join(setting.values)}; every option takes several, separated by commas",
                 file=sys.stderr,
             )
@@ -97,7 +97,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _SweepO
     names = [*task.metrics, "evaluation_loss", "loss"] if task.evaluation is not None else ["loss"]
     if common.metric is not None and common.metric not in names:
         raise UserError(
-            f"--metric {common.metric}: the task measures no such metric; {nearest(common.metric, names)}"
+            f"--metric {common.metric}: the task has no such metric; {nearest(common.metric, names)}"
         )
     return SweepPlan(
         task=entry.name,

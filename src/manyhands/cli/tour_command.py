@@ -20,9 +20,9 @@ __all__ = ["tour_command"]
 
 @dataclass(frozen=True)
 class _TourOptions:
-    lesson: int | None = argument(None, "Its number; without one, all are listed.")
-    yes: bool = option(False, "Run every command without asking, as where nobody can answer.", "--yes")
-    exercise: Path | None = option(None, "Write the lesson's exercise to this file, and do nothing else.")
+    lesson: int | None = argument(None, "Number of the lesson; without it, list all.")
+    yes: bool = option(False, "Run every command without asking.", "--yes")
+    exercise: Path | None = option(None, "Only write the lesson's exercise to this file.")
     solution: bool = option(False, "Show the lesson's solution.", "--solution")
 
 
@@ -30,10 +30,10 @@ class _TourOptions:
 def tour_command(asked: _TourOptions) -> None:
     if asked.lesson is None:
         if asked.exercise is not None or asked.solution:
-            raise UserError("tour: say which lesson, as in `manyhands tour 3 --solution`")
+            raise UserError("tour: give the number of a lesson, such as `manyhands tour 3 --solution`")
         for one in lessons():
             typer.echo(f"{one.number}  {one.title}")
-        typer.echo("\nmanyhands tour 1 begins with the first.")
+        typer.echo("\nmanyhands tour 1 starts the first lesson.")
         return
     found = lesson_numbered(asked.lesson)
     if asked.exercise is not None:
@@ -75,7 +75,7 @@ def _write(path: Path, lesson: Lesson) -> None:
         with path.open("x") as file:
             file.write(lesson.exercise)
     except FileExistsError:
-        raise UserError(f"--exercise {path}: is there already; name another file, or remove it") from None
+        raise UserError(f"--exercise {path}: already exists; choose another file, or remove it") from None
     except OSError as error:
         raise UserError(f"--exercise {path}: cannot be written: {error.strerror}") from error
     _show(lesson.question)

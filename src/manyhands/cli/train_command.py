@@ -39,37 +39,35 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(RunOptions):
-    strategy: str = option("mirrored", f"How: {', '.join(STRATEGIES)}; with settings, as 'ps servers=2'.")
+    strategy: str = option("mirrored", f"{', '.join(STRATEGIES)}; with settings, such as 'ps servers=2'.")
     workers: int | None = option(
-        None, "Processes on this host, or those of torchrun.", shown="2, or what the strategy takes"
+        None, "Processes on this host, or those of torchrun.", shown="2, or what the strategy needs"
     )
     cluster: str | None = option(
-        None, "Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
+        None, "Start the processes with Ray: ray (a new cluster), auto, ray://HOST:PORT or HOST:PORT."
     )
     min_workers: int | None = option(
-        None, "Continue with so few: 'allreduce elastic=yes'; ps with --cluster."
+        None, "Fewest workers to continue with; for 'allreduce elastic=yes', or ps with --cluster."
     )
-    max_workers: int | None = option(None, "With --cluster and ps: up to so many as it grows.")
+    max_workers: int | None = option(None, "With --cluster and ps: most workers to grow to.")
     steps: int | None = option(None, "Global batches to train.")
     epochs: int | None = option(None, "Passes over the data, instead of --steps.")
-    rounds: int | None = option(None, "Rounds to train, of a strategy that counts them.")
+    rounds: int | None = option(None, "Rounds to train, for strategies that count rounds.")
     seed: Seed = 0
-    device: str = option("cpu", "cpu, or cuda: one GPU per worker in turn.")
-    autocast: bool = option(False, "Compute in bfloat16 where safe.", "--autocast")
+    device: str = option("cpu", "cpu or cuda; with cuda, workers take the GPUs in order.")
+    autocast: bool = option(False, "Compute in bfloat16 where it is safe.", "--autocast")
     compile_model: bool = option(False, "Use torch.compile.", "--compile")
     evaluate_every: int | None = option(None, "Steps between evaluations.")
     allow_overload: AllowOverload = False
-    slow: str | None = option(
-        None, "Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."
-    )
+    slow: str | None = option(None, "Slow down a worker: worker=1,factor=5[,probability=0.1][,from=400].")
     progress: str = option("auto", "bar, lines or none; auto: a bar in a terminal, lines elsewhere.")
     tls: Path | None = option(
         None,
-        "Between hosts: this host's folder of `manyhands certificates`; or MANYHANDS_TLS.",
+        "Between hosts: this host's folder from `manyhands certificates`; or MANYHANDS_TLS.",
         metavar="DIR",
     )
     insecure: bool = option(
-        False, "Between hosts: send all in the clear, on a trusted network.", "--insecure"
+        False, "Between hosts: send everything unencrypted, on a trusted network.", "--insecure"
     )
     json_file: Path | None = option(None, "Write the summary to this file.", "--json")
     csv_file: Path | None = option(None, "Write steps and evaluations to this file.", "--csv")
@@ -208,7 +206,7 @@ def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class _KeptRun(RunOptions):
-    out: Path | None = option(None, "Where the files of the run go.", metavar="DIR", shown="runs/TASK-TIME")
+    out: Path | None = option(None, "Directory of the run.", metavar="DIR", shown="runs/TASK-TIME")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option("Write the summary to this file.")
 
@@ -224,7 +222,7 @@ def _train_workload(workload: CompiledWorkload[Any], given: dict[str, Any], aske
     keep, model = _keeping(asked, out, workload.files), out / workload.files[0]
 
     def kept() -> str:
-        result = f"what there is of a result is in {model}" if model.exists() else "there is no result yet"
+        result = f"the partial result is in {model}" if model.exists() else "there is no result yet"
         again = f"start again with: {command_options.own_command(sys.argv)}"
         how = f"continue with: {keep.options.resume_command}" if RunDirectory.is_one(out) else again
         return f"{result}; {how}"

@@ -27,26 +27,32 @@ class _Model:
 
 @dataclass(frozen=True)
 class _PredictOptions(_Model):
-    source: str = argument(..., "A file as below; words for glove; - is stdin for logreg.", metavar="INPUT")
-    out: Path | None = option(None, "Write there.", metavar="FILE", shown="stdout")
-    file_format: str = option("auto", "What INPUT is: picture, npy, idx, json; libsvm, vw.", "--format")
-    skip_bad: bool = option(False, "Of logreg: leave out lines that are wrong and count them.", "--skip-bad")
+    source: str = argument(..., "File as above; words for glove; - is stdin for logreg.", metavar="INPUT")
+    out: Path | None = option(None, "Write to this file.", metavar="FILE", shown="stdout")
+    file_format: str = option("auto", "Format of INPUT: picture, npy, idx, json, libsvm or vw.", "--format")
+    skip_bad: bool = option(False, "For logreg: skip invalid lines and count them.", "--skip-bad")
 
 
 @from_options
 def predict_command(asked: _PredictOptions) -> None:
-    """What is read and printed:
+    """Inputs and outputs by task:
 
-    - digits, mnist: a picture (PNG and others, with Pillow), an npy array, an idx file or a JSON array of images; the
-      class and its probability.
+    - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
+      and its probability.
+
     - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+
     - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
+
     - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+
     - line: a text with a number on each line; y for each.
+
     - glove: a word, or words as in "king - man + woman"; the nearest words.
+
     - language, recurrent: see `manyhands generate`.
 
-    `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module, also of a Task of your own.
+    `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module, also of your own Task.
     """
     from manyhands.serving.opening import open_predictor
     from manyhands.workloads.predictor import ReadAs
@@ -69,7 +75,7 @@ def predict_command(asked: _PredictOptions) -> None:
     except OSError as error:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
-        print(f"manyhands: {predictor.left_out} bad lines of {source} were left out", file=sys.stderr)
+        print(f"manyhands: {predictor.left_out} bad lines of {source} were skipped", file=sys.stderr)
     again = shlex.join(["manyhands", "serve", str(asked.run)])
     print(f"manyhands: {again} answers the same over HTTP", file=sys.stderr)
 
@@ -91,13 +97,13 @@ def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stre
 class _GenerateOptions(_Model):
     prompt: str = option("def ", "Text to continue.")
     length: int = option(200, "Bytes to write.")
-    temperature: float = option(0.8, "0 takes the likeliest byte each time; 1 draws as the model says.")
-    seed: int = option(0, "Fixes what is drawn.")
+    temperature: float = option(0.8, "0: always the most likely byte; 1: sample as the model predicts.")
+    seed: int = option(0, "Fixes the sampling.")
 
 
 @from_options
 def generate_command(asked: _GenerateOptions) -> None:
-    """For runs of `train language` and `train recurrent`; `manyhands serve RUN` answers the same over HTTP."""
+    """For runs of `train language` and `train recurrent`; `manyhands serve RUN` does the same over HTTP."""
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.torch_predictors import Prompt, TextGenerator
     from manyhands.workloads.task_options import narrowed
@@ -106,12 +112,12 @@ def generate_command(asked: _GenerateOptions) -> None:
     generator = open_predictor(run)
     if not isinstance(generator, TextGenerator):
         raise UserError(
-            f"{run} is of the task {generator.task!r}, which writes no text; manyhands predict {run} INPUT"
+            f"{run} belongs to task {generator.task!r}, which does not write text; use manyhands predict {run} INPUT"
         )
     (answer,) = generator.answers([prompt])
     print(asked.prompt + answer["text"])
     print(
-        f"manyhands: another --seed writes something else; manyhands serve {run} answers over HTTP",
+        f"manyhands: another --seed gives another text; manyhands serve {run} answers over HTTP",
         file=sys.stderr,
     )
 
@@ -122,10 +128,10 @@ class _ExportOptions:
     precision: str = option("fp32", "fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
     file_format: str = option("safetensors", "safetensors: weights; torch-export: a program.", "--format")
     out: Path | None = option(
-        None, "Write there.", writes=True, metavar="FILE", shown="RUN/model-PRECISION.…"
+        None, "Write to this file.", writes=True, metavar="FILE", shown="RUN/model-PRECISION.…"
     )
     test: Path | None = option(
-        None, "Of logreg, without evaluation data: examples to measure on.", metavar="FILE"
+        None, "For logreg, which has no evaluation data: examples to test on.", metavar="FILE"
     )
     json_file: Path | None = json_option("Write the figures as JSON.")
 
@@ -134,7 +140,7 @@ class _ExportOptions:
 def export_command(asked: _ExportOptions) -> None:
     """The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after.
 
-    A program of torch-export is asked the same as the module, and the largest difference printed. `mh.load(FILE)` gives
+    A torch-export program is compared with the module, and the largest difference is printed. `mh.load(FILE)` gives
     the module with the weights of a safetensors file; `manyhands predict FILE` and `serve FILE` read it, too.
     """
     from manyhands.serving.opening import workload_of
@@ -158,7 +164,7 @@ def export_command(asked: _ExportOptions) -> None:
         print(f"model  {export.path}")
         print(f"next  manyhands serve {export.path}")
     else:
-        print(f"it computes what the module does: largest difference {export.largest_difference:.2g}")
+        print(f"it computes the same as the module; largest difference {export.largest_difference:.2g}")
         print(f"program  {export.path}")
         print(f'next  torch.export.load("{export.path}").module()')
 
@@ -169,7 +175,7 @@ def _print_cost(export: Export) -> None:
     from manyhands.observe.draw.time_table import plain_table
 
     if not export.before:
-        print("there is no evaluation data: what the precision costs was not measured")
+        print("there is no evaluation data, so the cost of the precision was not measured")
         return
     rows = [
         (name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
@@ -181,22 +187,22 @@ def _print_cost(export: Export) -> None:
 
 @dataclass(frozen=True)
 class _ServeOptions(_Model):
-    workers: int = option(2, "Processes that each have the model.")
-    batch: int = option(64, "Inputs that are computed at once, at most.")
-    wait: float = option(2.0, "Milliseconds that a request waits for others to fill a batch.")
-    deadline: float = option(30.0, "Seconds within which a request has its answer, or a 503.")
+    workers: int = option(2, "Processes, each with a copy of the model.")
+    batch: int = option(64, "Largest batch of inputs computed together.")
+    wait: float = option(2.0, "Milliseconds a request waits for others to fill a batch.")
+    deadline: float = option(30.0, "Seconds until an unanswered request gets a 503.")
     precision: str = option(
-        "fp32", "fp32, bf16 or int8; `manyhands bench inference` says what is fastest here."
+        "fp32", "fp32, bf16 or int8; `manyhands bench inference` measures which is fastest here."
     )
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in, with the token.")
-    port: int = option(0, "Port to listen on; 0 takes a free one.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 admits other machines, with the token.")
+    port: int = option(0, "Port to listen on; 0: any free port.")
 
 
 @from_options
 def serve_command(asked: _ServeOptions) -> None:
     """Requests are POST /predict with {"inputs": [...]} and the token that is printed; they are computed in batches.
 
-    A worker that dies is replaced, and what it had goes to another. Needs the web extra: pip install 'manyhands[web]'.
+    A worker that dies is replaced, and its requests go to another. Needs the web extra: pip install 'manyhands[web]'.
     """
     from manyhands.places.local.signals import ending
     from manyhands.serving.batching import BatchLimits
@@ -222,8 +228,8 @@ def serve_command(asked: _ServeOptions) -> None:
             )
             if not is_loopback(asked.host):
                 print(
-                    f"manyhands: {asked.host} can be reached from other machines; whoever has the token can ask, and "
-                    "what is sent is not encrypted",
+                    f"manyhands: {asked.host} can be reached from other machines; anyone with the token can use it, "
+                    "and the traffic is not encrypted",
                     file=sys.stderr,
                 )
             print("Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ class Running:
         self._require_changeable()
         with self._changing:
             if self._next_slot >= self._most:
-                raise UserError(f"a run has at most {self._most} slots")
+                raise UserError(f"no more than {self._most} slots can be in one run")
             slot, self._next_slot = self._next_slot, self._next_slot + 1
             self._slots = (*self._slots, slot)
             self._commands.put(Command(AddWorker()))

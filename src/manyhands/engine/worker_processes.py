@@ -289,7 +289,7 @@ def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     kind = training_class(strategy)
     if not issubclass(kind, ExchangeTraining) or strategy.facts.instead_of_own_loop:
         raise UserError(
-            f"strategy={strategy} does not support your own loop; use mirrored, central or allreduce there, "
+            f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, "
             f"or {strategy.facts.instead_of_own_loop}"
         )
     return kind

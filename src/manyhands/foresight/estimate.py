@@ -32,7 +32,7 @@ __all__ = ["Estimate", "estimate"]
 
 _FEW = 4  # samples that are computed with real tensors, where shapes alone are not enough
 _DOES = {True: "tracing", False: "computing"}
-_HOW = {True: "traced without taking memory", False: f"measured on {_FEW} samples and scaled"}
+_HOW = {True: "traced without allocating memory", False: f"measured on {_FEW} samples and scaled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ def estimate(task: Task, report: Callable[[str], None] = lambda _: None) -> Esti
 def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], None]) -> Estimate:
     seed_all(0)
     with mode if mode is not None else nullcontext():
-        report("building the model" + (", without its memory" if mode is not None else ""))
+        report("building the model" + (", without allocating its memory" if mode is not None else ""))
         model = task.model()
         optimizer = optimizer_of(task, model)
         units = units_of(model)
         if task.streams:
             raise UserError(
-                f"memory: data is {task.stream_name}, of which no sample can be looked at without drawing it"
+                f"memory: data is {task.stream_name}, and its samples cannot be inspected without drawing them"
             )
         source = BatchSource(task.data, task.collate)
         most = min(task.batch_size, len(source)) if mode is not None else min(_FEW, len(source))

@@ -34,7 +34,7 @@ def graph_text(graph: Graph, places: Sequence[str]) -> str:
     lines = ["no edge is cut"]
     if cut:
         total = format_bytes(sum(one.num_bytes for one in cut))
-        lines = [f"cut edges: {total} forward, and as much in gradients backward"]
+        lines = [f"cut edges: {total} forward, and the same in gradients backward"]
     for one in cut:
         to = ", ".join(names[target] for target in one.targets)
         size = f"{format_bytes(one.num_bytes)}, {_shape(graph.nodes[one.source].shape)}"

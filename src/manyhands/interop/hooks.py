@@ -46,9 +46,9 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
     check_feedback(codec, feedback)
     made = codec_named(codec, feedback=feedback)
     if made is None:
-        raise UserError(f"codec={RAW}: without a hook, buckets travel as they are")
+        raise UserError(f"codec={RAW}: this hook would change nothing; leave it out")
     if start < 2:
-        raise UserError(f"start={start} must be at least 2: buckets are laid out anew after the first step")
+        raise UserError(f"start={start} must be at least 2: torch rebuilds the buckets after the first step")
     buckets = _Buckets(made, seed, start)
 
     def compressed_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -72,7 +72,7 @@ class _Buckets:
 
     def remember(self, memory: dict[str, Tensor]) -> None:
         if _STEP not in memory:
-            raise UserError(f"memory has no {_STEP!r}; give what memory() of such a hook returned")
+            raise UserError(f"memory has no {_STEP!r}; give a dict that memory() of such a hook returned")
         self._step = int(memory[_STEP])
         self._codec.remember({name: kept for name, kept in memory.items() if name != _STEP})
 
@@ -115,7 +115,7 @@ class _Buckets:
                 length = int(came[:_LENGTH].view(torch.int64).item())
                 try:
                     if not 0 <= length <= size:
-                        raise BadBytes(f"{length} bytes, of at most {size}")
+                        raise BadBytes(f"received {length} bytes, at most {size} are allowed")
                     self._codec.add(parcel, came[_LENGTH : _LENGTH + length], total)
                 except BadBytes as error:
                     raise ManyhandsError(f"bucket {parcel.number}, from rank {rank}: {error}") from error

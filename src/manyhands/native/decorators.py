@@ -77,7 +77,7 @@ class _ForKernels(CPUDispatcher):  # type: ignore[misc]
 
     def __call__(self, *_values: Any) -> Any:
         name = self.py_func.__name__
-        raise TypeError(f"{name} is for compiled code only; decorate it with njit to call it here")
+        raise TypeError(f"{name} is for compiled code only; decorate it with njit to call it from Python")
 
 
 def _keep(compiled: Any, function: Function) -> None:
@@ -135,6 +135,6 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
         except OSError as error:
             warnings.warn(
-                f"compiled code cannot be kept in {self._cache_path}: {error.strerror}; it will be compiled again",
+                f"compiled code cannot be stored in {self._cache_path}: {error.strerror}; it will be compiled again",
                 stacklevel=2,
             )

@@ -53,4 +53,4 @@ HALVES: Final = (torch.bfloat16, torch.float16)  # those of them that are widene
 
 _codes = {code for code, _ in TYPES.values()}
 if len(_codes) != len(TYPES) or min(_codes) < 1:
-    raise ImportError("native/dtypes.py: every type needs one code of its own, other than 0")
+    raise ImportError("native/dtypes.py: every type needs a unique code other than 0")

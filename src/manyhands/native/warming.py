@@ -48,7 +48,7 @@ def prepare(*families: str) -> float:
         missing = missing_jobs(*families)
         if missing:  # and no other process has done it meanwhile
             cores = len(os.sched_getaffinity(0))
-            _warn(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
+            _warn(f"compiling kernels on {cores} cores, once per machine and version; stored in {root}")
             _compile_in_child(missing)
     seconds = time.monotonic() - began
     _SPENT_S.append(seconds)
@@ -138,7 +138,7 @@ def _alone(root: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    _warn(f"another process has compiled for {_PATIENCE_S:.0f} s; continuing without it")
+                    _warn(f"another process compiles for over {_PATIENCE_S:.0f} s; continuing without it")
                     break
                 time.sleep(0.05)
         yield

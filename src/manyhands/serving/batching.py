@@ -58,7 +58,7 @@ class BatchLimits:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.wait_s < self.deadline_s < math.inf:
             raise UserError(
-                f"wait_s={self.wait_s:g} must be from 0 to less than deadline_s={self.deadline_s:g}, which is finite"
+                f"wait_s={self.wait_s:g} must be at least 0 and less than a finite deadline_s={self.deadline_s:g}"
             )
 
 
@@ -116,7 +116,7 @@ class Dispatch:
 
     def asked(self, number: int, size: int, now: float) -> list[BatchAction]:
         if self.waiting_inputs and self.waiting_inputs + size > self.limits.waiting:
-            sentence = f"{self.waiting_inputs} inputs wait already; try again in a moment."
+            sentence = f"{self.waiting_inputs} inputs are already waiting; try again in a moment."
             return [RefuseRequest(number, 503, sentence)]
         self._queue.append(_Request(number, size, now))
         self.waiting_inputs += size
@@ -136,7 +136,7 @@ class Dispatch:
         for request in reversed(lost.requests if lost is not None else ()):
             request.lost += 1
             if request.lost >= self.limits.tries:
-                sentence = f"{request.lost} workers died while they computed this; it was given up."
+                sentence = f"{request.lost} workers died while computing this request; it was abandoned."
                 actions.append(RefuseRequest(request.number, 503, sentence))
             else:
                 insort_left(self._queue, request, key=lambda one: one.asked_at)
@@ -149,7 +149,7 @@ class Dispatch:
         while self._queue and self._queue[0].asked_at <= before:
             sentence = f"No worker was free {within}; try again later."
             actions.append(RefuseRequest(self._taken().number, 503, sentence))
-        too_slow = f"The answer was not computed {within}; ask for less at a time, or try again later."
+        too_slow = f"The answer was not computed {within}; send fewer inputs at a time, or try again later."
         for worker, busy in self.busy.items():
             while busy.requests and busy.requests[0].asked_at <= before:
                 actions.append(RefuseRequest(busy.requests.popleft().number, 503, too_slow))
@@ -193,7 +193,7 @@ class Dispatch:
         return request
 
 
-_ENDING = json.dumps({"error": "The server is ending; ask it again when it is back."}).encode()
+_ENDING = json.dumps({"error": "The server is shutting down; try again when it is back."}).encode()
 
 
 @dataclass(slots=True)

@@ -31,12 +31,12 @@ class Listening:
     def __init__(self, host: str, port: int, what: str) -> None:
         self.what = what  # what messages call it
         if not 0 <= port <= 65535:
-            raise UserError(f"port {port} is not allowed; 0 (any free one) to 65535")
+            raise UserError(f"port {port} is not allowed; give 0 (any free port) to 65535")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self.socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            why = f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+            why = f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 selects a free one"
             raise UserError(why) from error
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
@@ -90,7 +90,7 @@ class WebThread:
         self._thread.join(_STOP_S)
         self._listening.socket.close()
         if self._thread.is_alive():
-            _log.warning("%s was still answering %.0f s after its end", self._listening.what, _STOP_S)
+            _log.warning("%s was still answering %.0f s after it was closed", self._listening.what, _STOP_S)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 "use strict";
 const line = document.getElementById("line"), main = document.getElementById("main");
 const say = (sentence, lost) => { line.textContent = sentence; line.className = lost ? "lost" : "quiet"; };
-const LOST = "The connection is lost; trying again. What you see is the last that came.";
+const LOST = "The connection is lost; reconnecting. The page shows the last data received.";
 let token = "", turn = 0;
 
 function takeToken() {
@@ -79,7 +79,7 @@ document.getElementById("save").addEventListener("click", async () => {
     link.download = "report.html";
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-  } catch { say("The report did not come; manyhands show RUN --as file writes it from the run's directory.", true); }
+  } catch { say("The report did not load; manyhands show RUN --as file writes it from the run's directory.", true); }
 });
 addEventListener("hashchange", () => { if (takeToken()) follow(); });
 takeToken();

@@ -120,7 +120,7 @@ class ModelApp:
                         sentence = "Too many requests are being answered; try again in a moment."
                         raise RequestRefused(503, sentence)
         except TimeoutError:
-            sentence = f"The request did not come whole within {self._limits.slowest_s:g} s."
+            sentence = f"The request did not arrive completely within {self._limits.slowest_s:g} s."
             raise RequestRefused(408, sentence) from None
 
     async def _refuse_unread(
@@ -169,7 +169,7 @@ def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
     if json_depth(bytes(body)) > MOST_NESTED:
-        why = f"The body is nested more than {MOST_NESTED} deep, as no input is; {wanted}."
+        why = f"The body is nested more than {MOST_NESTED} deep; {wanted}."
         raise RequestRefused(400, why)
     inputs = value.get("inputs") if isinstance(value, dict) else None
     if not isinstance(inputs, list) or not inputs:
@@ -278,13 +278,13 @@ class Replicas:
                         self._on_note(time.monotonic(), f"worker {worker} is ready", False)
                         self._answers.set()
                     case Silent(member=worker, seen=seen):
-                        sentence = f"worker {worker} gives no sign of life ({seen}); it is killed"
+                        sentence = f"worker {worker} does not respond ({seen}); it is killed"
                         self._on_note(time.monotonic(), sentence, False)
                         supervisor.kill(worker)
                     case Ended(member=worker):
                         failure = event.failure
-                        why = failure.sentence if failure is not None else f"{event.name} has left"
-                        self._on_note(time.monotonic(), f"{why}; another takes its place", True)
+                        why = failure.sentence if failure is not None else f"{event.name} has ended"
+                        self._on_note(time.monotonic(), f"{why}; a new one replaces it", True)
                         if not staffing.replaces(worker):
                             raise ManyhandsError(why)
                         self._start(supervisor, packed)
@@ -369,7 +369,7 @@ class ModelServer:
         """Block until interrupted; raises where no worker could be kept alive."""
         while not self._replicas.ended.is_set():
             time.sleep(_LOOK_S)
-        raise ManyhandsError(f"the workers could not be kept alive: {self._replicas.failure}")
+        raise ManyhandsError(f"the workers failed repeatedly: {self._replicas.failure}")
 
     def view(self) -> ServingView:
         return ServingView(

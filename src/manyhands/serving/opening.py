@@ -32,8 +32,8 @@ def workload_of(place: Path) -> tuple[str, Workload]:
     workload = find(name)
     if workload is None or not workload.predictor:
         raise UserError(
-            f"{place} is of the task {name!r}, which is not built in: what it takes only you know; in Python, "
-            "mh.load(path, task=...) gives its module"
+            f"{place} belongs to task {name!r}, which is not built in, so its inputs are unknown; in Python, "
+            "mh.load(path, task=...) loads its module"
         )
     return name, workload
 
@@ -48,7 +48,7 @@ def task_name(place: Path) -> str:
             directory.close()
     file = place / _MODEL_FILE if place.is_dir() else place
     if place.is_dir() and not file.is_file():
-        why = f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
+        why = f"{place} is not a run directory (no config.json); give one such as runs/digits"
         raise UserError(why)
     try:
         with file.open("rb") as opened:
@@ -64,13 +64,13 @@ def task_name(place: Path) -> str:
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"model {file} is no safetensors file: {error}") from error
+        raise UserError(f"model {file} is not a safetensors file: {error}") from error
     form = header.get("format", "")
     if form.startswith(_FORMATS):
         return form.removeprefix(_FORMATS).rpartition(".")[0]
     name = header.get("task", "")
     if not name:
         raise UserError(
-            f"model {file} does not say which task it is of; give a run's directory, or what `manyhands export` wrote"
+            f"model {file} does not name its task; give a run's directory, or a file written by `manyhands export`"
         )
     return name

@@ -90,7 +90,6 @@ def require_web() -> None:
 
 READING = ("GET", "HEAD")  # methods of what is shown
 
-_DOES = {"GET": "shows", "POST": "answers what it is sent"}
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -136,17 +135,17 @@ class Guard:
         name = (found[1] or found[2]) if found is not None else ""
         ours = name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
         if not ours:
-            why = "This server does not go by that name; use the address that it printed."
+            why = "The Host header does not name this server; use the address that it printed."
             raise RequestRefused(403, why)
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             raise RequestRefused(403, "Pages of other origins cannot read this one.")
         if method not in methods:
-            raise RequestRefused(405, f"This address only {_DOES[methods[0]]}; use {methods[0]}.")
+            raise RequestRefused(405, f"This address only allows {methods[0]}.")
         if needs_token and not self.has_token(headers):
             raise RequestRefused(
                 401,
-                "The token is missing or wrong; open the whole address that was printed, or send "
+                "The token is missing or wrong; open the complete address that was printed, or send "
                 "Authorization: Bearer TOKEN.",
             )
 
@@ -247,11 +246,11 @@ class PageApp(Generic[View]):
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
         if path not in ("/", "/events", "/metrics", "/report"):
-            return PlainTextResponse("There is no such page here; / is the run.\n", 404)
+            return PlainTextResponse("No such page; the run is at /.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":
             return PlainTextResponse("", media_type="text/event-stream")
         if is_full:
-            return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
+            return PlainTextResponse(f"{MAX_STREAMS} pages are already open; close one.\n", 503)
         if path == "/":
             return HTMLResponse(live_page())
         if path == "/events":

@@ -72,7 +72,7 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         except ValueError as error:
             raise UserError(f"input {number}: {error}") from error
         if len(image) != 1:
-            raise UserError(f"input {number} holds {len(image)} images; give each as an input of its own")
+            raise UserError(f"input {number} holds {len(image)} images; give each as a separate input")
         return image
 
     def together(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -124,7 +124,7 @@ class NumberPredictor(ModulePredictor[Numbers]):
         try:
             lines = Path(source).read_text("utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise UserError(
                 f"{source} cannot be read: {why}; give a file with a number on each line"
             ) from error
@@ -190,7 +190,7 @@ class Prompt:
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:
-            raise UserError("prompt holds half of a surrogate pair, which is no text") from error
+            raise UserError("prompt is not valid text: it holds half of a surrogate pair") from error
         for name, least, most in (("length", 1, MOST_LENGTH), ("seed", 0, 2**63 - 1)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -221,16 +221,14 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
         del read_as
-        raise UserError(
-            f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" continues it'
-        )
+        raise UserError(f'this model writes text; use manyhands generate RUN --prompt "{source[:40]}"')
 
     def inputs(self, values: Sequence[Any]) -> list[Prompt]:
         prompts = []
         for number, value in enumerate(values):
             fields = {"prompt": value} if isinstance(value, str) else value
             if not isinstance(fields, dict):
-                raise UserError(f"input {number} is no text; it must be {self.takes}")
+                raise UserError(f"input {number} is not text; it must be {self.takes}")
             for name in fields:
                 if name not in _FIELDS:
                     why = f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
@@ -284,7 +282,7 @@ def open_text(path: Path) -> TextGenerator:
     model = load(path)
     context = recorded_options(path).get("context")
     if type(context) is not int or context < 1:  # the header of an untrusted file
-        raise UserError(f"model {path} does not say how many bytes it looks back on; export it again")
+        raise UserError(f"model {path} does not name its context length; export it again")
     return TextGenerator(model, context)
 
 
@@ -306,7 +304,7 @@ def export_program(asked: ExportAsked) -> Export:
     predictor = open_predictor(asked.run)
     if not isinstance(predictor, ModulePredictor):
         raise UserError(
-            f"{asked.run} is of the task {predictor.task!r}, whose model is no PyTorch module; leave --format out"
+            f"{asked.run} belongs to task {predictor.task!r}, whose model is not a PyTorch module; leave --format out"
         )
     file = asked.target(PROGRAM_FILE)
     stream = io.BytesIO()
@@ -323,7 +321,7 @@ def export_program(asked: ExportAsked) -> Export:
             difference = max(difference, math.inf if math.isnan(largest) else largest)
     if not difference <= _EQUAL_TO:
         raise ManyhandsError(
-            f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}: nothing was "
+            f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}; nothing was "
             "written; mh.load(RUN) gives the module"
         )
     write_atomically(file, [content])

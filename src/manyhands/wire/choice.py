@@ -123,11 +123,11 @@ def decide(
     rate = 1 / link.seconds_per_byte if link.seconds_per_byte > 0 else 0.0
     shown_rate = f" at {rate / 1e6:,.3g} MB/s" if rate < 1e9 else f" at {rate / 1e9:.3g} GB/s"
     speed = shown_rate if rate else ""
-    why = f"{best}: an exchange of {num_bytes / 1e6:.3g} MB takes {1e3 * raw_s:.3g} ms as it is{speed}"
+    why = f"{best}: an exchange of {num_bytes / 1e6:.3g} MB takes {1e3 * raw_s:.3g} ms uncompressed{speed}"
     others = [codec for codec in wire if codec != RAW]
     shown = best if best != RAW else min(others, key=total.__getitem__, default=None)
     if shown is None:
-        why += ", and no codec keeps within the error that is allowed"
+        why += ", and no codec meets the allowed error"
     else:
         verb = "takes" if best != RAW else "would take"
         why += f"; in {shown} it {verb} {1e3 * wire[shown]:.3g} ms on the wire"
@@ -141,10 +141,10 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
     None: nobody measured, because nothing travels.
     """
     if choices is None:
-        return f"codec=auto chose {RAW}: workers share memory, and nothing travels that could be made smaller"
+        return f"codec=auto chose {RAW}: workers share memory and send nothing"
     if not choices:
         return f"codec=auto chose {RAW}: the run was too short to measure anything"
     changes = sum(one["codec"] != before["codec"] for before, one in pairwise(choices))
     last = choices[-1]
-    often = f", the last of {len(choices)} looks, with {changes} changes" if len(choices) > 1 else ""
+    often = f", the last of {len(choices)} measurements, with {changes} changes" if len(choices) > 1 else ""
     return f"codec=auto chose {last['why']} (at step {last['step'] + 1}{often})"

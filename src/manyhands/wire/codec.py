@@ -121,7 +121,7 @@ class ParcelCodec(ABC):
     def remember(self, memory: Mapping[str, Tensor]) -> None:
         """Load the state that another codec of the same kind gave as `memory`."""
         if memory:
-            raise ValueError(f"{type(self).__name__} keeps nothing, and was given {', '.join(memory)}")
+            raise ValueError(f"{type(self).__name__} has no state, but got {', '.join(memory)}")
 
 
 class ErrorFeedback(ParcelCodec):
@@ -228,7 +228,7 @@ def check_optimizer(text: str, optimizer: Optimizer) -> None:
     own = max((float(group.get("momentum", 0.0) or 0.0) for group in optimizer.param_groups), default=0.0)
     if momentum_of(text) and own:
         raise UserError(
-            f"codec={text} keeps the momentum of {momentum_of(text):g} itself, and {type(optimizer).__name__} has "
+            f"codec={text} keeps the momentum of {momentum_of(text):g} itself, but {type(optimizer).__name__} has "
             f"{own:g} as well; build it with momentum=0, or write momentum=0 after the fraction"
         )
 
@@ -239,7 +239,7 @@ def key_of(drawn: int) -> tuple[np.uint32, np.uint32]:
 
 def expect_bytes(encoded: Tensor, num_bytes: int) -> None:
     if encoded.numel() != num_bytes:
-        raise BadBytes(f"{encoded.numel()} bytes came, and {num_bytes} were due")
+        raise BadBytes(f"received {encoded.numel()} bytes; expected {num_bytes}")
 
 
 def as_one(memory: Mapping[str, Tensor]) -> Tensor:
@@ -266,5 +266,5 @@ def as_memory(given: Tensor) -> dict[str, Tensor]:
                 raise ValueError(f"{name} is cut short")
             end += num_bytes + -num_bytes % _WORD
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise BadBytes(f"what a codec has kept cannot be read: {error}") from error
+        raise BadBytes(f"cannot read the state of a codec: {error}") from error
     return memory

@@ -81,15 +81,15 @@ def _reader(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float
     return read
 
 
-_fraction = _reader(lambda value: 0 < value <= 1, "a fraction above 0 and at most 1, as 0.01")
-_momentum = _reader(lambda value: 0 <= value < 1, "a number from 0 to below 1")
-_norm = _reader(lambda value: 0 <= value < 1e9, "a number from 0 to below 1e+09")
+_fraction = _reader(lambda value: 0 < value <= 1, "a fraction above 0 and at most 1, such as 0.01")
+_momentum = _reader(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
+_norm = _reader(lambda value: 0 <= value < 1e9, "a number of at least 0 and below 1e+09")
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
-            raise UserError(f"{text!r} must be an integer from {least} to {most}")
+            raise UserError(f"{text!r} must be an integer between {least} and {most}")
         return int(text)
 
     return read
@@ -105,7 +105,7 @@ def _word(*allowed: str) -> Callable[[str], str]:
 
 
 CODECS: Final[dict[str, CodecEntry]] = {
-    "fp32": CodecEntry(number=3, location="casts:Fp32", about="double precision as single", hops=True),
+    "fp32": CodecEntry(number=3, location="casts:Fp32", about="double precision sent as single", hops=True),
     "bf16": CodecEntry(number=1, location="casts:Bf16", about="8 significant bits", hops=True),
     "fp16": CodecEntry(number=2, location="casts:Fp16", about="11 significant bits, less range", hops=True),
     "fp8": CodecEntry(
@@ -144,7 +144,7 @@ CODECS: Final[dict[str, CodecEntry]] = {
     "randomk": CodecEntry(
         number=10,
         location="sparse:RandomK",
-        about="items at random, made larger for the others",
+        about="random items, scaled up for the others",
         options={"fraction": (0.01, _fraction)},
         sparse=True,
     ),
@@ -161,12 +161,12 @@ CODECS: Final[dict[str, CodecEntry]] = {
         biased=True,
         remembers=True,
         sparse=True,
-        of_gradients="it keeps the momentum of gradients, and {} sends changes of parameters; use topk",
+        of_gradients="it keeps the momentum of gradients, but {} sends changes of parameters; use topk",
     ),
     "powersgd": CodecEntry(
         number=12,
         location="powersgd:PowerSgd",
-        about="matrices as products of two thin ones",
+        about="matrices as products of two narrow ones",
         options={"rank": (2, _between(1, 1024))},
         biased=True,
         of_matrices=True,
@@ -181,14 +181,16 @@ def parse_codec(text: str) -> tuple[CodecStage, ...]:
     stages = tuple(_parse_stage(part) for part in text.split("+"))
     first, *rest = (CODECS[stage.word] for stage in stages)
     if len(stages) > MOST_STAGES:
-        raise UserError(f"codec={text}: a chain has two codecs, as topk:0.01+int8")
+        raise UserError(f"codec={text}: a chain has two codecs, as in topk:0.01+int8")
     if rest and not first.sparse:
         few = ", ".join(word for word, listed in CODECS.items() if listed.sparse)
-        raise UserError(f"codec={text}: another codec can only follow one that sends a few items: {few}")
+        raise UserError(f"codec={text}: only a codec that sends few items can come first: {few}")
     if rest and (rest[0].sparse or rest[0].of_matrices):
-        raise UserError(f"codec={text}: {stages[1].word} cannot follow, only what shrinks values, as int8")
+        raise UserError(
+            f"codec={text}: {stages[1].word} cannot come second; use a codec that shrinks values, such as int8"
+        )
     if rest and stages[1].options.get("kind") == "vote":
-        raise UserError(f"codec={text}: a vote is of all items; write sign after {stages[0].word}")
+        raise UserError(f"codec={text}: a vote needs all items; write sign after {stages[0].word}")
     return stages
 
 
@@ -196,11 +198,11 @@ def _parse_stage(text: str) -> CodecStage:
     word, colon, tail = text.partition(":")
     check_choice("codec", word, (RAW, *CODECS))
     if word == RAW:
-        raise UserError(f"codec: {RAW} stands alone")
+        raise UserError(f"codec: {RAW} cannot be combined with another codec")
     known = CODECS[word].options
     options = {name: default for name, (default, _) in known.items()}
     if colon and (not known or not tail):
-        example = f"a value must follow, as {word}:{next(iter(options.values()))}" if known else ""
+        example = f"a value must follow, as in {word}:{next(iter(options.values()))}" if known else ""
         raise UserError(f"codec {text}: {example or f'write {word} alone'}")
     given = set[str]()
     for number, part in enumerate(tail.split(",") if tail else ()):
@@ -227,13 +229,13 @@ def auto_error(text: str) -> float | None:
     if word.partition("+")[0] != AUTO:
         return None
     if word != AUTO:
-        raise UserError(f"codec={text}: {AUTO} stands alone")
+        raise UserError(f"codec={text}: {AUTO} cannot be combined with another codec")
     if not colon:
         return 0.0
     try:
         return _fraction(tail)
     except UserError as error:
-        raise UserError(f"codec={text}: the error that is allowed, {error}; as auto:0.01") from None
+        raise UserError(f"codec={text}: the allowed error {error}; write auto:0.01") from None
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -289,39 +291,38 @@ def check_codec(
     if auto_error(text) is not None:
         if not chooses:
             raise UserError(
-                f"{strategy} codec={text}: only workers that exchange at the same steps, as of allreduce, measure and "
-                "choose a codec together; name one, as bf16"
+                f"{strategy} codec={text}: only workers that exchange at the same steps, such as those of allreduce, "
+                "can choose a codec; name one, such as bf16"
             )
         if algorithm != "direct":
             raise UserError(
-                f"codec={text}: it may choose codecs that only algorithm=direct carries, not algorithm={algorithm}; "
+                f"codec={text}: it may choose codecs that need algorithm=direct, not algorithm={algorithm}; "
                 "leave the algorithm out"
             )
         if not feedback:
-            raise UserError(f"feedback=no codec={text}: what a codec leaves out is kept; leave feedback out")
+            raise UserError(f"feedback=no codec={text}: it always uses feedback; leave feedback out")
         return
     stages = parse_codec(text)
     if stages and link == "shared":
         raise UserError(
-            f"codec={text}: with link=shared, memory is shared, and nothing travels that could be made smaller; "
-            "add link=tcp"
+            f"codec={text}: with link=shared, workers share memory and send nothing; add link=tcp"
         )
     for word in (stage.word for stage in stages):
         why = CODECS[word].of_gradients.format(strategy) if sends_changes else ""
         if word in refused or why:
             raise UserError(f"{strategy} codec={text}: {refused.get(word, why)}")
     if sends_changes and votes(text):
-        raise UserError(f"{strategy} codec={text}: a vote says nothing of how far to go; write sign")
+        raise UserError(f"{strategy} codec={text}: a vote has no step size; write sign")
     if not rounds_hops(text) and algorithm != "direct":
         raise UserError(
-            f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
-            "twice by algorithm=direct; leave the algorithm out"
+            f"codec={text}: it would lose precision at every hop of algorithm={algorithm}; leave the algorithm "
+            "out"
         )
     check_feedback(text, feedback)
 
 
 def check_feedback(text: str, feedback: bool) -> None:
     if not feedback and not has_feedback(text):
-        raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
+        raise UserError(f"feedback=no: codec={text} has no feedback to disable")
     if not feedback and any(CODECS[word].remembers for word in words_of(text)):
-        raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
+        raise UserError(f"feedback=no: {text} cannot work without feedback; write topk")

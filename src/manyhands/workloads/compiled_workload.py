@@ -32,8 +32,8 @@ Chosen = TypeVar("Chosen")
 class WorkerOptions:
     """Who trains: the last options of a workload, filled in once they are checked."""
 
-    strategy: str = option("", "how: single, allreduce or mirrored", shown="single for one, else allreduce")
-    workers: int = option(0, "processes", at_least=0, shown="one a core")
+    strategy: str = option("", "single, allreduce or mirrored", shown="single for 1 worker, else allreduce")
+    workers: int = option(0, "processes", at_least=0, shown="one per core")
 
     def __post_init__(self) -> None:
         """A worker for each core, as far as the strategy takes them; one worker is `single`, more are `allreduce`."""

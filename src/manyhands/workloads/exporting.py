@@ -129,13 +129,13 @@ def read_model_file(
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
-        raise UserError(f"model {file} is no safetensors file: {error}") from error
+        raise UserError(f"model {file} is not a safetensors file: {error}") from error
     try:
         if header.get("format") != kind[0]:
             raise ValueError(f"its format is {header.get('format', 'not named')!r}, not {kind[0]!r}")
         return made(header, tensors)
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"model {file} is no {kind[1]}: {error}") from error
+        raise UserError(f"model {file} is not a {kind[1]}: {error}") from error
 
 
 def export_weights(asked: ExportAsked) -> Export:
@@ -177,7 +177,7 @@ def export_run(
 
 def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple[Mapping[str, Any], Task]:
     if not (place / "config.json").is_file():
-        raise UserError(f"{place} holds no run (no config.json); name a run's directory, as in runs/digits")
+        raise UserError(f"{place} is not a run directory (no config.json); give one such as runs/digits")
     config = _config(place)
     options = config.get("task_options") or {}
     return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
@@ -197,7 +197,7 @@ def _options(exported: Exported, place: Path) -> Mapping[str, Any]:
     if not isinstance(options, dict):
         raise UserError(
             f"model {place} was not written by `manyhands export`: its options are {text[:80]!r}; give the task "
-            "that it was trained with: mh.load(path, task=...)"
+            "it was trained with: mh.load(path, task=...)"
         )
     return options
 
@@ -206,7 +206,7 @@ def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: b
     workload = find(name)
     if workload is None or not workload.task:
         raise UserError(
-            f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
+            f"{place} belongs to task {name!r}, which is not built in; give the task it was trained with: "
             "mh.load(path, task=...)"
         )
     entry = load_text(workload.task)
@@ -222,8 +222,8 @@ def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> Non
     for name, value in weights.items():
         if name in wanted and value.shape != wanted[name]:
             raise UserError(
-                f"model {place} was not written by `manyhands export`: {name} is of shape {tuple(value.shape)}, and "
-                f"its options make it {tuple(wanted[name])}"
+                f"model {place} was not written by `manyhands export`: {name} has shape {tuple(value.shape)}, but "
+                f"its options give {tuple(wanted[name])}"
             )
     lacking = next((name for name, _ in model.named_parameters() if name not in weights), None)
     if lacking is not None:
@@ -249,8 +249,8 @@ def _filled(task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
     lacking = [name for name in missing if name in parameters]
     if lacking or unexpected:
         raise UserError(
-            f"the weights do not fit the task's model: {len(lacking)} are missing and {len(unexpected)} too many, as "
-            f"{[*lacking, *unexpected][0]!r}; give the task that they were trained with"
+            f"the weights do not fit the task's model: {len(lacking)} are missing and {len(unexpected)} unexpected, "
+            f"such as {[*lacking, *unexpected][0]!r}; give the task they were trained with"
         )
     return model.eval()
 

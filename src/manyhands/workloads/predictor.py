@@ -97,7 +97,7 @@ class Predictor(ABC, Generic[Inputs]):
         if read_as.format not in self.formats:
             raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
         if read_as.skip_bad:
-            raise UserError("--skip-bad is of logreg; leave it out for this run")
+            raise UserError("--skip-bad is only for logreg; leave it out for this run")
 
 
 class ModulePredictor(Predictor[Inputs]):
@@ -127,13 +127,13 @@ def table_of(values: Sequence[Any], columns: int, takes: str, missing: bool = Fa
     table, wanted = np.empty((len(values), columns)), f"it must be {takes}, {columns} in all"
     for number, value in enumerate(values):
         if not isinstance(value, list):
-            raise UserError(f"input {number} is no array; {wanted}")
+            raise UserError(f"input {number} is not an array; {wanted}")
         if len(value) != columns:
             raise UserError(f"input {number} has {len(value)} numbers; {wanted}")
         for place, one in enumerate(value):
             # bool is an int to Python, and text that looks like a number is one to numpy
             if type(one) not in (int, float) and not (missing and one is None):
-                raise UserError(f"input {number} has {str(one)[:40]!r} at place {place}; {wanted}")
+                raise UserError(f"input {number} has {str(one)[:40]!r} at position {place}; {wanted}")
         try:
             table[number] = np.array(value, np.float64)
         except OverflowError:

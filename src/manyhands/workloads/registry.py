@@ -174,7 +174,7 @@ def find(name: str) -> Workload | None:
         return WORKLOADS.get(name)
     whose = f"workload {name!r} of the package {point.dist.name if point.dist else '?'} ({point.value})"
     if name in WORKLOADS:
-        raise UserError(f"{whose} has the name of a built-in one; rename its entry point, or remove it")
+        raise UserError(f"{whose} has the name of a built-in workload; rename its entry point, or remove it")
     try:
         found = point.load()
     except Exception as error:

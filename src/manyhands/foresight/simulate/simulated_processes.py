@@ -313,7 +313,9 @@ class ServerProcess(Process):
                 self._world.agenda.after(seconds, self._leave, own)
                 return seconds
             case _:
-                raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
+                raise ManyhandsError(
+                    f"server {self.member} received {type(item).__name__}, a worker's message"
+                )
 
     def _do(self, actions: list[Action], payload: Any) -> float:
         seconds = 0.0

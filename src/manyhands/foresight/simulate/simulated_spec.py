@@ -66,7 +66,7 @@ class ComputeModel:
             _positive(f"factors[{slot}]", factor)
         for name, value in (("delay_probability", self.delay_probability), ("spread", self.spread)):
             if not 0 <= value <= 1:
-                raise UserError(f"{name}={value}: must be from 0 to 1")
+                raise UserError(f"{name}={value}: must be between 0 and 1")
 
     def seconds(self, slot: int, work: Work, draw: random.Random, seed: int = 0) -> float:
         seconds = self.step_s * self.factors.get(slot, 1.0) / work.parts

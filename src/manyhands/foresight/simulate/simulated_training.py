@@ -70,16 +70,16 @@ def require_simulated(strategy: Strategy, task: Any) -> None:
     """Raise UserError where this strategy, or this task under it, cannot be simulated."""
     if not strategy.facts.logs_updates:
         raise UserError(
-            f"strategy={strategy}: the simulator runs parameter servers; use ps, as in 'ps consistency=async'"
+            f"strategy={strategy}: the simulator runs only parameter servers; use ps, as in 'ps consistency=async'"
         )
     for name, plain in (("codec", "raw"), ("push", "gradients")):
         value = getattr(strategy, name, plain)
         if value != plain:
-            raise UserError(f"strategy={strategy}: {name}={value} is not simulated; leave it out")
+            raise UserError(f"strategy={strategy}: {name}={value} cannot be simulated; leave it out")
     if not isinstance(task, Task):
-        raise UserError(f"task {task.name!r} has compiled steps, which are not simulated; use digits")
+        raise UserError(f"task {task.name!r} has compiled steps, which cannot be simulated; use digits")
     if task.sparse or task.streams:
-        raise UserError(f"task {task.name!r} has sparse tables or a stream, which are not simulated")
+        raise UserError(f"task {task.name!r} has sparse tables or a stream, which cannot be simulated")
 
 
 class SimulatedTraining(Training):
@@ -93,7 +93,7 @@ class SimulatedTraining(Training):
 
     def resume(self, directory: RunDirectory, _config: Mapping[str, Any]) -> int | None:
         """Raise UserError: a simulated run keeps no intermediate checkpoints."""
-        raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
+        raise UserError(f"{directory.path} cannot be resumed: a simulated run has no checkpoints")
 
     def run(self, stage: Stage) -> Result:
         request = self._request
@@ -130,7 +130,7 @@ class SimulatedTraining(Training):
             stage.take_event({"event": "layout", "shards": shards})
             sentence = f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms"
             if self._conditions.step_s is None:
-                sentence += ", as measured here: give it as --compute, and the run is the same again"
+                sentence += ", as measured here; give it as --compute to reproduce the run"
             stage.take_event({"event": "simulated", "at_s": 0.0, "sentence": sentence})
             with stage.view(collector):
                 run = simulate(self._spec(model, step_s), observer=book)

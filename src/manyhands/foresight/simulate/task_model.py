@@ -111,7 +111,7 @@ class SimulatedTask(Model):
         replica.end()
         if done.loss - done.loss != 0 or not replica.is_finite():
             raise NonFinite(
-                f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
+                f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite and was not "
                 "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"
             )
         pushed = []

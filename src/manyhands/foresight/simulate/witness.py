@@ -142,7 +142,7 @@ class Witness(Observer):
         ]
         if steps != len(store.groups):
             now = len(store.groups)
-            found.append(f"shard {shard} had taken {steps} steps when all was over, and has {now}")
+            found.append(f"shard {shard} had {steps} steps at the end of the run, and now has {now}")
         found += [
             f"shard {shard} ended with update {clock} of slot {slot} in no step"
             for slot, clock in sorted(run.held[shard] - late)
@@ -151,7 +151,7 @@ class Witness(Observer):
         if isinstance(backup, LedgerStore) and backup.groups != store.groups:
             found.append(
                 f"shard {shard} ended after {len(store.groups)} steps and its backup after {len(backup.groups)}, "
-                "or after others"
+                "or the steps differ"
             )
         return found
 
@@ -261,7 +261,7 @@ class Witness(Observer):
             pairs = enumerate(zip(logged, true, strict=False))
             first = next((number for number, (one, other) in pairs if one != other), None)
             counts = f"{len(logged)} steps for {len(true)}"
-            return [f"the log of shard {shard} has {counts}, first other at {first}"]
+            return [f"the log of shard {shard} has {counts}, first difference at {first}"]
         return []
 
     def _misread(self, shard: int, run: SimulatedRun) -> list[str]:

@@ -137,8 +137,8 @@ def ranks_text(ranks: Sequence[int], label: Label = str) -> str:
 def describe_mismatch(calls: Sequence[CollectiveCall], label: Label = str) -> str:
     number = calls[0].number
     if len({call.name for call in calls}) == 1:
-        loads = _grouped([call.load for call in calls], label, "bring", "brings")
-        return f"{calls[0].name} #{number}: {loads}; all ranks must bring tensors of one shape and dtype"
+        loads = _grouped([call.load for call in calls], label, "pass", "passes")
+        return f"{calls[0].name} #{number}: {loads}; all ranks must pass tensors of the same shape and dtype"
     texts = _grouped([str(call) for call in calls], label, "call", "calls")
     return f"collective #{number}: {texts}; all ranks must make the same calls in the same order"
 
@@ -149,7 +149,7 @@ def describe_uneven(
     """Names ranks that send another number of bytes than expected; `sends[i][j]` should equal `expects[j][i]`."""
     world = range(len(sends))
     wrong = [
-        f"rank {label(i)} brings {sends[i][j]} bytes for rank {label(j)}, which expects {expects[j][i]}"
+        f"rank {label(i)} sends {sends[i][j]} bytes to rank {label(j)}, which expects {expects[j][i]}"
         for i in world
         for j in world
         if sends[i][j] != expects[j][i]

@@ -57,14 +57,14 @@ def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
     """UserError where a reduction cannot be done; asked of torch itself, on tensors of one item."""
     reason = ""
     if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        reason = "only integers have bits to combine"
+        reason = "bitwise reductions need integers"
     elif reduction is Reduction.AVG and dtype is torch.bool:
-        reason = "truth values have no mean; sum them as int64"
+        reason = "booleans have no mean; sum them as int64"
     elif compiled_reducer(dtype, reduction) is None:
         try:
             combine([torch.zeros(1, dtype=dtype)] * 2, reduction)
         except RuntimeError as error:
-            reason = f"torch has none on the CPU ({str(error).splitlines()[0]})"
+            reason = f"torch does not support it on the CPU ({str(error).splitlines()[0]})"
     if reason:
         raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
 
@@ -301,27 +301,27 @@ class Collectives:
             has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
             if tensor.dtype != like.dtype or has_size:
                 raise UserError(
-                    f"{name} {rank} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not fit "
+                    f"{name} {rank} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not match "
                     f"{like.dtype} of shape {tuple(like.shape)}"
                 )
 
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self._world * part.numel() or whole.dtype != part.dtype:
             raise UserError(
-                f"{name} is {whole.dtype} of shape {tuple(whole.shape)}: it must hold {self._world} times a "
-                f"{part.dtype} of shape {tuple(part.shape)}"
+                f"{name} is {whole.dtype} of shape {tuple(whole.shape)}; it must hold {self._world} tensors of "
+                f"{part.dtype} and shape {tuple(part.shape)}"
             )
 
     def _cut(self, name: str, tensor: Tensor, splits: Sequence[int]) -> Sequence[Tensor]:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._world:
-                why = f"which do not divide among {self._world} ranks"
+                why = f"which do not divide evenly over {self._world} ranks"
                 raise UserError(f"{name} has {rows} rows, {why}; give split sizes")
             splits = [rows // self._world] * self._world
         if len(splits) != self._world or sum(splits) != rows:
-            wanted = f"one for each of {self._world} ranks, {rows} in sum"
-            raise UserError(f"{name} split sizes {list(splits)}: need {wanted}")
+            wanted = f"one for each of {self._world} ranks, {rows} in total"
+            raise UserError(f"{name} split sizes {list(splits)}: expected {wanted}")
         return tensor.split_with_sizes(list(splits))
 
 

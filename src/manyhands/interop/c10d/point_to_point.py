@@ -124,7 +124,7 @@ class PointToPoint:
         if work.tag < 0:
             raise UserError(f"tag={work.tag}: must be at least 0")
         if work.peer is not None and (not 0 <= work.peer < self._world or work.peer == self._rank):
-            others = f"one of {self._world} ranks, and not this rank, {self._rank}"
+            others = f"one of the {self._world} ranks other than this one ({self._rank})"
             raise UserError(f"rank={work.peer}: must be {others}")
         work.deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         if self._segment is not None:
@@ -250,9 +250,9 @@ class PointToPoint:
         if time.monotonic_ns() < work.deadline_ns:
             return None
         where = "; ".join(f"rank {self._label(peer)} {self._stage.last_seen(peer)}" for peer in peers)
-        deed = "took it" if work.kind is CallKind.SEND else "sent it"
+        deed = "received it" if work.kind is CallKind.SEND else "sent it"
         self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
-        return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
+        return PeerTimeout(f"{what}: no rank {deed} in time: {where}", peers[0])
 
     def _fail_all(self, failure: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
         ended: Ended = []
@@ -350,7 +350,7 @@ class PendingReceive:
         shape = tuple(header[4 : 4 + shown])
         sent = CollectiveCall(0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=shape)
         return UserError(
-            f"recv: rank {source} sends {sent.load} (tag {tag}), which does not fit into {_load(self.tensor)}; both "
+            f"recv: rank {source} sends {sent.load} (tag {tag}), but the receiver expects {_load(self.tensor)}; both "
             "sides must agree on shape and dtype"
         )
 

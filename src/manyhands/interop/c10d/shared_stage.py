@@ -80,7 +80,7 @@ class CollectiveStage:
         header = self._u32(0, calls.HEADER_WORDS) if self._segment.num_bytes == where.num_bytes else []
         if header[:-1] != [calls.MAGIC, calls.VERSION, world]:
             self._segment.close()
-            raise ManyhandsError(f"the shared memory is not that of a process group of {world}")
+            raise ManyhandsError(f"the shared memory does not belong to a process group of {world}")
         self._regions = [calls.REGIONS + one * where.region_bytes for one in range(world)]
         self._scratch = np.zeros(compiled_calls.SCRATCH_ROOM, np.uint8)
         control, scratch = self._segment.address, self._scratch.ctypes.data
@@ -152,10 +152,10 @@ class CollectiveStage:
         if reason is StageReason.LEFT:
             return WorkerFailed(f"{what}: {who} left the group while others waited for it", rank)
         if reason is StageReason.LATE:
-            return PeerTimeout(f"{what}: {who} did not come in time; it {self.last_seen(rank)}", rank)
-        failed = "failed or was interrupted in the middle of a call"
+            return PeerTimeout(f"{what}: {who} did not arrive in time; it {self.last_seen(rank)}", rank)
+        failed = "failed or was interrupted during a call"
         cause = failed if reason is StageReason.FAILED else "aborted the group"
-        return Aborted(f"{what}: stopped, because {who} {cause}")
+        return Aborted(f"{what}: stopped because {who} {cause}")
 
     def has_left(self, rank: int) -> bool:
         return self._u32(self._regions[rank] + calls.STATE_LEFT, 1) != [0]
@@ -226,7 +226,7 @@ class CollectiveStage:
         """Raise if a rank that is waited for has left, or if the call's time of `over_s` is over."""
         call = call._replace(number=int(words[0]))
         if self._closing:
-            raise UserError(f"{call} #{call.number}: the process group was closed meanwhile")
+            raise UserError(f"{call} #{call.number}: the process group was closed during the call")
         late = self._late(words)
         gone = [rank for rank in late if self.has_left(rank)]
         if gone:
@@ -236,7 +236,7 @@ class CollectiveStage:
             text = self._lateness(call, began_ns, late)
             self.abort(late[0], StageReason.LATE)
             raise PeerTimeout(
-                f"{text}; see whether it still runs and makes the same calls, or set a timeout above {over_s:g} s",
+                f"{text}; check that it still runs and makes the same calls, or set a timeout above {over_s:g} s",
                 late[0],
             )
 

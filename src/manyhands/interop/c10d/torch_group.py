@@ -227,7 +227,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         (tensor,) = tensors
         if self._local is not None and self._takes(tensor):
             if not tensor.is_contiguous():
-                raise UserError(f"recv into a tensor of strides {tensor.stride()}: it must be contiguous")
+                raise UserError(f"recv into a tensor with strides {tensor.stride()}: it must be contiguous")
             return self._local.post.receive(tensor.detach(), source, tag, self._timeout_s)
         under = getattr(self._session.fallback.for_device(tensor.device), name)
         work: Work = under(tensors, *given)
@@ -329,7 +329,7 @@ class FallbackGroup:
     def for_device(self, device: torch.device) -> dist.ProcessGroup:
         """The group, with a backend for `device`; collective when Gloo is needed for the first time."""
         if device.type not in ("cpu", "cuda"):
-            raise UserError(f"device={device}: the manyhands backend takes tensors on cpu and cuda")
+            raise UserError(f"device={device}: the manyhands backend supports cpu and cuda")
         with self._lock:
             if self._group is None:
                 self._group = dist.ProcessGroup(self._store, *self._place)
@@ -421,7 +421,7 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
         several_hosts = len(rendezvous.hosts) > 1
         if several_hosts and options.algorithm != SHARED:
             raise UserError(
-                f"group {place.name!r}: algorithm={options.algorithm!r} needs all ranks on one host, and they are on "
+                f"group {place.name!r}: algorithm={options.algorithm!r} needs all ranks on one host, but they are on "
                 f"{len(rendezvous.hosts)}: {list(map(list, rendezvous.hosts))}"
             )
         resources.callback(fallback.close)

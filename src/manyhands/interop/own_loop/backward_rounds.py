@@ -116,9 +116,9 @@ class GradientWatch:
         pairs = zip(self._look(), self._known, strict=True)
         if any(now is not None and now != known for now, known in pairs):
             raise UserError(
-                "a gradient was changed between backward() and optimizer.step(), and under central grad is only this "
-                "worker's part: clip with group.clip_grad_norm_ instead of torch's own, and train under mirrored what "
-                "changes gradients in another way"
+                "a gradient was changed between backward() and optimizer.step(), but under central grad is only this "
+                "worker's part; clip with group.clip_grad_norm_ instead of torch's own, or use strategy=mirrored for "
+                "other changes"
             )
 
     def _look(self) -> list[tuple[int, int] | None]:
@@ -130,7 +130,7 @@ def unscale(parts: Sequence[torch.Tensor], factor: torch.Tensor) -> bool:
     """Multiply this worker's parts by `factor`; whether any item was not finite. In one pass, that of GradScaler."""
     if any(part.dtype == torch.float16 for part in parts):
         raise UserError(
-            "GradScaler is for parameters of float32 under autocast, but the model holds float16; leave out "
+            "GradScaler is for float32 parameters under autocast, but the model holds float16; leave out "
             "model.half()"
         )
     found = torch.zeros(())
@@ -225,8 +225,8 @@ class Rounds:
         """Collective: multiply the gradient by `factor`; whether any of it, on any worker, was not finite."""
         if optimizer is not self._optimizer or self._watch is None:
             raise UserError(
-                f"the GradScaler of a group is for its own optimizer, not for another {type(optimizer).__name__}; "
-                "use a second one"
+                f"the GradScaler of a group works only with its own optimizer, not with another "
+                f"{type(optimizer).__name__}; use a second one"
             )
         self._watch.require_untouched()
         assert self.exchange.parts is not None, "a strategy that steps by itself holds parts"
@@ -324,12 +324,14 @@ class Rounds:
         if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
             return
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
-            raise UserError("optimizer.step(closure) runs backward inside the step, which central cannot do")
+            raise UserError(
+                "optimizer.step(closure) is not supported by central; call backward() before step()"
+            )
         assert self._watch is not None
         if getattr(optimizer, "found_inf", None) is not None:  # laid on it by a scaler that was not prepared
             raise UserError(
                 "a GradScaler that was not prepared sees only this worker's part of the gradient; give it to "
-                "group.prepare with the others, and use the one that comes back"
+                "group.prepare with the others, and use the one it returns"
             )
         self._watch.require_untouched()
         self.words.meet(Call.STEP)
@@ -391,9 +393,9 @@ def _require_one_batch(marks: Mapping[int, int]) -> None:
     odd = next((rank for rank in rest if marks[rank] != marks[first]), None)
     if odd is not None:
         raise UserError(
-            f"worker {odd} reads another batch than worker {first}: the order of the samples must be the same on "
-            "all; let the sampler or dataset draw from torch's generators, which are kept alike, or seed its own on "
-            "every worker. Where each worker reads data of its own, say group.prepare(loader, split=False)"
+            f"worker {odd} reads a different batch than worker {first}: all must read samples in the same order; "
+            "let the sampler or dataset draw from torch's generators, which are synchronized, or seed its own on every "
+            "worker; if each worker reads its own data, use group.prepare(loader, split=False)"
         )
 
 
@@ -419,7 +421,7 @@ class PartsScaler(GradScaler):
     def __init__(self, given: GradScaler, unscale: Unscale) -> None:
         if type(given) not in _OWN_KINDS:
             raise UserError(
-                f"prepare got a {type(given).__name__}; where each worker holds its part of the gradient, the scaler "
+                f"prepare got a {type(given).__name__}; if each worker holds a part of the gradient, the scaler "
                 "must be torch's own GradScaler"
             )
         super().__init__(given._device)

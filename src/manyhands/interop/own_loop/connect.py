@@ -82,11 +82,11 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
     world = sum(map(len, hosts))
     if requested is not None and requested.facts.instead_of_own_loop:
         raise UserError(
-            f"strategy={requested} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"strategy={requested} does not support a loop of your own; use mirrored, central or allreduce, or "
             f"{requested.facts.instead_of_own_loop}"
         )
     if requested is not None and requested.most_workers is not None and world > requested.most_workers:
-        raise UserError(f"strategy={requested} is one process, but there are {world} workers; leave it out")
+        raise UserError(f"strategy={requested} runs one process, but there are {world} workers; leave it out")
     requested = requested or Strategy.parse(_BY_DEFAULT)
     return requested if len(hosts) == 1 else requested.across_hosts(hosts)
 
@@ -147,7 +147,7 @@ def _reach_others(
         if store.get(f"tls/{other}") != str(security.tls).encode():
             has, lacks = (place.rank, other) if security.tls else (other, place.rank)
             raise UserError(
-                f"rank {has} has {TLS_VARIABLE}, and rank {lacks} on another host has not; set it on every host"
+                f"rank {has} has {TLS_VARIABLE}, but rank {lacks} on another host does not; set it on every host"
             )
     if security.tls:
         return open_links(
@@ -161,8 +161,8 @@ def _reach_others(
         )
     if place.rank == 0:
         _log.warning(
-            "manyhands: group %r is on %d hosts, and what its workers exchange is neither encrypted nor authenticated; "
-            "set %s on each host (docs/security.md), or keep to a network that you trust",
+            "manyhands: group %r spans %d hosts, and its traffic is neither encrypted nor authenticated; "
+            "set %s on each host (docs/security.md), or use a trusted network",
             rendezvous.name,
             len(rendezvous.hosts),
             TLS_VARIABLE,
@@ -176,7 +176,7 @@ def _reach_others(
     except RuntimeError as error:
         raise ManyhandsError(
             f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
-            f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
+            f"{error}; set GLOO_SOCKET_IFNAME to the interface that reaches them"
         ) from error
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     return {rank: TorchLink(group, rank) for rank in ranks}

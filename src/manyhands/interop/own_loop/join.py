@@ -55,15 +55,15 @@ def join(
     `manyhands launch` has an option for the same.
     """
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise UserError(f"name={name!r} must be a word that names the group")
+        raise UserError(f"name={name!r} must be a word")
     caller = sys._getframe(1)
     where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     with ExitStack() as stack:
         with _opening:
             if name in _open:
                 raise UserError(
-                    f"a group named {name!r} is open already: joined at {_open[name]}, and again at {where}; leave the "
-                    "first, or give one of them another name"
+                    f"a group named {name!r} is already open: joined at {_open[name]}, and again at {where}; leave the "
+                    "first, or rename one of them"
                 )
             _open[name] = where
         stack.callback(_open.pop, name)
@@ -98,14 +98,14 @@ def open_group(
     if not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s} must be above 0")
     if check_every is not None and check_every < 0:
-        raise UserError(f"check_every={check_every} must be at least 1, or 0 to compare nothing")
+        raise UserError(f"check_every={check_every} must be at least 1, or 0 to disable the check")
     launched = place.launched
     parsed = Strategy.parse(strategy) if strategy is not None else None
     requested = _given_once("strategy", parsed, launched.strategy if launched is not None else None)
     device = _given_once("device", device, launched.device if launched is not None else None)
     where = check_device(device or "cpu")
     if launched is not None and out is not None:
-        raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
+        raise UserError(f"out={out}: set it in the launcher: manyhands launch --out {out}")
     with ExitStack() as stack:
         ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
         worker_context: WorkerContext = Unwatched(ring)
@@ -141,6 +141,6 @@ _T = TypeVar("_T")
 
 def _given_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
     if here is not None and launcher is not None and here != launcher:
-        both = f"the script asks for {what}={here} and the launcher for {launcher}"
-        raise UserError(f"{both}; say it in one place")
+        both = f"the script asks for {what}={here}, but the launcher for {launcher}"
+        raise UserError(f"{both}; set it in one place")
     return here if here is not None else launcher

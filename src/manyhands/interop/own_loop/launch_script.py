@@ -78,7 +78,7 @@ def launch(
     """
     path = Path(script)
     if not path.is_file():
-        raise UserError(f"there is no script {path}")
+        raise UserError(f"script {path} does not exist")
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
     requested = Strategy.parse(strategy) if strategy is not None else None

@@ -125,8 +125,8 @@ class SharedStreamLoader(_GroupLoader):
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"batches of this loader ({type(batch).__name__}) have no common first dimension to split them by, "
-                    "so every worker computes every batch whole; give each worker every n-th, and say so: "
+                    f"batches of this loader ({type(batch).__name__}) have no common first dimension to split, so "
+                    "every worker computes every batch completely; give each worker every n-th batch: "
                     "stream = itertools.islice(stream, group.rank, None, group.world); "
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
@@ -226,9 +226,9 @@ def prepare_loader(
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise UserError(
-                "the loader has a DistributedSampler, which would split the data a second time; leave it out: "
-                "prepare splits every batch of the loader over the workers (shuffle=True gives a random order); or "
-                "keep it, with prepare(loader, split=False)"
+                "the loader has a DistributedSampler, which would split the data twice; leave it out "
+                "(prepare splits every batch over the workers; shuffle=True gives a random order), or keep it with "
+                "prepare(loader, split=False)"
             )
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return SharedStreamLoader(loader, reader, move)

@@ -57,7 +57,7 @@ _SENTENCES: Final = {
     Call.CLIP: "is in clip_grad_norm_()",
     Call.UNSCALE: "is in GradScaler's unscale_()",
     Call.ALIGN: "joins with out=",
-    Call.EPOCH: "begins to read a loader",
+    Call.EPOCH: "starts to read a loader",
     Call.LEAVE: "has left the group",
 }
 
@@ -79,8 +79,8 @@ def require_same(words: Sequence[Word]) -> None:
         found = (_SENTENCES.get(word.call, f"is in {word.call.name.lower()}()") for word in words)
         each = ", ".join(f"worker {rank} {sentence}" for rank, sentence in enumerate(found))
         raise UserError(
-            f"the workers went different ways: {each}; every worker must make the same calls in the same order, so "
-            "look for one that hangs on the rank or on this worker's own data"
+            f"the workers made different calls: {each}; every worker must make the same calls in the same order, so "
+            "look for a call that depends on the rank or on one worker's data"
         )
 
 
@@ -159,7 +159,7 @@ class Words:
         if odd is not None:
             theirs = (f"{found[rank][2]} × {kinds[rank][1]} of {kinds[rank][0]}" for rank in (0, odd))
             each = ", ".join(f"worker {rank} has {it}" for rank, it in zip((0, odd), theirs, strict=True))
-            raise UserError(f"tensors that are gathered must agree in all but their first dimension: {each}")
+            raise UserError(f"gathered tensors may differ only in their first dimension: {each}")
         return [tuple(row[2 : 2 + row[1]]) for row in found]
 
 
@@ -211,7 +211,7 @@ _NOTHING, _KNOWN, _UNKNOWN = range(3)  # of a word: whether buffers changed, and
 
 def check_mode(mode: str) -> str:
     if mode not in MODES:
-        raise UserError(f"buffers={mode!r} is not known; {nearest(mode, MODES)}")
+        raise UserError(f"buffers={mode!r} is unknown; {nearest(mode, MODES)}")
     return mode
 
 

@@ -97,7 +97,7 @@ class WorkerGroup:
         for one in loaders:
             if not isinstance(one, Iterable) or isinstance(one, str | bytes | torch.Tensor):
                 raise UserError(
-                    f"prepare got a {type(one).__name__}; it takes models, optimizers, schedulers, scalers and loaders"
+                    f"prepare got a {type(one).__name__}; allowed: models, optimizers, schedulers, scalers and loaders"
                 )
         if models or optimizers:
             self._attach(models, optimizers)
@@ -238,22 +238,22 @@ class WorkerGroup:
 
     def _attach(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if self._optimizers:
-            raise UserError("prepare has models already; give it all models and optimizers in one call")
+            raise UserError("prepare already has models; give all models and optimizers in one call")
         if not models or not optimizers:
             missing = "no optimizer" if models else "no model"
             raise UserError(
-                f"prepare got {missing}; give it models and their optimizers in one call (a model that is only "
-                "evaluated needs no preparing)"
+                f"prepare got {missing}; give models and their optimizers in one call (a model that is only "
+                "evaluated does not need prepare)"
             )
         if len(optimizers) > 1 and self._rounds.exchange.steps_itself:
-            raise UserError(f"prepare got {len(optimizers)} optimizers; central can share out one")
+            raise UserError(f"prepare got {len(optimizers)} optimizers; central supports one")
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in optimizers:
             for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
                 if id(parameter) not in known:
                     raise UserError(
                         f"the optimizer {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} "
-                        "that belongs to no model given to prepare, so its gradient would not be exchanged"
+                        "that is not in any prepared model, so its gradient would not be exchanged"
                     )
         if self.device.type != "cpu":
             for model in models:

@@ -113,7 +113,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 def _check(workers: int, sizes_bytes: Sequence[int], repeats: int) -> None:
     if workers < 2:
-        raise UserError(f"workers={workers}: an all-reduce takes at least 2")
+        raise UserError(f"workers={workers}: an all-reduce needs at least 2")
     if repeats < 1:
         raise UserError(f"repeats={repeats}: must be at least 1")
     for size in sizes_bytes:

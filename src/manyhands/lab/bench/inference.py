@@ -154,7 +154,7 @@ def _work(
         deadline = time.monotonic() + _WAIT_S
         while not (received := list(context.received())):
             if time.monotonic() > deadline:
-                raise ManyhandsError("nobody said when to begin")
+                raise ManyhandsError("no process sent the start signal")
             time.sleep(0.002)
         time.sleep(max(0.0, float(received[0]["begin"]) - time.monotonic()))
         took: list[float] = []

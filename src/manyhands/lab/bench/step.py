@@ -174,7 +174,7 @@ def named_workloads(text: str) -> list[BenchWorkload]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in WORKLOADS:
-            raise UserError(f"workload: there is no {word!r}; {nearest(word, WORKLOADS)}")
+            raise UserError(f"workload: no such workload {word!r}; {nearest(word, WORKLOADS)}")
     return [WORKLOADS[word] for word in words]
 
 
@@ -188,7 +188,7 @@ def run_bench(
     """Measure `steps` steps of each contender, as JSON; raises if a worker fails or is late, or losses disagree."""
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
-        raise UserError(f"workers={workers}: exchanging gradients takes at least 2")
+        raise UserError(f"workers={workers}: exchanging gradients needs at least 2")
     if steps < 1:
         raise UserError(f"steps={steps}: must be at least 1")
     facts = {"benchmark": "step", "workers": workers, **harness.host_facts()}
@@ -253,7 +253,7 @@ def agreed_losses(ranks: Sequence[StepMeasured]) -> tuple[list[float], float]:
             step = int(np.argmax(~(difference <= _TOLERANCE)))
             raise ManyhandsError(
                 f"{name} has a loss of {by_name[name][step]:.6g} in step {step} and {DDP} one of "
-                f"{expected[step]:.6g}: they do not train the same"
+                f"{expected[step]:.6g}: they must be equal"
             )
     return expected.tolist(), float(max(difference.max() for difference in differences.values()))
 

@@ -163,7 +163,7 @@ def report(
     promised = paper.data_table(
         ["strategy", *PROMISES],
         promises,
-        title="What a run's users may rely on",
+        title="What each strategy guarantees",
         words=range(len(PROMISES) + 1),
     )
     scores = []
@@ -172,11 +172,11 @@ def report(
         scored = paper.data_table(
             ["strategy", *found.scores], cells_of, title="Medians over the repeats, and their range"
         )
-        scores = [paper.section("scores", "What the models are worth", scored, "wide")]
+        scores = [paper.section("scores", "Quality of the models", scored, "wide")]
     about = (
-        "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
-        f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
-        "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
+        "Seconds are training time, without starting processes and evaluating models. Metrics were measured every "
+        f"{found.evaluate_every} steps and at the end, which limits the precision of times to the target. Nothing was "
+        "saved before the end. Curves show each strategy's median run."
     )
     about = " ".join([about, *sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""})])
     # Beside the two curves of a metric there is room for how it was made.
@@ -237,7 +237,7 @@ def smooth(points: Sequence[Point], value: str) -> list[Point]:
 
 def _shares(rows: Sequence[CompareRow]) -> str:
     if not rows:
-        return paper.quiet("No run came to its end.")
+        return paper.quiet("No run finished.")
     shares = [  # `ps consistency=async` as `ps async`: there is room for that alone
         (
             " ".join(part.rpartition("=")[2] for part in row.name.split()),
@@ -252,4 +252,4 @@ def _shares(rows: Sequence[CompareRow]) -> str:
         title="Share of time",
         colours=[paper.PART_COLOURS["compute"], paper.PART_COLOURS["waiting"]],
     )
-    return bars + paper.quiet("Of the time that workers accounted for, medians over the repeats.")
+    return bars + paper.quiet("Shares of the measured worker time, medians over the repeats.")

@@ -61,7 +61,7 @@ class Target:
             raise UserError(f"target {self.metric}: the task has no evaluation data to measure it on")
         if self.metric not in metrics:
             raise UserError(
-                f"target {self.metric}: the task measures no such metric; {nearest(self.metric, metrics)}"
+                f"target {self.metric}: the task has no such metric; {nearest(self.metric, metrics)}"
             )
 
     def reached_by(self, value: float) -> bool:
@@ -99,7 +99,7 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
     strategies = [Strategy.parse(part) for part in text.split(";") if part.strip()]
     if not strategies:
         raise UserError(
-            f"--strategies {text!r} names none; separate them by semicolons, as in 'allreduce; ps'"
+            f"--strategies {text!r} is empty; separate strategies by semicolons, such as 'allreduce; ps'"
         )
     for place, strategy in enumerate(strategies):
         if strategy in strategies[:place]:
@@ -114,9 +114,7 @@ def check_separators(option: str, text: str) -> None:
     comma = rf"\s*,\s*(?=(?:{'|'.join(STRATEGIES)})(?:[\s,;]|$))"
     if re.search(comma, text):
         fixed = re.sub(comma, "; ", text)
-        raise UserError(
-            f"{option} {text!r}: strategies are separated by semicolons, not by commas; write {fixed!r}"
-        )
+        raise UserError(f"{option} {text!r}: separate strategies by semicolons, not commas; write {fixed!r}")
 
 
 def trials(strategies: int, repeats: int) -> list[Trial]:

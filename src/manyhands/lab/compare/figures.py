@@ -285,7 +285,7 @@ class Prices:
             kind, _, value = part.strip().partition("=")
             if kind not in KINDS:
                 raise UserError(
-                    f"--price {text!r}: no process is called {kind!r}; {nearest(kind, KINDS)}; {_EXAMPLE}"
+                    f"--price {text!r}: no such process {kind!r}; {nearest(kind, KINDS)}; {_EXAMPLE}"
                 )
             if kind in prices:
                 raise UserError(f"--price {text!r}: {kind} has two prices; {_EXAMPLE}")

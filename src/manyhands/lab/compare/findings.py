@@ -37,7 +37,7 @@ def paragraph(found: Figures, slow: Slowdown | None = None, bandwidth: str | Non
     for row in found.rows:
         sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
     if not rows:
-        return ["No run came to its end.", *sentences]
+        return ["No run finished.", *sentences]
     return sentences
 
 
@@ -146,16 +146,14 @@ def _slowed(rows: Sequence[CompareRow], slow: Slowdown) -> list[str]:
     shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
     effects = [f"of all workers' time, waiting for it took {shares}"] if held else []
     effects += [f"under {_names(free)} workers waited less than {_percent(_FREE)}"] if free else []
-    return [
-        f"Worker {slow.worker} was slowed on purpose, {how}{': ' if effects else ''}{'; '.join(effects)}."
-    ]
+    return [f"Worker {slow.worker} was slowed down, {how}{': ' if effects else ''}{'; '.join(effects)}."]
 
 
 def _waiting(rows: Sequence[CompareRow]) -> list[str]:
     waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
     if not waits:
         most = _percent(max(map(_wait, rows), default=0.0))
-        return [f"Nowhere did workers wait for more than {most} of their time."] if rows else []
+        return [f"No workers waited for more than {most} of their time."] if rows else []
     each = ", ".join(
         f"{_percent(_wait(row))} under {row.name}"
         + ("" if row.waits_mostly_for is None else f" (mostly for worker {row.waits_mostly_for})")
@@ -173,8 +171,8 @@ def _staleness(rows: Sequence[CompareRow]) -> list[str]:
         for row in stale
         if row.staleness_mean is not None
     )
-    others = "" if len(stale) == len(rows) else "; under the others nothing was stale"
-    return [f"Updates were computed from parameters that had missed steps of others: {each}{others}."]
+    others = "" if len(stale) == len(rows) else "; the other strategies had no staleness"
+    return [f"Updates were computed from stale parameters: {each}{others}."]
 
 
 def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
@@ -237,11 +235,11 @@ def _beside(family: str, name: str, base: CompareRow, others: Sequence[tuple[str
 def _network(rows: Sequence[CompareRow], bandwidth: str) -> list[str]:
     touched = [row for row in rows if row.strategy.uses_network]
     not_touched = [row for row in rows if not row.strategy.uses_network]
-    said = [f"TCP was held to {bandwidth}, all of it together."] if touched else []
+    said = [f"TCP was limited to {bandwidth}, all of it together."] if touched else []
     if not_touched:
         do, them = ("do", "them") if len(not_touched) > 1 else ("does", "it")
         said.append(
-            f"{_names(not_touched)} {do} not use the network on one host, so --bandwidth did not touch {them}."
+            f"{_names(not_touched)} {do} not use the network on one host, so --bandwidth did not affect {them}."
         )
     return said
 
@@ -254,11 +252,11 @@ def _apart(one: Spread | None, other: Spread | None) -> bool:
 def _certainty(one: CompareRow, other: CompareRow, first: Spread | None, second: Spread | None) -> str:
     """Whether a difference is more than chance, as far as repeats can tell."""
     if not _repeated(one, other):
-        return "With one run each, how much of that is chance was not measured."
+        return "With one run each, the effect of chance was not measured."
     if _apart(first, second):
         runs = min(len(one.runs), len(other.runs))
-        return f"That is more than the repeats differ: each of {runs} runs of the one beat each of the other."
-    return "That is no more than the repeats differ among themselves."
+        return f"The difference exceeds the spread: each of {runs} runs of the one beat each of the other."
+    return "The difference is within the spread of the repeats."
 
 
 def _resolution(first: CompareRow, second: CompareRow, every: int) -> str:
@@ -270,7 +268,7 @@ def _resolution(first: CompareRow, second: CompareRow, every: int) -> str:
     )
     if _seconds(second) - _seconds(first) >= between_s:
         return ""
-    return f" It is less than the time between two evaluations, {between_s:.2f} s."
+    return f" The difference is less than the time between two evaluations, {between_s:.2f} s."
 
 
 def _repeated(one: CompareRow, other: CompareRow) -> bool:

@@ -262,7 +262,7 @@ def _checked(
         settings.target.require_known([*measured, *([PASS_LOSS] if task.passes is not None else [])])
     if settings.slow is not None and settings.slow.worker >= settings.workers:
         raise UserError(
-            f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
+            f"slow: there is no worker {settings.slow.worker} among {settings.workers}; numbers start at 0"
         )
     requests, left_out = _on_devices(task, strategies, settings)
     for request in requests:

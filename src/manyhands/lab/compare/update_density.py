@@ -79,7 +79,7 @@ def density_cells(rows: Sequence[DensityRow]) -> list[list[str]]:
 def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
     """For each strategy but the first: how its speed and its loss change from the sparsest to the densest problem."""
     if not rows:
-        return ["There is nothing to compare: the first strategy did not finish at any density."]
+        return ["Nothing to compare: the first strategy did not finish at any density."]
     first, sentences = rows[0].strategy, []
     for name in dict.fromkeys(row.strategy for row in rows if row.strategy != first):
         own = [row for row in rows if row.strategy == name]

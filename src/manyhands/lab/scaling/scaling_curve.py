@@ -176,14 +176,14 @@ def scaling_sentences(curve: ScalingCurve) -> list[str]:
         f"{num_of(best.workers, 'worker')} is the fastest."
         if best.workers == 1
         else f"{num_of(best.workers, 'worker')} are the fastest, {best.speedup:.2f} times as fast as one.",
-        f"There is no knee up to {curve.knee} workers: each step up brings at least half of what it could.",
+        f"There is no knee up to {curve.knee} workers: each step brings at least half of the ideal gain.",
         _about_amdahl(curve),
     ]
     if curve.is_past:
         knee, after = next((one, then) for one, then in pairwise(curve.points) if one.workers == curve.knee)
         said[1] = (
             f"The knee is at {num_of(curve.knee, 'worker')} ({knee.speedup:.2f} times, efficiency "
-            f"{100 * knee.efficiency:.0f} %): {after.workers} bring less than half of what they could."
+            f"{100 * knee.efficiency:.0f} %): {after.workers} workers bring less than half of the ideal gain."
         )
     last = curve.points[-1]
     if abs(last.forecast / last.speedup - 1) > 0.1:
@@ -193,9 +193,7 @@ def scaling_sentences(curve: ScalingCurve) -> list[str]:
             f"{last.workers} workers: {last.forecast:.2f} times."
         )
     if last.workers > curve.cores:
-        said.append(
-            f"This machine has {num_of(curve.cores, 'core')}; more workers than that take turns on them."
-        )
+        said.append(f"This machine has {num_of(curve.cores, 'core')}; more workers than that share them.")
     return said
 
 
@@ -273,13 +271,11 @@ def require_counts(counts: Sequence[int], strategy: Strategy) -> list[int]:
             raise UserError(f"--workers {count} must be at least 1")
     found = sorted({1, *counts})
     if len(found) < 2:
-        raise UserError("--workers 1 has nothing to compare; give several, as in 1,2,4")
+        raise UserError("--workers 1 has nothing to compare; give several, such as 1,2,4")
     if strategy.most_workers is not None and strategy.most_workers < found[-1]:
         raise UserError(f"strategy={strategy} has at most {strategy.most_workers} worker; use mirrored")
     if strategy.facts.counts_rounds:
-        raise UserError(
-            f"strategy={strategy} is counted in rounds, whose work grows with its workers; use mirrored"
-        )
+        raise UserError(f"strategy={strategy} counts rounds, whose work grows with the workers; use mirrored")
     for count in found:
         strategy.check(count, "cpu", compiled=False)
     return found

@@ -51,13 +51,13 @@ def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if not resume and taken:
         more = "add --resume to continue it, or " if path.exists() else ""
-        raise UserError(f"--out {out} is not empty (it has {taken[0]!r} in it); {more}choose another")
+        raise UserError(f"--out {out} is not empty (it contains {taken[0]!r}); {more}choose another")
     if not resume or taken == []:
         write_json(path, {"format": _FORMAT, "version": _VERSION, **plan.to_dict()})
         return
     conflict = read_plan(path).conflict(plan)
     if conflict is not None:
-        raise UserError(f"{out} cannot be resumed: {conflict}; give what it was begun with")
+        raise UserError(f"{out} cannot be resumed: {conflict}; give the settings it was started with")
 
 
 def read_plan(path: Path) -> SweepPlan:
@@ -71,7 +71,7 @@ def read_plan(path: Path) -> SweepPlan:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
+        raise DataError(f"{path} does not have format {_FORMAT!r} version {_VERSION}")
     try:
         return SweepPlan.from_dict(found)
     except DataError as error:
@@ -197,11 +197,11 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def last_said(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
-    return (ours or lines or ["it said nothing"])[-1][:_MESSAGE_CHARS]
+    return (ours or lines or ["it printed nothing"])[-1][:_MESSAGE_CHARS]
 
 
 def usable_cores() -> list[int]:
     found = sorted(os.sched_getaffinity(0))
     if not found:
-        raise ManyhandsError("this process may use no core")
+        raise ManyhandsError("no core is available to this process")
     return found

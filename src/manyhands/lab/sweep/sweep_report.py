@@ -70,7 +70,7 @@ def read_row(trial: SweepTrial, folder: Path, failure: str = "") -> SweepRow:
         final=final,
         seconds=numbers[0],
         samples_per_s=numbers[1],
-        failure="" if final else "its summary holds no final value",
+        failure="" if final else "its summary has no final value",
     )
 
 
@@ -138,7 +138,7 @@ def _effects(plan: SweepPlan, rows: Sequence[SweepRow]) -> Iterator[str]:
 
 
 _AT_THE_SAME_TIME = (
-    "Runs went on at the same time, each on cores of its own: seconds compare them with one another, and not with a "
+    "Runs shared the machine, each on its own cores: compare their seconds with one another, and not with a "
     "run that has the machine to itself."
 )
 
@@ -188,7 +188,7 @@ def sweep_page(
         f"{plan.task}: {len(rows)} combinations",
         [
             paper.findings_section(sentences),
-            paper.section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
+            paper.section("picture", "Settings and results", sweep_picture(plan, rows), "wide"),
             paper.section("table", "All runs", table, "wide"),
             paper.made_section(command, facts, _AT_THE_SAME_TIME),
         ],

@@ -80,7 +80,7 @@ def read_lesson(page: str) -> Lesson:
     lines = diff.splitlines()
     changes = list(zip(lines[::2], lines[1::2], strict=True))
     if any(old[:1] != "-" or new[:1] != "+" for old, new in changes):
-        raise ValueError("a solution is pairs of lines: one with -, then one with +")
+        raise ValueError("a solution must be pairs of lines: one with -, then one with +")
     return Lesson(
         number=number,
         title=title[2],
@@ -128,6 +128,6 @@ def _steps(body: str) -> Iterator[str | LessonCommand]:
 def _one_block(text: str, kind: str, number: int) -> tuple[str, str]:
     blocks = [block for block in _FENCE.finditer(text) if block[1] == kind]
     if len(blocks) != 1:
-        raise ValueError(f"lesson {number}: one block of {kind} is due, {len(blocks)} are there")
+        raise ValueError(f"lesson {number}: one block of {kind} is needed, but there are {len(blocks)}")
     [block] = blocks
     return (text[: block.start()] + text[block.end() :]).strip(), block[2]

@@ -71,7 +71,7 @@ class Gate:
                 if time.monotonic_ns() >= deadline:
                     raise PeerTimeout(
                         f"worker {self._group.rank} waited {self._group.timeout_s:g} s for worker {late} to "
-                        f"{self._purpose}; see whether it still runs, or allow more than that with timeout_s",
+                        f"{self._purpose}; check that it is still running, or raise timeout_s",
                         late,
                     )
         self._inside.set(self._group.rank)
@@ -107,11 +107,11 @@ class CompiledGate(NamedTuple):
 def require_admitted(status: int, gate: CompiledGate) -> None:
     """Raise the error for how a compiled step's wait ended, unless it was REACHED."""
     if status == ABORTED:
-        raise Aborted("a worker stops waiting for the gate: another failed first, or the run is taken down")
+        raise Aborted("a worker stopped waiting at the gate: another failed first, or the run is ending")
     if status != REACHED:
         raise PeerTimeout(
-            f"a worker waited {gate.patience_ns / 1e9:g} s at the gate; see whether the others still run, or allow "
-            "more than that with timeout_s",
+            f"a worker waited {gate.patience_ns / 1e9:g} s at the gate; check that the others are still running, or "
+            "raise timeout_s",
             -1,
         )
 

@@ -179,7 +179,7 @@ class SharedGroupFiles(Closeable):
     def create(cls, world: int, *, first_operation: int = 1) -> Self:
         """Fresh memory for `world` ranks, whose operations are numbered from `first_operation`."""
         if world < 1:
-            raise UserError(f"world={world}: a group has at least one rank")
+            raise UserError(f"world={world}: a group needs at least one rank")
         control = Segment.create(word_offset(world, 0), "group control")
         before = (first_operation - 1) & 0xFFFFFFFF
         control.array(0, _HEADER, np.uint32)[:] = _MAGIC, _VERSION, world, before
@@ -243,7 +243,7 @@ class SharedGroup(Closeable):
         if (magic, version, of_world) != (_MAGIC, _VERSION, world):
             self.close()
             raise ManyhandsError(
-                f"the control segment is not one of a group of {world} (it says {magic:#x}, version {version}, "
+                f"the control segment does not belong to a group of {world} (it has {magic:#x}, version {version}, "
                 f"world {of_world})"
             )
         for word, value in {
@@ -270,7 +270,7 @@ class SharedGroup(Closeable):
     @timeout_s.setter
     def timeout_s(self, timeout_s: float) -> None:
         if not 0 < timeout_s < 1e9:
-            raise UserError(f"timeout_s={timeout_s}: must be more than 0 seconds and less than 1e9")
+            raise UserError(f"timeout_s={timeout_s}: must be above 0 and below 1e9 seconds")
         self._state[_GROUP_TIMEOUT_NS] = int(timeout_s * 1e9)
 
     @property
@@ -284,7 +284,7 @@ class SharedGroup(Closeable):
         Rank 0 reserves it, as in `allocate`. Who writes where, and when, is the caller's business.
         """
         if self._common_bytes is not None or self._arena is not None or num_bytes < 0:
-            raise UserError(f"share({num_bytes}): comes once, before allocate, with 0 bytes or more")
+            raise UserError(f"share({num_bytes}): call it once, before allocate, with at least 0 bytes")
         self._common_bytes = round_up(num_bytes, PAGE)
         self._reserve(self._common_bytes, purpose)
         common = Segment.attach(os.dup(self._arena_descriptor))
@@ -302,7 +302,7 @@ class SharedGroup(Closeable):
         Aborted.
         """
         if self._arena is not None or num_bytes < 0:
-            raise UserError(f"allocate({num_bytes}): comes once, with a number of bytes of at least 0")
+            raise UserError(f"allocate({num_bytes}): call it once, with at least 0 bytes")
         self._common_bytes = self._common_bytes or 0
         self._part_bytes = round_up(num_bytes, PAGE)
         end = self._common_bytes + self._part_bytes * self.world
@@ -315,7 +315,7 @@ class SharedGroup(Closeable):
         `ranges` says which items each rank reduces, where even slices of whole cache lines will not do.
         """
         if self._arena is None:
-            raise UserError("bucket: allocate comes first")
+            raise UserError("bucket: call allocate first")
         if dtype not in SUMMED:
             raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, SUMMED))}")
         end = offset + count * dtype.itemsize
@@ -414,7 +414,7 @@ class SharedGroup(Closeable):
         if asked != reserved:
             self.abort(self.rank)
             raise UserError(
-                f"rank {self.rank} asks for {asked} bytes of shared memory and rank 0 for {reserved}; all ranks must "
+                f"rank {self.rank} asks for {asked} bytes of shared memory, but rank 0 for {reserved}; all ranks must "
                 "ask for the same"
             )
 
@@ -427,12 +427,12 @@ class SharedGroup(Closeable):
         if status == _CLOSED:
             raise UserError("the group is closed")
         if status == _BUSY:
-            raise UserError("this bucket is under way: finish comes before it is launched again")
+            raise UserError("this bucket is still in use; call finish before launching it again")
         if status == TIMED_OUT:
             raise self._timeout()
         word = int(self._control.array(_ABORT_OFFSET, 1, np.uint32)[0])
-        reason = f"rank {self._roles[word - 2]} failed first" if word > 1 else "the run is being taken down"
-        raise Aborted(f"rank {self._roles[self.rank]} stops its exchange: {reason}")
+        reason = f"rank {self._roles[word - 2]} failed first" if word > 1 else "the run is ending"
+        raise Aborted(f"rank {self._roles[self.rank]} stopped its exchange: {reason}")
 
     def _timeout(self) -> PeerTimeout:
         first, phase, number, waited_ns = self._state[_GROUP_LATE : _GROUP_LATE_NS + 1].tolist()
@@ -445,7 +445,7 @@ class SharedGroup(Closeable):
         return PeerTimeout(
             f"rank {self._roles[self.rank]} waited {waited_ns / 1e9:.1f} s for rank {self._roles[first]} to {deed} "
             f"operation {number} (last seen at operation {last[first]}){'; also late: ' if others else ''}"
-            f"{', '.join(others)}; see whether it still runs, or allow more than timeout_s={self.timeout_s:g}",
+            f"{', '.join(others)}; check that it is still running, or raise timeout_s={self.timeout_s:g}",
             self._roles[first],
         )
 

@@ -56,9 +56,7 @@ def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
     deadline = time.monotonic() + timeout_s
     for worker in range(resources.world):
         if not comes_true(partial(store.check, [f"gpu/{worker}"]), deadline - time.monotonic()):
-            raise PeerTimeout(
-                f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
-            )
+            raise PeerTimeout(f"worker {worker} did not report its GPU within {timeout_s:g} s", worker)
         seats.append(GpuSeat.from_text(store.get(f"gpu/{worker}").decode()))
     return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
 
@@ -84,8 +82,8 @@ def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
         group = done_in_time(connect, what, timeout_s=timeout_s, alarm=resources.alarm, peer=peer)
     except RuntimeError as error:
         raise ManyhandsError(
-            f"{what} by NCCL, which fails: {first_line(error)}; NCCL_DEBUG=INFO tells more, and allreduce link=tcp "
-            "does without it"
+            f"{what} by NCCL, which fails: {first_line(error)}; set NCCL_DEBUG=INFO for details, or use allreduce "
+            "link=tcp"
         ) from error
     # Small exact values lie in host memory.
     if resources.several_hosts:
@@ -125,9 +123,7 @@ class GpuSeat:
         except ValueError:
             found = None
         if not isinstance(found, list) or [type(one) for one in found] != [str] * 4:
-            raise ManyhandsError(
-                f"the run's store holds {text[:80]!r} where a worker says which GPU it computes on"
-            )
+            raise ManyhandsError(f"the run's store holds {text[:80]!r} instead of a worker's GPU")
         return cls(*found)
 
 
@@ -158,7 +154,7 @@ def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: 
     forced, asks = strategy.link == "nccl", strategy.instead_of_nccl
     found = (asks, "leave that out") if asks else _hindrance(seats, forced=forced, in_the_clear=in_the_clear)
     if found is None:
-        return SumsChoice(nccl=True, why=f"each of {len(seats)} workers has a GPU of its own")
+        return SumsChoice(nccl=True, why=f"each of {len(seats)} workers has its own GPU")
     why, fix = found
     if forced:
         raise UserError(f"link=nccl: {why}; {fix}")
@@ -179,19 +175,19 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
         if not seat.nccl:
             return f"the torch of worker {worker} has no NCCL", f"install a CUDA build of torch, {out}"
         if seat.nccl != seats[0].nccl:
-            why = f"worker 0 has NCCL {seats[0].nccl}, and worker {worker} has NCCL {seat.nccl}"
-            return why, f"install one torch on all hosts, {out}"
+            why = f"worker 0 has NCCL {seats[0].nccl}, but worker {worker} has NCCL {seat.nccl}"
+            return why, f"install the same torch on all hosts, {out}"
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
         named = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
         first = owners.setdefault((named, seat.gpu), worker)
         if first != worker:
-            why = f"workers {first} and {worker} share one GPU, and NCCL takes one worker for each"
-            return why, f"start as many workers as there are GPUs, {out}"
+            why = f"workers {first} and {worker} share one GPU, but NCCL needs one GPU per worker"
+            return why, f"start one worker per GPU, {out}"
     hosts = len({seat.host for seat in seats})
     if hosts > 1 and not in_the_clear:
-        why = f"workers are on {hosts} hosts, and NCCL does not encrypt what it sends between them"
-        return why, f"say --insecure where you trust the network, {out}"
+        why = f"workers are on {hosts} hosts, and NCCL does not encrypt its traffic"
+        return why, f"give --insecure if you trust the network, {out}"
     return None
 
 
@@ -352,8 +348,8 @@ class TorchCollective(Collective):
                     others = [rank for rank in range(self.world) if rank != self.rank]
                     who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
                     raise PeerTimeout(
-                        f"worker {self.rank}: {what} did not come from the GPUs of {who} within {self._timeout_s:g} s, "
-                        "though all of them take part; NCCL_DEBUG=INFO tells more",
+                        f"worker {self.rank}: {what} did not arrive from the GPUs of {who} within {self._timeout_s:g} "
+                        "s, though all take part; set NCCL_DEBUG=INFO for details",
                         others[0],
                     )
                 wait.goes_on(0 if self.rank else 1)
@@ -368,7 +364,7 @@ class TorchCollective(Collective):
         except RuntimeError as error:
             self._check_alarm(_CAUSE_S)  # a peer is gone, whose name will be known in a moment
             raise Aborted(
-                f"worker {self.rank}: the workers' GPUs cannot exchange any more: {first_line(error)}"
+                f"worker {self.rank}: the GPUs can no longer communicate: {first_line(error)}"
             ) from error
 
     def _check_alarm(self, wait_s: float = 0.0) -> None:
@@ -400,6 +396,7 @@ def done_in_time(
             raise WorkerFailed(f"{what}: {lost[1]}", lost[0])
         if time.monotonic() >= deadline:
             raise PeerTimeout(
-                f"{what}: not all came within {timeout_s:g} s; NCCL_DEBUG=INFO tells more", peer
+                f"{what}: not all workers connected within {timeout_s:g} s; set NCCL_DEBUG=INFO for details",
+                peer,
             )
     return outcome.result()

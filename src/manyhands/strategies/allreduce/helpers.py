@@ -79,7 +79,7 @@ class HelperSplit:
 
 def split_load(workers: int, helpers: int) -> HelperSplit:
     if workers < 2 or helpers < 0:
-        raise UserError(f"workers={workers}, helpers={helpers}: two workers or more have something to sum")
+        raise UserError(f"workers={workers}, helpers={helpers}: helpers need at least 2 workers")
     if helpers >= workers:
         return HelperSplit(workers=workers, helpers=helpers, worker_pieces=0, helper_pieces=1)
     worker, helper = workers - helpers, 2 * (workers - 1) if helpers else 0
@@ -108,7 +108,7 @@ def helped(workers: int, helpers: int, segments: int = 1) -> Algorithm:
         name=f"{helpers} helpers",
         schedule=table,
         chunks=lambda _world: split.pieces * segments,
-        description="helpers and workers sum a share each, and segments come back while others leave",
+        description="helpers and workers sum a share each; sums return while other segments are sent",
         source="BytePS: Jiang et al., OSDI 2020",
         helpers=helpers,
     )
@@ -313,7 +313,7 @@ class _Helper:
             step, *numbers = order
             for number in numbers:
                 if not 0 <= number < len(parcels):
-                    raise ManyhandsError(f"worker 0 named bucket {number}, and there are {len(parcels)}")
+                    raise ManyhandsError(f"worker 0 named bucket {number}, but there are {len(parcels)}")
             begin = time.monotonic_ns()
             if step != self._step:
                 self._book()
@@ -359,7 +359,7 @@ class _Helper:
                     size, kind = outcome.message.payload_bytes, outcome.message.kind
                     if kind != _ORDERS or size % _NUMBER_BYTES or not size:
                         raise ManyhandsError(
-                            f"worker 0 sent {size} bytes of kind {kind} to a helper that awaits orders"
+                            f"worker 0 sent {size} bytes of kind {kind} to a helper that expects orders"
                         )
                     return self._room[: size // _NUMBER_BYTES].tolist()
                 if isinstance(outcome, Closed):

@@ -47,7 +47,7 @@ class AllReduce(Strategy):
     """
 
     word: ClassVar[str] = "allreduce"
-    about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
+    about: ClassVar[str] = "every worker holds the model; gradients are summed by a chosen algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
@@ -82,33 +82,33 @@ class AllReduce(Strategy):
         )
         check_buckets(self.buckets)
         if self.link == NCCL and self.instead_of_nccl:
-            raise UserError(f"link=nccl {self.instead_of_nccl}; leave one of the two out")
+            raise UserError(f"link=nccl {self.instead_of_nccl}; leave one out")
         check_choice("order", self.order, ORDERS)
-        urgent, rounds, out = self._is_urgent, rounds_hops(self.codec), "leave one of the two out"
+        urgent, rounds, out = self._is_urgent, rounds_hops(self.codec), "leave one out"
         helped, helpers = self.helpers > 0, f"helpers={self.helpers}"
         idle_credit, fixed = not urgent and self.credit != _CREDIT, helped and self.elastic
         idle_group = self.group and self.algorithm != "hierarchical"
         clashes = {
-            f"credit={show_size(self.credit)} only means something to order=priority": idle_credit,
-            f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual": self.credit < 1,
-            "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, or "
-            "name an algorithm that goes over links, as algorithm=ring": urgent and not self._uses_links,
-            "elastic=yes order=priority: a step that is taken again would find parameters of the next one; "
+            f"credit={show_size(self.credit)} needs order=priority": idle_credit,
+            f"credit={self.credit} must be at least 1; {show_size(_CREDIT)} is usual": self.credit < 1,
+            "order=priority: workers share memory and send nothing that could be reordered; add link=tcp, or name "
+            "an algorithm that sends messages, such as algorithm=ring": urgent and not self._uses_links,
+            "elastic=yes order=priority: a repeated step would find parameters of the next one; "
             f"{out}": urgent and self.elastic,
-            f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
+            f"order=priority codec={self.codec}: codec=auto measures complete exchanges, not separate slices; "
             "name a codec, or leave the order out": urgent and auto_error(self.codec) is not None,
-            f"elastic=yes codec={self.codec}: a step that is taken again would send its residuals twice; {out}, or "
-            "take a codec that rounds, as bf16": self.elastic and not rounds,
-            f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}": idle_group,
-            f"group={self.group} must not be negative; 0 means as the cluster found them": self.group < 0,
+            f"elastic=yes codec={self.codec}: a repeated step would send its residuals twice; {out}, or use a codec "
+            "that only rounds, such as bf16": self.elastic and not rounds,
+            f"group={self.group} needs algorithm=hierarchical, not {self.algorithm}": idle_group,
+            f"group={self.group} must not be negative; 0 means the hosts of the cluster": self.group < 0,
             f"{helpers} must not be negative; 0 means none": self.helpers < 0,
-            f"{helpers} algorithm={self.algorithm}: helpers sum by a schedule of their own; leave the algorithm "
+            f"{helpers} algorithm={self.algorithm}: helpers use their own algorithm; leave the algorithm "
             "out": helped and self.algorithm != "direct",
-            f"{helpers} elastic=yes: who sums what is fixed for a run with helpers; {out}": fixed,
-            f"{helpers} order=priority: helpers sum whole buckets, in the order in which they are filled; "
+            f"{helpers} elastic=yes: the number of workers is fixed in a run with helpers; {out}": fixed,
+            f"{helpers} order=priority: helpers sum complete buckets in the order they are filled; "
             f"{out}": helped and urgent,
-            f"{helpers} codec={self.codec}: it goes from worker to worker, past helpers; {out}, or take a codec that "
-            "rounds, as bf16": helped and not rounds,
+            f"{helpers} codec={self.codec}: it works only between workers, without helpers; {out}, or use a codec that "
+            "only rounds, such as bf16": helped and not rounds,
         }
         _refuse_first(clashes)
 
@@ -117,11 +117,11 @@ class AllReduce(Strategy):
         """The setting that asks for another way than NCCL to sum, with the reason; empty where none does."""
         reasons = {
             f"helpers={self.helpers}: helpers sum in the memory of their hosts": self.helpers,
-            "elastic=yes: a group of NCCL cannot continue when a worker is lost": self.elastic,
-            "order=priority: NCCL sums whole buckets in the order in which they are filled": self._is_urgent,
-            f"codec={self.codec}: NCCL sums gradients as they are": self.codec != RAW,
-            f"algorithm={self.algorithm}: NCCL has algorithms of its own": self.algorithm != "direct",
-            f"link={self.link}: it asks for sockets of the host": self.uses_network,
+            "elastic=yes: NCCL cannot continue when a worker is lost": self.elastic,
+            "order=priority: NCCL sums complete buckets in the order they are filled": self._is_urgent,
+            f"codec={self.codec}: NCCL sums uncompressed gradients": self.codec != RAW,
+            f"algorithm={self.algorithm}: NCCL has its own algorithms": self.algorithm != "direct",
+            f"link={self.link}: it uses the host's sockets": self.uses_network,
         }
         return next((why for why, holds in reasons.items() if holds), "")
 
@@ -148,8 +148,8 @@ class AllReduce(Strategy):
             )
         if self.helpers and world < self.helpers + 2:
             raise UserError(
-                f"strategy={self}: of {world} processes {self.helpers} would help, and less than two would train; "
-                f"start at least {self.helpers + 2}, workers and helpers together"
+                f"strategy={self}: with {self.helpers} helpers of {world} processes, fewer than two would train; "
+                f"start at least {self.helpers + 2} processes"
             )
         _, count = super().placed(world, roles)
         return self, count - self.helpers
@@ -179,8 +179,8 @@ class AllReduce(Strategy):
     def advice(self, workers: int, *, sparse: bool) -> str:
         if self.helpers and workers == 2:
             return (
-                f"helpers={self.helpers}: each of two workers sends its gradient once, with or without helpers; they "
-                "save something from three workers on"
+                f"helpers={self.helpers}: two workers send as much with helpers as without; use helpers with three "
+                "workers or more"
             )
         return super().advice(workers, sparse=sparse)
 
@@ -192,16 +192,15 @@ class AllReduce(Strategy):
             self.link == NCCL and device == "cpu",
             self._is_urgent and (compiled or device != "cpu"),
         )
-        what = "a compiled step is" if compiled else f"gradients of device={device} are"
+        what = "compiled steps are" if compiled else f"gradients of device={device} are"
         _refuse_first(
             {
                 f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out": no_gpus,
-                f"{helpers} workers={workers}: one worker has nothing to sum with others; leave helpers out, or take "
+                f"{helpers} workers={workers}: helpers need at least 2 workers; leave helpers out, or use "
                 "more workers": helped and workers < 2,
-                f"{helpers}: the workers of a compiled step sum by themselves; leave it out": compiled
-                and helped,
-                f"order=priority: {what} exchanged after the backward; leave it out": too_late,
-                "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out": final,
+                f"{helpers}: compiled steps do not support helpers; leave it out": compiled and helped,
+                f"order=priority: {what} exchanged after backward; leave it out": too_late,
+                "elastic=yes: a compiled step cannot be undone when a worker is lost; leave it out": final,
             }
         )
 
@@ -210,11 +209,11 @@ class AllReduce(Strategy):
         promises, urgent = ELASTIC if self.elastic else IN_STEP, self._is_urgent
         refused = {}  # sums inside forward need everybody, and the links to themselves
         if self.elastic:
-            refused["synchronize"] = (
-                "with elastic=yes a worker may be lost inside a forward that the others wait in"
-            )
+            refused["synchronize"] = "with elastic=yes a worker may be lost in a forward while others wait"
         elif urgent:
-            refused["synchronize"] = "with order=priority gradients are on their way during the next forward"
+            refused["synchronize"] = (
+                "with order=priority gradients are still being sent during the next forward"
+            )
         # A loop cannot be put back to the beginning of a step, nor say what its forward reads; nobody starts helpers.
         for_fit = {
             f"helpers={self.helpers}": self.helpers > 0,

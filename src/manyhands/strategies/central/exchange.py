@@ -121,7 +121,7 @@ class CentralExchange(Exchange):
         reducer = self._reducer
         if not reducer.is_idle:
             raise UserError(
-                "the optimizer's state can be had between steps; a gradient waits for its step here"
+                "the optimizer's state can only be read between steps; call optimizer.step() first"
             )
         if self._between is not None and self._between.number != 0:
             return None  # worker 0's host has all of it

@@ -37,9 +37,7 @@ class CentralParameters:
         named = list(model.named_parameters())
         for name, parameter in named:
             if parameter.device.type not in ("cpu", "cuda"):
-                raise UserError(
-                    f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda"
-                )
+                raise UserError(f"parameter {name!r} is on {parameter.device}; central supports cpu and cuda")
         require_apart(named)
         self._parameters = [parameter for _, parameter in named]
         begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)

@@ -161,7 +161,7 @@ class Sync(Policy):
 
     def __post_init__(self) -> None:
         if self.backup < 0:
-            raise UserError(f"consistency=sync:{self.backup}: the number of backup workers must be 0 or more")
+            raise UserError(f"consistency=sync:{self.backup}: the number of backups must be at least 0")
 
     @property
     def lockstep(self) -> bool:
@@ -210,7 +210,7 @@ class Bounded(_EachAlone):
     def __post_init__(self) -> None:
         if self.bound < 1:
             raise UserError(
-                f"consistency=bounded:{self.bound}: the bound must be 1 or more; bounded:0 is sync"
+                f"consistency=bounded:{self.bound}: the bound must be at least 1; bounded:0 is sync"
             )
 
     @property
@@ -266,7 +266,7 @@ class SoftSync(_ByArrival):
 
     def __post_init__(self) -> None:
         if self.splits < 1:
-            raise UserError(f"consistency=softsync:{self.splits}: the splitting parameter must be 1 or more")
+            raise UserError(f"consistency=softsync:{self.splits}: the splitting parameter must be at least 1")
 
     @property
     def fewest_workers(self) -> int:
@@ -290,7 +290,7 @@ class Buffered(_ByArrival):
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise UserError(f"buffered:{self.size}: how many updates make a step must be 1 or more")
+            raise UserError(f"buffered:{self.size}: the number of updates per step must be at least 1")
 
     def group_size(self, num_active: int) -> int:
         del num_active
@@ -303,9 +303,9 @@ def parse_consistency(text: str) -> Policy:
     if word not in _FORMS:
         raise UserError(f"consistency={text!r}: {word!r} is not a policy; {nearest(word, _FORMS)}")
     if word == "async" and colon:
-        raise UserError(f"consistency={text!r}: async takes no number")
+        raise UserError(f"consistency={text!r}: async has no number; write async")
     if colon and not rest:
-        raise UserError(f"consistency={text!r}: nothing follows the colon")
+        raise UserError(f"consistency={text!r}: a value must follow the colon")
     return _FORMS[word](text, rest)
 
 
@@ -314,14 +314,14 @@ def _rated(text: str, rest: str) -> Policy:
     if not rest:
         raise UserError(f"consistency={text!r}: name the policy whose rates it changes, as in {word}:async")
     if rest.partition(":")[0] in _RATES:
-        raise UserError(f"consistency={text!r}: one of {', '.join(_RATES)} may be said, and once only")
+        raise UserError(f"consistency={text!r}: at most one of {', '.join(_RATES)} is allowed")
     return replace(parse_consistency(rest), rates=word)
 
 
 def _number(text: str, rest: str) -> int:
     if not (rest.isascii() and rest.isdigit()) or len(rest) > 9:
         example = f"{text.partition(':')[0]}:3"
-        raise UserError(f"consistency={text!r}: {rest!r} is not an integer; write one, as in {example}")
+        raise UserError(f"consistency={text!r}: {rest!r} is not an integer; write it as in {example}")
     return int(rest)
 
 

@@ -150,8 +150,8 @@ class ExternalMembers(ABC):
                 if self._come_within_s is not None and waited_s > self._come_within_s:
                     remote = "".join(f"; {one}" for one in self._control_server.register.rejected[-3:])
                     raise PeerTimeout(
-                        f"{self._name(rank)} did not come within {waited_s:.0f} s; start it, or see on its host why "
-                        f"it ended{remote}",
+                        f"{self._name(rank)} did not connect within {waited_s:.0f} s; start it, or check on its host "
+                        f"why it ended{remote}",
                         peer=-1,
                     )
             if self._unreported or time.monotonic() >= deadline:
@@ -214,8 +214,8 @@ class ExternalMembers(ABC):
 
     def _refuse(self, rank: int, error: Exception) -> None:
         """Dismiss a member that violated the protocol; the run continues without it."""
-        self._control_server.dismiss(rank, f"it sent what nobody may send: {error}")
-        self._say(f"{self._name(rank)} sent what nobody may send: {printable(str(error))}")
+        self._control_server.dismiss(rank, f"it sent an invalid message: {error}")
+        self._say(f"{self._name(rank)} sent an invalid message: {printable(str(error))}")
 
     # What a strategy fills in.
 
@@ -356,7 +356,7 @@ class RunLauncher(ABC, Generic[_M]):
         slot = self._membership.next_slot if isinstance(change, AddWorker) else change.slot
         try:
             if isinstance(change, AddWorker) and slot >= self._most_slots:
-                raise UserError(f"no more than {self._most_slots} slots can be in one run")
+                raise UserError(f"a run has at most {self._most_slots} slots")
             actions = self._membership.handle(change)
         except UserError as error:
             command.done.set_exception(error)

@@ -30,8 +30,8 @@ class HogwildKernels(Training):
             hands = "threads" if self._request.strategy.facts.in_threads else "processes"
             alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
             stage.say(
-                f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "
-                f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
+                f"only {busy} of {workers} {hands} worked at once{alone}: a pass over {task.samples:,} records "
+                f"is {steps} step{'s' * (steps > 1)}, and one worker computes each step; use more data"
             )
         return result
 

@@ -54,7 +54,7 @@ class SharedModel:
         stepping_for(optimizer, Hogwild().facts.stepping, Hogwild.word)
         for name, parameter in model.named_parameters():
             if parameter.device.type != "cpu":
-                raise UserError(f"parameter {name!r} is on {parameter.device}; hogwild trains on the cpu")
+                raise UserError(f"parameter {name!r} is on {parameter.device}; hogwild supports only cpu")
         require_apart(model.named_parameters())
         buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
         tensors = [*model.parameters(), *buffers]
@@ -63,8 +63,8 @@ class SharedModel:
         for parameter in kept:
             if parameter not in known:
                 raise UserError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the "
-                    "model's, so each worker would have one of its own; make it a parameter of the model"
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
+                    "model, so each worker would have its own copy; make it a parameter of the model"
                 )
         end = round_up(control_bytes, CACHE_LINE)
         places = []
@@ -131,8 +131,8 @@ class SharedModel:
         other = state.keys() ^ slot.views.keys()
         if other:
             raise UserError(
-                f"optimizer {type(self._optimizer).__name__} keeps a state {min(other)!r} after some steps and not "
-                "after others, so it has no place in the workers' memory; make all state in the first step"
+                f"optimizer {type(self._optimizer).__name__} has state {min(other)!r} after some steps and not "
+                "after others, so it cannot be kept in shared memory; create all state in the first step"
             )
         for name, view in slot.views.items():
             if view is not None:

@@ -67,15 +67,15 @@ class Hogwild(Strategy):
         if self.order != "free" or workers == 1 or sparse:
             return ""
         return (
-            "hogwild on a dense model: each step touches every parameter that others are changing; sparse updates are "
-            "where the theory holds, so declare tables in Task.sparse, or use strategy=mirrored"
+            "hogwild on a dense model: each step changes parameters that other workers are changing; its theory needs "
+            "sparse updates, so declare tables in Task.sparse, or use strategy=mirrored"
         )
 
     @property
     def facts(self) -> Facts:
         """Each worker takes its own steps; one may be half written when its worker dies, so the run ends then."""
-        lazily = "those of one process; of tables, as far as lazy rows are dense ones"
-        in_some_order = "those of one process on the same batches in some other order"
+        lazily = "those of one process; for tables, if lazy updates equal dense ones"
+        in_some_order = "those of one process on the same batches in another order"
         same = {
             "turns": Promise(answer=Answer.YES, words=lazily),
             "locked": Promise(answer=Answer.NO, words=in_some_order),
@@ -92,11 +92,11 @@ class Hogwild(Strategy):
             record_order=self.order,
             in_threads=self.hands != "processes",
             moves_rows=True,
-            when_evaluating="Workers of hogwild meet to evaluate, and wait for each other there.",
-            cannot_cross_hosts="its workers write to one memory without locks, and hosts have no memory in common",
-            cannot_read_apart="a batch of hogwild is one worker's, whole, and which worker's is seen when it comes",
+            when_evaluating="Hogwild workers wait for each other at each evaluation.",
+            cannot_cross_hosts="its workers write to one memory without locks, and hosts do not share memory",
+            cannot_read_apart="under hogwild one worker computes each batch, and which one is not known in advance",
             instead_of_own_loop="give mh.fit a Task for hogwild",
             refused_buffers={
-                "synchronize": "each batch is one worker's, whole, so that its statistics are those of the global batch"
+                "synchronize": "one worker computes each batch, so its statistics are already those of the global batch"
             },
         )

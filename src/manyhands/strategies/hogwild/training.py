@@ -110,8 +110,8 @@ class HogwildTrainer:
                 # raised on the worker whose flag is set, the last one if several
                 if self._bad.get() - 1 == self.rank:
                     raise NonFinite(
-                        f"{self._broken}; this batch changed no parameter, and the other workers stopped after the "
-                        f"batch that they had begun; {self._cause}"
+                        f"{self._broken}; this batch changed no parameter, and the other workers stopped after "
+                        f"their current batch; {self._cause}"
                     )
                 return self._trained(model, step, stopped=True)
             stopped = stopped and step < self._plan.steps

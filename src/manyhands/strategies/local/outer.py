@@ -148,23 +148,23 @@ def outer_step(text: str, world: int) -> OuterStep:
     fields: Any = OUTER[word][0]
     usual = ":".join([word, *(f"{value:g}" for _, value in fields)])
     if len(given) > len(fields):
-        raise UserError(f"outer={text}: has more numbers than {word} takes; {usual} is the usual one")
+        raise UserError(f"outer={text}: too many numbers for {word}; {usual} is the usual value")
     numbers = [value for _, value in fields]
     for index, one in enumerate(given):
         name = fields[index][0]
         try:
             numbers[index] = float(one)
         except ValueError:
-            reason = f"{name} {one!r} is not a number; {usual} is the usual one"
+            reason = f"{name} {one!r} is not a number; {usual} is the usual value"
             raise UserError(f"outer={text}: {reason}") from None
         allowed, fits = _ALLOWED[name]
         if not fits(numbers[index]):
-            raise UserError(f"outer={text}: {name}={one} must lie {allowed}; {usual} is the usual one")
+            raise UserError(f"outer={text}: {name}={one} must be {allowed}; {usual} is the usual value")
     return OUTER[word][1](numbers, world)
 
 
 _ALLOWED: Final[dict[str, tuple[str, Callable[[float], bool]]]] = {
-    "rate": ("above 0, up to 10", lambda rate: 0 < rate <= 10),
-    "momentum": ("from 0 to below 1", lambda momentum: 0 <= momentum < 1),
-    "pull": ("above 0, up to 1", lambda pull: 0 < pull <= 1),
+    "rate": ("above 0 and at most 10", lambda rate: 0 < rate <= 10),
+    "momentum": ("at least 0 and below 1", lambda momentum: 0 <= momentum < 1),
+    "pull": ("above 0 and at most 1", lambda pull: 0 < pull <= 1),
 }

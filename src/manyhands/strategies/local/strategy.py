@@ -62,21 +62,19 @@ class Local(Strategy):
 
     def __post_init__(self) -> None:
         check_link(self.link)
-        more = "optimizers keep more than matrices of gradients; use allreduce link=tcp"
+        more = "optimizer state is not only matrices of gradients; use allreduce link=tcp"
         given: Any = {"link": self.link, "strategy": self.word, "feedback": self.feedback}
         check_codec(self.codec, **given, sends_changes=True, chooses=True, refused={"powersgd": more})
         outer_step(self.outer, 1)  # refuses what it cannot read
         if self.first < 0 or self.first != int(self.first):
-            raise UserError(f"local first={self.first}: must be an integer, 0 or more")
+            raise UserError(f"local first={self.first}: must be an integer of at least 0")
         if self._keeps_apart and self.codec != RAW:
             raise UserError(
-                f"local outer={self.outer} codec={self.codec}: a codec sends how far a worker has come since all were "
-                "alike, and here they never are; leave one of the two out"
+                f"local outer={self.outer} codec={self.codec}: a codec sends the change since all replicas were equal, "
+                "and here they never are; leave one out"
             )
         if self._keeps_apart and self.gossip:
-            raise UserError(
-                f"local outer={self.outer} gossip=yes: both say how replicas are drawn together; leave one out"
-            )
+            raise UserError(f"local outer={self.outer} gossip=yes: both average the replicas; leave one out")
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
             raise UserError(f"local steps={self.steps}: must be an integer of at least 1, or inf")
 
@@ -89,16 +87,16 @@ class Local(Strategy):
         if workers == 1:
             return [worker]
         if self._keeps_apart:
-            what = "room in which replicas are averaged, and their centre"
+            what = "space to average replicas, and their center"
             return [replace(worker, besides=2 * model.weights, what=what)]
-        besides, what = model.weights + model.state, "room in which replicas are averaged"
+        besides, what = model.weights + model.state, "space to average replicas"
         if self.outer != MEAN:
             besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
         return [replace(worker, besides=besides, what=what)]
 
     @property
     def facts(self) -> Facts:
-        apart = "replicas drift apart between averages; the same in every repetition"
+        apart = "replicas diverge between averages; the same in every repetition"
         drifts = Promise(answer=Answer.NO, words=apart)
         in_step = TO_ROUNDING if self.codec == RAW else ROUNDED
         same = in_step if self.steps == 1 and self.outer == MEAN else drifts

@@ -70,7 +70,7 @@ class LocalExchange(Exchange):
 
     hooks: Replica | None = None
     _optimizer: Optimizer
-    when_broken = "the others continued to the next average, and no replica was averaged with its"
+    when_broken = "the others continued to the next average, and no replica was averaged with this one"
 
     def __init__(
         self,
@@ -397,7 +397,7 @@ class Replica:
             if not one.dtype.is_floating_point:
                 kind = type(self._optimizer).__name__
                 raise UserError(
-                    f"local averages what the optimizer keeps, but {kind} keeps {one.state!r} as {one.dtype}; use an "
+                    f"local averages the optimizer's state, but {kind} keeps {one.state!r} as {one.dtype}; use an "
                     "optimizer with floating-point state, or strategy=mirrored"
                 )
         return held

@@ -45,10 +45,10 @@ def parts_of(cuts: Sequence[int], layers: int) -> list[range]:
 def check_cuts(cuts: Sequence[int], layers: int, parts: int) -> None:
     shown = ",".join(map(str, cuts))
     if len(cuts) != parts - 1:
-        raise UserError(f"cuts={shown}: {parts} parts have {parts - 1} cuts, and these are {len(cuts)}")
+        raise UserError(f"cuts={shown}: {parts} parts need {parts - 1} cuts, not {len(cuts)}")
     if any(later <= before for before, later in zip([0, *cuts], [*cuts, layers], strict=True)):
         raise UserError(
-            f"cuts={shown}: must rise from at least 1 to at most {layers - 1}, each the layer that begins a part; the "
+            f"cuts={shown}: must ascend between 1 and {layers - 1}; each is the first layer of a part, and the "
             f"model is a chain of {layers} layers"
         )
 
@@ -122,8 +122,8 @@ def planned(layers: Sequence[LayerCost], stages: int, chunks: int, need: PartByt
     ends = [False, *(layer.gives_tensor for layer in layers[:-1]), True]
     if cut(seconds, math.inf) is None:
         raise UserError(
-            f"stages={stages}: between two stages goes one tensor, and {whole - sum(ends)} of {whole} layers "
-            f"give something else, so no cut makes {parts} parts; use at most {sum(ends) // chunks} stages"
+            f"stages={stages}: stages exchange one tensor, but {whole - sum(ends)} of {whole} layers "
+            f"return something else, so no cut makes {parts} parts; use at most {sum(ends) // chunks} stages"
         )
     found = cut(seconds, limit // chunks if limit else math.inf)
     if found is not None:
@@ -135,7 +135,7 @@ def planned(layers: Sequence[LayerCost], stages: int, chunks: int, need: PartByt
     largest = max(range(whole), key=lambda layer: layers[layer].held_bytes + layers[layer].activation_bytes)
     raise UserError(
         f"memory={format_bytes(limit)}: no cut of {whole} layers into {parts} parts fits; the best needs "
-        f"{format_bytes(least)} on a worker (the largest layer is number {largest}): give "
+        f"{format_bytes(least)} on a worker (the largest layer is number {largest}); give "
         f"memory={enough(least)}, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
         "recompute=yes"
     )

@@ -54,15 +54,15 @@ class StandIn(nn.Module):
         """Stand in for the model's forward; UserError unless there is exactly one positional input."""
         if len(inputs) != 1 or named:
             raise UserError(
-                f"{self._what} calls the model with several inputs, or with named ones; a model that is cut into "
-                "stages takes one, its first layer's: model(input)"
+                f"{self._what} calls the model with several or named inputs; a model that is cut into stages takes "
+                "one input: model(input)"
             )
         if self._leaves:
             raise _Left(inputs[0])
         if self._called:
             raise UserError(
-                f"{self._what} calls the model twice; a model that is cut into stages is gone through once for a "
-                "batch: call it once, on all inputs together"
+                f"{self._what} calls the model twice; a model that is cut into stages must be called once per "
+                "batch, on all inputs together"
             )
         self._called = True
         return self._output
@@ -87,13 +87,13 @@ class StandIn(nn.Module):
     def require_call(self) -> None:
         if not self._called:
             raise UserError(
-                f"{self._what} did not call the model this time; call it once for every batch: model(input)"
+                f"{self._what} did not call the model for this batch; call it once for every batch: model(input)"
             )
 
 
 def _refuse(what: str, name: str, *_: Any, **__: Any) -> NoReturn:
     raise UserError(
-        f"{what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can only be "
+        f"{what} reads {name!r} of the model; under `pipeline` no worker has the complete model, so it can only be "
         "called: model(input)"
     )
 
@@ -105,7 +105,7 @@ def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = 
     except _Left as left:
         return left.input
     raise UserError(
-        f"{what} never calls the model; a model that is cut into stages has to be called once for a batch: model(input)"
+        f"{what} never calls the model; a model that is cut into stages must be called once per batch: model(input)"
     )
 
 

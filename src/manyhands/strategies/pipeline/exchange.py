@@ -403,6 +403,6 @@ def require_own_statistics(model: nn.Module, chain: Chain, cuts: Sequence[int], 
         if keeps and len(found) > 1 and module.train().training:  # some stay in evaluation mode
             raise UserError(
                 f"layer {name!r} ({type(module).__name__}) is in stages {' and '.join(map(str, found))}, and each "
-                "would keep running statistics of its own; use a layer for each place, or cuts= that keep both in one "
+                "would keep its own running statistics; use separate layers, or cuts= that keep both in one "
                 "stage"
             )

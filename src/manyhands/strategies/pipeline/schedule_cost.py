@@ -103,9 +103,9 @@ def _check_places(schedule: Schedule) -> None:
             raise ScheduleError(f"there is no {_named(item)}")
         if before is not None and (before.tick, before.stage) >= (item.tick, item.stage):
             if (before.tick, before.stage) == (item.tick, item.stage):
-                raise ScheduleError(f"{_named(item)} is at the same time as {_named(before)}")
-            order = "items stand by tick, then by stage"
-            raise ScheduleError(f"{_named(item)} stands behind {_named(before)}; {order}")
+                raise ScheduleError(f"{_named(item)} overlaps {_named(before)}")
+            order = "items must be ordered by tick, then by stage"
+            raise ScheduleError(f"{_named(item)} follows {_named(before)}; {order}")
         before = item
 
 
@@ -117,7 +117,7 @@ def _checked_ticks(schedule: Schedule) -> _Done:
         cell = schedule.part(item) * count + item.microbatch
         ticks = done[item.work]
         if ticks[cell] >= 0:
-            raise ScheduleError(f"{_named(item)} was done before, at tick {ticks[cell]}")
+            raise ScheduleError(f"{_named(item)} was already done at tick {ticks[cell]}")
         ticks[cell] = item.tick
     for work in _works(schedule):
         if -1 in done[work]:
@@ -136,16 +136,16 @@ def _check_needs(schedule: Schedule, done: _Done) -> None:
         cell = part * count + item.microbatch
         if item.work is Pass.FORWARD:
             if part and forward[cell - count] >= item.tick:
-                raise _too_early(item, "the output of the part before", forward[cell - count])
+                raise _too_early(item, "the output of the previous part", forward[cell - count])
             if schedule.over_time and item.microbatch and forward[cell - 1] >= item.tick:
-                raise _too_early(item, "its own state after the slice before", forward[cell - 1])
+                raise _too_early(item, "its own state after the previous slice", forward[cell - 1])
         elif item.work is Pass.BACKWARD:
             if forward[cell] >= item.tick:
                 raise _too_early(item, "its own forward", forward[cell])
             if part + 1 < parts and backward[cell + count] >= item.tick:
-                raise _too_early(item, "the gradient of the part after", backward[cell + count])
+                raise _too_early(item, "the gradient of the next part", backward[cell + count])
             if schedule.over_time and item.microbatch + 1 < count and backward[cell + 1] >= item.tick:
-                raise _too_early(item, "the gradient of its state from the slice after", backward[cell + 1])
+                raise _too_early(item, "the gradient of its state from the next slice", backward[cell + 1])
         elif backward[cell] >= item.tick:
             raise _too_early(item, "its own backward", backward[cell])
 
@@ -156,7 +156,7 @@ def _works(schedule: Schedule) -> tuple[Pass, ...]:
 
 
 def _too_early(item: StageWork, need: str, tick: int) -> ScheduleError:
-    return ScheduleError(f"{_named(item)} needs {need}, which is there after tick {tick}")
+    return ScheduleError(f"{_named(item)} needs {need}, which is available after tick {tick}")
 
 
 def _named(item: StageWork, *, when: bool = True) -> str:
@@ -213,7 +213,7 @@ def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()
         if len(given) != schedule.parts or min(given) < 0:
             raise UserError(
                 f"{name}={list(given)}: {schedule.name} of {schedule.stages} stages needs {schedule.parts} times, "
-                "one for each part, none below 0"
+                "one for each part, all at least 0"
             )
     if message_bytes and len(message_bytes) != schedule.parts - 1:
         borders = f"{schedule.parts} parts have {schedule.parts - 1} borders"

@@ -112,8 +112,8 @@ def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[
             work, microbatch, chunk = orders[stage][len(begins[stage])]
             raise ScheduleError(
                 f"{schedule.name} of {schedule.stages} stages and {schedule.microbatches} micro-batches: no stage can "
-                f"continue; stage {stage} waits with {work.value} of micro-batch {microbatch}, chunk {chunk}, for what "
-                "never comes"
+                f"continue; {work.value} of micro-batch {microbatch}, chunk {chunk} on stage {stage} waits for input "
+                "that never arrives"
             )
         sweep = sweep[::-1]  # alternate directions: forward runs down the stages, backward up
     return begins
@@ -278,7 +278,7 @@ They are held from forward until backward, or until the weight gradient where th
 def _shape(name: str, stages: int, microbatches: int, chunks: int = 1, **kind: bool) -> Schedule:
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
-            raise UserError(f"{what}={number} is not allowed; the least is 1")
+            raise UserError(f"{what}={number}: must be at least 1")
     return Schedule(name=name, stages=stages, microbatches=microbatches, work_items=(), chunks=chunks, **kind)
 
 

@@ -95,9 +95,9 @@ class StageMessages:
             first = self._first_shapes.setdefault(part, (microbatch, tuple(tensor.shape)))
             if self._checked and (len(first[1]) != tensor.dim() or first[1][1:] != tuple(tensor.shape[1:])):
                 raise UserError(
-                    f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(tensor.shape)}, "
-                    f"that of micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: "
-                    "pad the others"
+                    f"stage {self.stage}, micro-batch {microbatch}: its output has shape {tuple(tensor.shape)}, "
+                    f"but that of micro-batch {first[0]} has {first[1]}; only the first dimension (the batch) may "
+                    "differ; pad the others"
                 )
         if to == self.stage:
             self._early[flow, part, microbatch] = tensor.detach()
@@ -138,7 +138,7 @@ class StageMessages:
         payload = message.payload
         if message.step != self._pass or payload is None or message.kind not in tuple(Flow):
             found = f"a message of kind {message.kind}, pass {message.step}"
-            self._mailbox.refuse(worker, f"{found}; due was one of pass {self._pass}")
+            self._mailbox.refuse(worker, f"{found}; expected one of pass {self._pass}")
         flow = Flow(message.kind)
         if flow is Flow.SHAPE:
             self._received_shapes[part] = tuple(payload.tolist())
@@ -267,8 +267,8 @@ class StageBorders:
         if isinstance(output, Tensor):
             return output
         raise UserError(
-            f"stage {self.stage}, micro-batch {microbatch}: {type(part.modules[-1]).__name__} gives a "
-            f"{type(output).__name__}; between two stages goes one tensor: cut elsewhere (cuts=…), or give one there"
+            f"stage {self.stage}, micro-batch {microbatch}: {type(part.modules[-1]).__name__} returns a "
+            f"{type(output).__name__}; stages exchange one tensor; cut elsewhere (cuts=…), or return a tensor"
         )
 
     @contextmanager

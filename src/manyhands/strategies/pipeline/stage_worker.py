@@ -256,8 +256,8 @@ def check_over_time(chain: Sequence[nn.Module]) -> None:
         if isinstance(module, (OverTime, *_POINTWISE)) or of_features:
             continue
         raise UserError(
-            f"schedule=wavefront: layer {place}, a {type(module).__name__}, is not known to take a sequence slice by "
-            "slice; give it a method over_time(x, state), as RecurrentLayer has, or use another schedule"
+            f"schedule=wavefront: layer {place}, a {type(module).__name__}, may not support slices of a sequence; "
+            "give it a method over_time(x, state), like RecurrentLayer, or use another schedule"
         )
 
 
@@ -360,8 +360,8 @@ class WaveStage:
             if not is_tensor or whole.dim() < 2 or whole.shape[1] < self._slices:
                 what = f"a tensor of shape {tuple(whole.shape)}" if is_tensor else type(whole).__name__
                 raise UserError(
-                    f"microbatches={self._slices}: schedule=wavefront cuts dimension 1 of the input, time, into "
-                    f"so many slices, and the input is {what}; use fewer"
+                    f"microbatches={self._slices}: schedule=wavefront cuts dimension 1 (time) of the input into "
+                    f"this many slices, but the input is {what}; use fewer"
                 )
             self._whole = whole
         places = split(self._whole.shape[1], number, self._slices)
@@ -379,6 +379,6 @@ def _leaf(module: nn.Module, one: object) -> object:
     if one is None or isinstance(one, (bool, int, float, str)):
         return one
     raise UserError(  # it may hold a tensor, whose gradient would be lost
-        f"schedule=wavefront: the state that {type(module).__name__}.over_time gives holds a {type(one).__name__}; a "
-        "state is a tensor, or tensors and numbers in tuples, lists and dicts"
+        f"schedule=wavefront: the state that {type(module).__name__}.over_time returns holds a {type(one).__name__}; "
+        "allowed are tensors and numbers, also in tuples, lists and dicts"
     )

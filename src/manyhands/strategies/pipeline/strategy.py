@@ -46,7 +46,7 @@ class Pipeline(Strategy):
     split: ClassVar[Split] = Split.LAYERS
     truth: ClassVar[Truth] = Truth.EVERYONE
     refuses: ClassVar[Mapping[str, str]] = {
-        "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
+        "codec": "stages send outputs and gradients uncompressed; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
     }
     stages: int = setting(2, integer)
@@ -75,13 +75,13 @@ class Pipeline(Strategy):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.data < 0:
-            raise UserError(f"data={self.data}: must be at least 1, or 0 for as many as fit the workers")
+            raise UserError(f"data={self.data}: must be at least 1, or 0 to use all workers")
         table = self.table()
         if table.over_time and self.recompute:
             why = "it needs the states of all slices"
             raise UserError(f"recompute=yes: schedule={self.schedule} cannot; {why}")
         if self.cuts and self.memory:
-            raise UserError("cuts and memory: cuts of your own are taken as they are; leave one out")
+            raise UserError("cuts and memory cannot both be given; leave one out")
         if self.cuts:
             check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
 
@@ -125,7 +125,7 @@ class Pipeline(Strategy):
                 gradients=model.gradients // parts,
                 state=model.state // parts,
                 activations=round(model.per_sample * samples * held / table.parts),
-                what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
+                what=f"nothing; with stages={self.stages} of equal size and data={grid.data}; the fullest stage has "
                 f"{held} micro-batches in flight",
             )
         ]
@@ -147,12 +147,12 @@ class Pipeline(Strategy):
             splits_batches=False,
             uses_links=True,
             model_parts=self.stages * self.tensor,
-            straggler_advice="a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers",
-            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            straggler_advice="a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…",
+            cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
             instead_of_own_loop="give the model and its loss to mh.fit for pipeline",
             refused_buffers={
-                "synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"
+                "synchronize": "its batch norms see one micro-batch at a time, never the complete batch"
             },
         )
 
@@ -162,6 +162,6 @@ class Pipeline(Strategy):
         if not bubble:
             return ""
         return (
-            f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
+            f"Some waiting is part of the schedule: with {self.stages} equal stages and {self.microbatches} "
             f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
         )

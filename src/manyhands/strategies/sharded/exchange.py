@@ -228,7 +228,7 @@ class ShardedExchange(Exchange):
         assert gradient is not None
         if gradient.is_sparse:
             raise UserError(
-                f"a parameter of {pieces.unit.name!r} has a sparse gradient; sharded sums dense ones, so build it "
+                f"a parameter of {pieces.unit.name!r} has a sparse gradient, but sharded needs dense ones; build it "
                 "with sparse=False"
             )
         if pieces.add_gradient(number, gradient):

@@ -25,7 +25,7 @@ class Sharded(Strategy):
     )
     truth: ClassVar[Truth] = Truth.SHARES
     refuses: ClassVar[Mapping[str, str]] = {
-        "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
+        "codec": "layers are gathered uncompressed; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
         "device_memory": ONE_DEVICE,
     }
     link: str = link_setting()
@@ -46,8 +46,8 @@ class Sharded(Strategy):
                 state=model.state // workers,
                 activations=model.activations(workers),
                 besides=5 * model.largest_layer + 2 * lasting,
-                what="this layer and the next one whole, its gradient, the one on its way and what others sent of it; "
-                "what layers share stays through a step",
+                what="this layer and the next one, gradients of two layers and received parts of one; shared "
+                "parameters stay for the complete step",
             )
         ]
 
@@ -57,7 +57,7 @@ class Sharded(Strategy):
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES, Stepping.APART),
             uses_links=True,  # nobody has the whole in memory that others see
-            cannot_compile="sharded frees and gathers parameters between layers, which compiled code does not know of",
+            cannot_compile="sharded frees and gathers parameters between layers, which compiled code cannot follow",
             cannot_cross_hosts="",
             instead_of_own_loop="give the model and its loss to mh.fit for sharded",
             refused_buffers={},

@@ -32,9 +32,9 @@ class Single(Strategy):
     """
 
     word: ClassVar[str] = "single"
-    about: ClassVar[str] = "the plain loop in one process; the reference"
+    about: ClassVar[str] = "a plain loop in one process; the reference"
     truth: ClassVar[Truth] = Truth.ONE_PROCESS
-    refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process, and nothing travels"}
+    refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process and sends nothing"}
     most_workers: ClassVar[int | None] = 1
     device_memory: int = setting(0, parse_size, show_size)
     """Bytes of the device that layers, gradients, optimizer state and activations may take; 0: all there are."""
@@ -43,16 +43,16 @@ class Single(Strategy):
 
     def __post_init__(self) -> None:
         if self.offload != "host" and not self.device_memory:
-            needs = "only means something with device_memory, as in device_memory=2GiB"
+            needs = "needs device_memory, as in device_memory=2GiB"
             raise UserError(f"offload={self.offload} {needs}")
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
         if compiled and self.device_memory:
             given = f"device_memory={show_size(self.device_memory)}"
-            raise UserError(f"{given}: compiled steps have no layers to move")
+            raise UserError(f"{given}: compiled steps have no layers to move; leave it out")
         if self.offload != "host" and not os.access(self.offload, os.W_OK | os.X_OK):
-            why = "not a folder that can be written to; make it, or use offload=host"
+            why = "must be a writable folder; create it, or use offload=host"
             raise UserError(f"offload={self.offload}: {why}")
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
@@ -76,7 +76,7 @@ class Single(Strategy):
             straggler_advice="",
             record_order="free",
             in_threads=True,
-            cannot_compile="device_memory frees and fetches parameters between layers, which compiled code does not "
+            cannot_compile="device_memory frees and fetches parameters between layers, which compiled code cannot "
             "know of"
             if limited
             else "",
@@ -140,9 +140,9 @@ def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Bud
     if usable < tight:
         what = largest.name if largest.lasts else f"the largest layer, {largest.name!r},"
         raise UserError(
-            f"device_memory={show_size(limit)}: {what} takes "
-            f"{format_bytes(largest.to_step)} with its gradient and its optimizer state, and what stays "
-            f"through a step {format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
+            f"device_memory={show_size(limit)}: {what} needs "
+            f"{format_bytes(largest.to_step)} with its gradient and optimizer state, and tensors kept for the complete "
+            f"step need {format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
         )
     moving = max((unit.values + unit.state for unit in units), default=0)
     roomy = tight + 2 * moving  # one comes, and one leaves

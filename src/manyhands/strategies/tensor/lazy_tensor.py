@@ -95,8 +95,8 @@ class LazyWhole(Tensor):
             name = getattr(function, "__name__", "")
             if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
                 raise UserError(
-                    f"strategy tensor: {name} would change a tensor of which each slice has a part; make a new one "
-                    "instead, or say 'whole' of that layer in tensor_plan"
+                    f"strategy tensor: {name} would change a sliced tensor; make a new one "
+                    "instead, or use 'whole' for that layer in tensor_plan"
                 )
             on_part = first._on_part(function, args, kwargs)
             if on_part is not None:

@@ -83,7 +83,7 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
         units = how.units or module.num_groups
         if module.num_groups % units:
             raise UserError(
-                f"tensor_plan: {units} units cut a GroupNorm of {module.num_groups} groups; use "
+                f"tensor_plan: {units} units do not fit a GroupNorm of {module.num_groups} groups; use "
                 f"units={module.num_groups} there, and for the convolutions before and after it"
             )
         parts = parts_of(module.num_channels, units, slices)
@@ -127,7 +127,7 @@ class SlicedDropout(SlicedModule, nn.Dropout):
     def cuts(cls, _module: nn.Dropout, how: Slicing, _slices: int) -> dict[str, list[Cut]]:
         if not how.units:
             raise UserError(
-                "tensor_plan: dropout inside sliced layers needs to know the whole width: inside units=512"
+                "tensor_plan: dropout inside sliced layers needs the complete width, such as: inside units=512"
             )
         return {}
 
@@ -344,13 +344,13 @@ def _pair(value: Any) -> tuple[int, int]:
 def why_not(module: nn.Module) -> str:
     """Why this module cannot be sliced by rows; empty where it can."""
     if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-        return f"padding_mode={module.padding_mode} needs rows of the other edge"
+        return f"padding_mode={module.padding_mode} needs rows from the opposite edge"
     if isinstance(module, nn.MaxPool2d) and module.return_indices:
         return "return_indices would count from each slice's first row"
     if isinstance(module, nn.MaxPool2d | nn.AvgPool2d) and module.ceil_mode:
         return "ceil_mode=True reaches beyond the last row"
     if isinstance(module, nn.AvgPool2d) and not module.count_include_pad and _pair(module.padding)[0]:
-        return "count_include_pad=False needs to know where the edge is"
+        return "count_include_pad=False needs the position of the edge"
     return ""
 
 

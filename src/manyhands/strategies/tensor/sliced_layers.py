@@ -83,9 +83,9 @@ class SlicedModule(nn.Module):
         """Raise UserError unless `x` has the size in `dim` that the plan implies for this layer on this slice."""
         if x.shape[dim] != size:
             raise UserError(
-                f"strategy tensor: module {self.port.name!r} is {self.sliced.how}, so it takes {size} {what} on slice "
-                f"{self.port.index}, and got {x.shape[dim]}; in tensor_plan a layer that leaves its output sliced is "
-                "followed by one that takes it: column then row, channels_out then channels_in"
+                f"strategy tensor: module {self.port.name!r} is {self.sliced.how}, so it needs {size} {what} on slice "
+                f"{self.port.index}, but got {x.shape[dim]}; in tensor_plan, follow a layer with sliced output by one "
+                "with sliced input: column then row, channels_out then channels_in"
             )
 
 
@@ -156,7 +156,9 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         weight, cut = self.part("weight"), self.sliced.cuts["weight"][self.port.index]
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
-            raise IndexError(f"module {self.port.name!r}: a token is outside 0..{self.num_embeddings - 1}")
+            raise IndexError(
+                f"module {self.port.name!r}: tokens must be between 0 and {self.num_embeddings - 1}"
+            )
         mine = (tokens >= cut.begin) & (tokens < cut.end)
         padding = self.padding_idx
         here = padding - cut.begin if padding is not None and cut.begin <= padding < cut.end else None
@@ -175,13 +177,13 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         """Cut the same heads of query, key and value; UserError for an attention that cannot be cut by heads."""
         if how.units != module.num_heads:
             raise UserError(
-                f"tensor_plan: heads={how.units} of an attention that has {module.num_heads} heads; write "
+                f"tensor_plan: heads={how.units}, but the attention has {module.num_heads} heads; write "
                 f"heads={module.num_heads}"
             )
         if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
             raise UserError(
                 "tensor_plan: an attention with add_bias_kv, add_zero_attn, kdim or vdim cannot be sliced by heads; "
-                "say 'whole'"
+                "use 'whole'"
             )
         parts = parts_of(module.embed_dim, how.units, slices)
         return {name: along(0, parts, 3) for name in ("in_proj_weight", "in_proj_bias")}

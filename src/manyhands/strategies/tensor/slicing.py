@@ -29,7 +29,7 @@ def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModul
             f"{f'it can be {ways}' if ways else 'leave it whole'}"
         )
     if how.kind is SliceKind.SPATIAL and (reason := why_not(module)):
-        instead = "say 'whole', or channels_out"
+        instead = "use 'whole' or channels_out"
         raise UserError(f"tensor_plan: module {name!r} cannot be spatial: {reason}; {instead}")
     return known[how.kind]
 
@@ -84,8 +84,8 @@ class Sliced:
             known = self.cut[id(whole)] = CutParameter(whole, local, cut)
         elif known.cut != cut:
             raise UserError(
-                f"tensor_plan: module {name!r} shares a parameter that another module slices in another way; slice "
-                "both by vocabulary, or say 'whole' of both"
+                f"tensor_plan: module {name!r} shares a parameter that another module slices differently; slice "
+                "both by vocabulary, or use 'whole' for both"
             )
         return known.local
 
@@ -115,7 +115,7 @@ def slice_modules(
             if module._parameters[name] is cut.whole:
                 raise UserError(
                     f"tensor_plan: module {path or 'the model itself'!r} shares a parameter that another module "
-                    "slices; say how it is sliced, too, or say 'whole' of both"
+                    "slices; slice it too, or use 'whole' for both"
                 )
     return sliced
 
@@ -133,10 +133,10 @@ def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, 
     cuts = sliced_class(name, module, how).cuts(module, how, slices)
     for key in cuts:
         if key not in module._parameters and key not in module._buffers:
-            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
+            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; use 'whole'")
     if any(cut.begin == cut.end for found in cuts.values() for cut in found):
         raise UserError(
-            f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
-            "'whole'"
+            f"tensor_plan: module {name!r} is {how}, which is too small for {slices} slices; use fewer slices, or "
+            "use 'whole'"
         )
     return {key: tuple(found) for key, found in cuts.items()}

@@ -79,11 +79,11 @@ class Slicing:
         if isinstance(text, Slicing):
             return text
         if not isinstance(text, str) or not text.split():
-            raise UserError(f"tensor_plan: {text!r} does not say how; {nearest('', _WORDS)}")
+            raise UserError(f"tensor_plan: {text!r} is not a way to slice; {nearest('', _WORDS)}")
         first, *rest = text.split()
         word = first.partition("=")[0]
         if word not in _WORDS:
-            raise UserError(f"tensor_plan: {text!r} does not say how; {nearest(word, _WORDS)}")
+            raise UserError(f"tensor_plan: {text!r} is not a way to slice; {nearest(word, _WORDS)}")
         numbers: dict[str, int] = {}
         flags = dict.fromkeys(_FLAGS, False)
         for setting in ([first] if "=" in first else []) + rest:
@@ -94,12 +94,12 @@ class Slicing:
                 numbers["fused" if name == "fused" else "units"] = int(value)
             else:
                 raise UserError(
-                    f"tensor_plan: {setting!r} in {text!r} makes no sense; allowed: heads=4, units=4, fused=3, "
+                    f"tensor_plan: {setting!r} in {text!r} is invalid; allowed: heads=4, units=4, fused=3, "
                     "scatter, gather, channels"
                 )
         kind = SliceKind(word)
         if kind is SliceKind.HEADS and "units" not in numbers:
-            raise UserError(f"tensor_plan: {text!r} does not say how many; write heads=4")
+            raise UserError(f"tensor_plan: {text!r} has no number of heads; write heads=4")
         return Slicing(kind=kind, units=numbers.get("units", 0), fused=numbers.get("fused", 1), **flags)
 
     def __str__(self) -> str:
@@ -183,8 +183,8 @@ def declared_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | N
     declared = declared() if callable(declared) else declared
     if not isinstance(declared, Mapping):
         raise UserError(
-            f"{type(module).__name__}.tensor_plan is a {type(declared).__name__}; it must be a dict of names of "
-            "modules to how: {'fc1': 'column', 'fc2': 'row'}"
+            f"{type(module).__name__}.tensor_plan is a {type(declared).__name__}; it must be a dict of module "
+            "names and slicings: {'fc1': 'column', 'fc2': 'row'}"
         )
     names = [name for name, _ in module.named_modules() if name]
     layers = [name for name, one in module.named_modules() if name and not _inside(one)]

@@ -18,7 +18,7 @@ class Tensor(Strategy):
     """Every worker holds a slice of every layer: of word vectors, some dimensions of each."""
 
     word: ClassVar[str] = "tensor"
-    about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
+    about: ClassVar[str] = "every layer is sliced over the workers; all workers see every sample"
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
 
@@ -32,7 +32,7 @@ class Tensor(Strategy):
         check_link(self.link)
         for name in ("slices", "data"):
             if (given := getattr(self, name)) < 0:
-                raise UserError(f"{name}={given}: must be at least 1, or 0 for as many as fit the workers")
+                raise UserError(f"{name}={given}: must be at least 1, or 0 to use all workers")
 
     def grid(self, workers: int) -> Grid:
         """Who has which slice of which replica; UserError where so many workers do not fill it."""
@@ -55,8 +55,8 @@ class Tensor(Strategy):
                 gradients=model.gradients // grid.slices,
                 state=model.state // grid.slices,
                 activations=model.activations(grid.data),
-                what="nothing; layers that are not sliced are whole everywhere, and activations inside sliced ones "
-                "are fewer than this",
+                what="nothing; every worker holds all layers that are not sliced; sliced ones need fewer activations "
+                "than this",
             )
         ]
 
@@ -65,7 +65,7 @@ class Tensor(Strategy):
         grid = self.grid(workers)
         if compiled and (grid.data > 1 or self.uses_network):
             raise UserError(
-                f"strategy {self}: word vectors are split over all workers through memory that they share; use tensor"
+                f"strategy {self}: word vectors are split over all workers in shared memory; use tensor"
             )
 
     @property
@@ -78,10 +78,10 @@ class Tensor(Strategy):
             uses_links=True,  # activations and their gradients travel inside forward and backward
             # As many as workers where nothing else is said, which the value does not know.
             model_parts=max(1, self.slices),
-            straggler_advice="every layer waits for the slowest of its slices; slice over workers that are alike",
-            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            straggler_advice="every layer waits for the slowest of its slices; use workers of equal speed",
+            cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
-            instead_of_own_loop="fit a Task for tensor",
+            instead_of_own_loop="give mh.fit a Task for tensor",
             refused_buffers={
                 "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
                 "a layer"

@@ -61,7 +61,7 @@ class FloatCodec(ParcelCodec):
             if not good.all():
                 number = int(np.argmin(good))
                 value = scales[number : number + 1].view(np.float32)[0]
-                raise BadBytes(f"block {number} has the scale {value}, which no block has")
+                raise BadBytes(f"block {number} has the invalid scale {value}")
         room = into if into.dtype == torch.float32 else torch.empty(into.numel(), dtype=torch.float32)
         self.unpack(scales, items, room.numpy())
         if room is not into:
@@ -100,9 +100,9 @@ class Fp8(FloatCodec):
 
     def unpack(self, scales: Bytes, items: Bytes, into: Floats) -> None:
         if len(scales) and ((scales > 247) & (scales < kernels.FP8_MARK)).any():
-            raise BadBytes("a block has a scale that no block has")
+            raise BadBytes("a block has an invalid scale")
         if kernels.unpack_fp8(scales, items, into, *self._kind):
-            raise BadBytes("an item is not a number of this format")
+            raise BadBytes("an item is not valid in this format")
 
 
 class Int8(FloatCodec):
@@ -146,7 +146,7 @@ class Qsgd(FloatCodec):
             codes = np.empty(len(into), np.uint8)
             kernels.unpack_bits(items, self._width, codes)
         if len(codes) and int(codes.max()) > 2 * self._levels:
-            raise BadBytes(f"an item is {int(codes.max())}, and there are {2 * self._levels + 1} values")
+            raise BadBytes(f"an item is {int(codes.max())}, but there are {2 * self._levels + 1} values")
         kernels.multiply_levels(scales, codes, self._levels, into)
 
 
@@ -167,7 +167,7 @@ class Ternary(FloatCodec):
     def unpack(self, scales: Scales, items: Bytes, into: Floats) -> None:
         if len(items) and int(items.max()) >= kernels.TERNARY_VALUES:
             most = kernels.TERNARY_VALUES - 1
-            raise BadBytes(f"a byte is {int(items.max())}, and five items make at most {most}")
+            raise BadBytes(f"a byte is {int(items.max())}, but five items are at most {most}")
         kernels.unpack_ternary(scales, items, into)
 
 
@@ -195,7 +195,7 @@ class Sign(FloatCodec):
 
     def unpack(self, scales: Scales, items: Bytes, into: Floats) -> None:
         if self.sums_vote and not np.isin(scales, (_ONE, NOT_FINITE)).all():
-            raise BadBytes("a vote counts 1, and a block came with another size")
+            raise BadBytes("a vote must have size 1, but a block has another size")
         kernels.unpack_sign(scales, items.view(np.uint32), into)
 
     def finalize(self, parcel: Parcel, total: Tensor) -> None:  # noqa: ARG002

@@ -69,7 +69,7 @@ class SparseCodec(ParcelCodec):
     def read_places(self, parcel: Parcel, encoded: Bytes, count: int) -> Indices:
         indices = np.empty(count, np.uint32)
         if not kernels.read_indices(encoded, kernels.low_bits(parcel.count, count), parcel.count, indices):
-            raise BadBytes(f"{count} places do not ascend within {parcel.count} items")
+            raise BadBytes(f"{count} positions must ascend and be below {parcel.count}")
         return indices
 
     def size(self, parcel: Parcel) -> int:
@@ -94,10 +94,10 @@ class SparseCodec(ParcelCodec):
 
     def read(self, parcel: Parcel, encoded: Tensor) -> tuple[Indices, Tensor]:
         if encoded.numel() < _HEAD:
-            raise BadBytes(f"{encoded.numel()} bytes came, where {_HEAD} say how many items there are")
+            raise BadBytes(f"received {encoded.numel()} bytes; the number of items alone takes {_HEAD}")
         count = int(encoded[:_HEAD].view(torch.int32).item())
         if not 0 <= count <= self.most(parcel):
-            raise BadBytes(f"{count} items came, of at most {self.most(parcel)}")
+            raise BadBytes(f"received {count} items; at most {self.most(parcel)} are allowed")
         expect_bytes(encoded, self._size_of(parcel, count))
         middle = _HEAD + self._value_bytes(parcel, count)
         if self.inner is None:

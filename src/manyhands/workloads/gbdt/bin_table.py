@@ -115,7 +115,7 @@ class RowSample:
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(
-                f"{where} has feature {self.columns - 1}, but here a model has {most:,} columns at most; number the "
+                f"{where} has feature {self.columns - 1}, but a model has at most {most:,} columns; number the "
                 "features from 0 without gaps, or hash them into fewer"
             )
         columns, values_of = _column_values(self, categorical)
@@ -140,7 +140,7 @@ class RowSample:
             every = pool.map(lambda some: [bins_of(column) for column in some], parts)
             found = [one for some in every for one in some if one.count > 1]
         if not found:
-            raise DataError(f"{where}: no feature has two values, so there is nothing to split")
+            raise DataError(f"{where}: no feature has two different values, so no split is possible")
         return BinTable(found, self.columns)
 
 
@@ -175,7 +175,7 @@ def sample_rows(source: RowSource, holdout: Holdout, seed: int, on_rows: OnRows 
     parts: dict[str, list[Numbers]] = {"train": [], "train_w": [], "held": [], "held_w": []}
     for block in source.blocks(on_rows):
         if first + len(block) > _MOST_ROWS:
-            raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use some of them")
+            raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use fewer rows")
         if block.labels is None or not np.isfinite(block.labels).all():
             at = first + (0 if block.labels is None else int(np.argmin(np.isfinite(block.labels))))
             raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
@@ -184,7 +184,7 @@ def sample_rows(source: RowSource, holdout: Holdout, seed: int, on_rows: OnRows 
         good = (weights >= 0) & (weights < np.inf)
         if not good.all():
             at = first + int(np.argmin(good))
-            raise DataError(f"{source.name}: row {at + 1} has a weight that is no number of at least 0")
+            raise DataError(f"{source.name}: the weight of row {at + 1} must be a number of at least 0")
         for name, mask in (("train", ~out), ("held", out)):
             parts[name].append(block.labels[mask])
             parts[f"{name}_w"].append(weights[mask])
@@ -202,7 +202,7 @@ def sample_rows(source: RowSource, holdout: Holdout, seed: int, on_rows: OnRows 
     if not len(joined["train"]):
         raise DataError(f"{source.name} has {first} rows, all of them held out; use a smaller valid_fraction")
     if not joined["train_w"].any():
-        raise DataError(f"{source.name}: all rows have the weight 0; give some a weight")
+        raise DataError(f"{source.name}: all rows have weight 0; give some rows a positive weight")
     return RowSample(
         blocks=[one for one, _ in kept if len(one)],
         rows=len(joined["train"]),
@@ -237,7 +237,7 @@ def bin_rows(
             layout = layout.without(clashes)
             clashes, tiles, scores = fill(read(), layout)
             if len(clashes):
-                raise DataError("the file has other rows now than it had before; do not change it meanwhile")
+                raise DataError("the rows of the file have changed; do not change it during training")
         if not folder:
             return BinnedRows(rows=len(targets), layout=layout, arrays=(tiles, targets, weights, scores))
         for name, array in (("targets", targets), ("weights", weights), ("scores", scores)):
@@ -260,7 +260,7 @@ def _filled(
     needed, room = int(np.prod(shape)), available_bytes()
     if needed > room:
         raise UserError(
-            f"{rows:,} rows of {len(bins.features):,} features take {format_bytes(needed)} as bins, but only "
+            f"{rows:,} rows of {len(bins.features):,} features need {format_bytes(needed)} for bins, but only "
             f"{format_bytes(room)} is available; use fewer features"
         )
     tiles: NDArray[np.uint8] = (
@@ -283,5 +283,5 @@ def _filled(
                 bin_kernels.pack(part, *parts, first, whole, clashes)
                 first += len(part)
     if first != rows:
-        raise DataError(f"the file has {first} rows now, and had {rows} before; do not change it meanwhile")
+        raise DataError(f"the file had {rows} rows, and now has {first}; do not change it during training")
     return np.flatnonzero(clashes), tiles, scores

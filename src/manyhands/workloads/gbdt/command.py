@@ -31,16 +31,16 @@ _SHOWN = 10
 class _Table(GbdtOptions):
     train: str = option(
         "breast-cancer",
-        "rows: LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or an embedded set: breast-cancer, "
+        "rows as LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or a built-in set: breast-cancer, "
         "diabetes",
         metavar="FILE",
     )
     label: str | None = option(
         None,
-        "column of the labels in npy and Parquet: a number from 0, or a name",
+        "label column of npy and Parquet files: a number from 0, or a name",
         shown="column 0; label, target or y",
     )
-    categorical: str | None = option(None, "columns of categories, by number or name: 3,7", metavar="COLUMNS")
+    categorical: str | None = option(None, "categorical columns, by number or name: 3,7", metavar="COLUMNS")
 
     def source(self, path: str) -> RowSource:
         from manyhands.data.row_files import Reading
@@ -68,11 +68,11 @@ class _Table(GbdtOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainGbdt(seam.WorkerOptions, _Table):
-    valid: str | None = option(None, "rows to measure on after each tree, read likewise", metavar="FILE")
-    valid_fraction: float | None = option(None, "hold out this share", shown="0; 0.2 of embedded sets")
-    start: Path | None = option(None, "begin with this model's trees, ours or LightGBM's", metavar="MODEL")
-    test: str | None = option(None, "rows to measure the model on at the end, read likewise", metavar="FILE")
-    workers: int = option(1, "processes, each with a part of the rows", at_least=1)
+    valid: str | None = option(None, "rows to evaluate on after each tree, as --train", metavar="FILE")
+    valid_fraction: float | None = option(None, "share of rows to hold out", shown="0; 0.2 of built-in sets")
+    start: Path | None = option(None, "continue from this model, ours or LightGBM's", metavar="MODEL")
+    test: str | None = option(None, "rows to test the final model on, as --train", metavar="FILE")
+    workers: int = option(1, "processes, each with some of the rows", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,8 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        interrupted=f"the model is that after {summary['trees']} of {asked.trees} trees" * result.interrupted,
-        next={"what it says of rows": predict},
+        interrupted=f"the model has {summary['trees']} of {asked.trees} trees" * result.interrupted,
+        next={"predict rows": predict},
     )
 
 

@@ -208,7 +208,7 @@ class GbdtModel:
     def importance(self, kind: str = "split") -> NDArray[np.float64]:
         """For every column, how many nodes ask for it (`split`), or what they gain together (`gain`)."""
         if kind not in ("split", "gain"):
-            raise UserError(f"importance is of kind split or gain, not {kind!r}")
+            raise UserError(f"importance must be split or gain, not {kind!r}")
         out = np.zeros(self.columns)
         for tree in self.trees:
             np.add.at(out, tree.feature, tree.gain if kind == "gain" else 1.0)

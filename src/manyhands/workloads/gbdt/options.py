@@ -23,30 +23,30 @@ PARALLEL = {
 class GbdtOptions(CheckedOptions):
     """One training."""
 
-    objective: str = option("auto", "binary, regression, or auto: as the labels look", choices=OBJECTIVES)
-    trees: int = option(100, "trees at most", at_least=1)
-    rate: float = option(0.1, "learning rate: what a new tree is multiplied by", above=0)
-    num_leaves: int = option(31, "leaves of a tree at most", at_least=2)
-    max_depth: int = option(0, "splits from root to leaf at most; 0: any number", at_least=0)
-    min_data_in_leaf: int = option(20, "rows of a leaf at least", at_least=1)
-    min_sum_hessian: float = option(1e-3, "hessian of a leaf at least", at_least=0, hidden=True)
-    lambda_l2: float = option(0.0, "L2 penalty on the values of leaves", at_least=0)
-    min_gain: float = option(0.0, "a split that gains no more is not made", at_least=0, hidden=True)
-    max_bin: int = option(255, "bins of a feature at most, up to 255", at_least=2, at_most=255)
+    objective: str = option("auto", "binary or regression; auto: chosen by the labels", choices=OBJECTIVES)
+    trees: int = option(100, "maximum number of trees", at_least=1)
+    rate: float = option(0.1, "learning rate: factor of each new tree", above=0)
+    num_leaves: int = option(31, "maximum leaves per tree", at_least=2)
+    max_depth: int = option(0, "maximum depth of a tree; 0: no limit", at_least=0)
+    min_data_in_leaf: int = option(20, "minimum rows per leaf", at_least=1)
+    min_sum_hessian: float = option(1e-3, "minimum sum of hessians per leaf", at_least=0, hidden=True)
+    lambda_l2: float = option(0.0, "L2 penalty on leaf values", at_least=0)
+    min_gain: float = option(0.0, "minimum gain of a split", at_least=0, hidden=True)
+    max_bin: int = option(255, "maximum bins per feature, up to 255", at_least=2, at_most=255)
     """A bin is one byte; that of missing values is included."""
-    max_cat_to_onehot: int = option(4, "bins to split one against the rest", at_least=1, hidden=True)
-    cat_smooth: float = option(10.0, "added to a category's hessian in sorting", at_least=0, hidden=True)
+    max_cat_to_onehot: int = option(4, "maximum bins for one-against-the-rest", at_least=1, hidden=True)
+    cat_smooth: float = option(10.0, "added to a category's hessian when sorting", at_least=0, hidden=True)
     """A category with fewer rows is left out."""
-    cat_l2: float = option(10.0, "added to lambda_l2 where categories are sorted", at_least=0, hidden=True)
-    max_cat_threshold: int = option(32, "categories on the left of a split at most", at_least=1, hidden=True)
-    min_data_per_group: int = option(100, "rows a categorical split moves at least", at_least=1, hidden=True)
+    cat_l2: float = option(10.0, "added to lambda_l2 for sorted categories", at_least=0, hidden=True)
+    max_cat_threshold: int = option(32, "maximum categories on the left of a split", at_least=1, hidden=True)
+    min_data_per_group: int = option(100, "minimum rows per categorical split", at_least=1, hidden=True)
     parallel: str = option(
-        "data", "data: histograms of all features; voting: of those elected", choices=PARALLEL
+        "data", "exchange histograms of all features (data) or of elected ones (voting)", choices=PARALLEL
     )
-    top_k: int = option(20, "with voting, features that each worker votes for", at_least=1)
+    top_k: int = option(20, "with voting: features each worker votes for", at_least=1)
     """Twice as many are elected."""
     early_stopping: int = option(
-        0, "end after so many trees no better on rows held out; 0: never", at_least=0
+        0, "stop after this many trees without improvement on held-out rows; 0: never", at_least=0
     )
-    seed: int = option(0, "fixes which rows are held out, and which the bins are made of", at_least=0)
-    allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
+    seed: int = option(0, "fixes which rows are held out and which rows define the bins", at_least=0)
+    allow_overload: bool = option(False, "start even if this host seems too small for the workers")

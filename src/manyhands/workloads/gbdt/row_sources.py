@@ -103,7 +103,7 @@ def model_names(names: Sequence[str], where: str) -> list[str]:
         short = "_".join(name.split()) or f"Column_{at}"
         if short in found:
             both = f"columns {found[short]!r} and {name!r}"
-            raise DataError(f"{where}: {both} are both {short!r} in a model file; rename one")
+            raise DataError(f"{where}: {both} are both written as {short!r} in a model file; rename one")
         found[short] = name
     return list(found)
 
@@ -121,7 +121,7 @@ def _places(wanted: Sequence[str], found: Sequence[str], where: str) -> list[int
         return [known[name] for name in names]
     if tuple(names) == unnamed(len(names)):
         return None
-    raise DataError(f"{where} has no column {missing!r}, as the model has; {nearest(missing, list(known))}")
+    raise DataError(f"{where} lacks the model's column {missing!r}; {nearest(missing, list(known))}")
 
 
 class ArraySource(RowSource):
@@ -137,9 +137,9 @@ class ArraySource(RowSource):
         weights: NDArray[Any] | None = None,
     ) -> None:
         if values.ndim != 2 or not len(values):
-            raise DataError(f"{name} has shape {values.shape}; a table has columns, and at least one row")
+            raise DataError(f"{name} has shape {values.shape}; a table needs columns and at least one row")
         if values.dtype.kind not in "fiub":
-            raise DataError(f"{name} holds {values.dtype}; a table holds numbers")
+            raise DataError(f"{name} holds {values.dtype}; a table must hold numbers")
         for what, given in (("labels", labels), ("weights", weights)):
             if given is not None and given.shape != (len(values),):
                 raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
@@ -270,7 +270,7 @@ def open_source(
     ending = Path(text).suffix.lower()
     if text != "-" and not Path(text).is_file():
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
-        raise UserError(f"{text} cannot be read: there is no such file{hint}")
+        raise UserError(f"{text} cannot be read: no such file{hint}")
     if ending == ".npy":
         matrix = NpyMatrix(Path(text), "0" if label is None and labelled else label)
         return _MatrixSource(matrix, matrix.label or 0)

@@ -254,7 +254,7 @@ class _Rows:
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
+    why = "sends histograms through shared memory, so it takes no algorithm or buckets"
     use = f"use {strategy.word}, and --parallel voting to send less"
     check_shared_rows(strategy, workers, "gbdt", f"{why}; {use}")
 

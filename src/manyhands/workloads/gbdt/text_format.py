@@ -114,7 +114,7 @@ def read_model(path: Path | str) -> GbdtModel:
     except OSError as error:
         raise DataError(f"model {file} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise DataError(f"model {file} has more than {_MOST_BYTES >> 30} GiB, and is not read")
+        raise DataError(f"model {file} is larger than the limit of {_MOST_BYTES >> 30} GiB")
     return parse_model(content, str(file))
 
 
@@ -130,7 +130,7 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         head, *parts = body.split("\nTree=")
         lines = head.splitlines()[1:]
         if "average_output" in lines:  # a word of its own, without a value
-            raise _Wrong("it is a random forest, whose trees are averaged, which is not read")
+            raise _Wrong("it is a random forest, which is not supported")
         header = _fields(lines)
         names, objective, label_index = _checked_header(header)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
@@ -138,10 +138,10 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         if sizes is not None and len(sizes.split()) != len(trees):
             raise _Wrong(f"tree_sizes names {len(sizes.split())} trees, but it has {len(trees)}")
     except UnicodeDecodeError as error:
-        raise DataError(f"model {where} is no text: {error.reason} at byte {error.start}") from error
+        raise DataError(f"model {where} is not text: {error.reason} at byte {error.start}") from error
     except _Wrong as error:
-        what = "gradient boosting model in LightGBM's text form"
-        raise DataError(f"model {where} is no {what}: {error}") from error
+        what = "gradient boosting model in LightGBM's text format"
+        raise DataError(f"model {where} is not a {what}: {error}") from error
     infos = tuple(header.get("feature_infos", "").split(" "))
     return GbdtModel(
         trees=trees,
@@ -161,10 +161,10 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, in
     """Names of features, objective, column of labels; models that are no sum of single trees are rejected."""
     for name in ("num_class", "num_tree_per_iteration"):
         if header.get(name, "1") != "1":
-            raise _Wrong(f"{name} is {header[name]!r}; only one class is read")
+            raise _Wrong(f"{name} is {header[name]!r}; only one class is supported")
     objective = header.get("objective", "").strip()
     if not objective or objective.split()[0] not in LINKS or "sqrt" in objective.split():
-        raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(LINKS)}")
+        raise _Wrong(f"its objective is {objective or 'not named'!r}; supported: {', '.join(LINKS)}")
     for setting in objective.split()[1:]:
         fits = not setting.startswith("sigmoid:")
         with suppress(ValueError):
@@ -176,7 +176,7 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, in
         raise _Wrong(f"max_feature_idx is {most!r}, but {len(names)} features have names")
     label = header.get("label_index", "0").strip()  # of a table with one column more than there are features
     if not (label.isascii() and label.isdigit()) or len(label) > 9 or int(label) > len(names):
-        raise _Wrong(f"label_index is {label[:20]!r}, none of {len(names)} features and a label")
+        raise _Wrong(f"label_index is {label[:20]!r}; it must be from 0 to {len(names)}")
     return names, objective, int(label)
 
 
@@ -186,7 +186,7 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
         raise _Wrong(f"tree {number} is called {label[:20]!r}")
     fields = _fields(lines)
     if fields.get("is_linear", "0") != "0":
-        raise _Wrong(f"tree {number} is linear, which is not read")
+        raise _Wrong(f"tree {number} is linear, which is not supported")
     leaves = _whole(fields, "num_leaves", number)
     if leaves < 1:
         raise _Wrong(f"tree {number} has num_leaves={leaves}")
@@ -226,11 +226,11 @@ def _array(text: str, kind: Any, size: int, what: str) -> NDArray[Any]:
     if len(words) != size:
         raise _Wrong(f"{what} has {len(words)} numbers, not {size}")
     if "_" in text or not text.isascii():  # which Python would read, and nobody writes
-        raise _Wrong(f"{what} holds something else than numbers")
+        raise _Wrong(f"{what} must hold numbers only")
     try:
         found = np.array([float(word) if kind is np.float64 else int(word) for word in words], kind)
     except (ValueError, OverflowError) as error:
-        raise _Wrong(f"{what} holds something else than numbers: {error}") from error
+        raise _Wrong(f"{what} must hold numbers only: {error}") from error
     if kind is np.float64 and np.isnan(found).any():
         raise _Wrong(f"{what} holds nan")
     return found
@@ -241,16 +241,16 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
     feature, left, right = arrays["feature"], arrays["left"], arrays["right"]
     nodes = len(feature)
     if ((feature < 0) | (feature >= columns)).any():
-        raise _Wrong(f"tree {number} asks for a feature that is none of {columns}")
+        raise _Wrong(f"tree {number} splits on a feature outside the {columns} of the model")
     if ((arrays["decision"] < 0) | (arrays["decision"] > 11)).any():
-        raise _Wrong(f"tree {number} has a decision_type that is not known")
+        raise _Wrong(f"tree {number} has an unknown decision_type")
     is_set = arrays["decision"] & 1 == 1
     chosen = arrays["threshold"][is_set]
     if ((chosen < 0) | (chosen >= sets) | (chosen != np.floor(chosen))).any():
         raise _Wrong(f"tree {number} has a categorical split without its categories")
     wanted = np.concatenate([np.arange(-nodes - 1, 0), np.arange(1, nodes)])[: 2 * nodes]
     if not np.array_equal(np.sort(np.concatenate([left, right])), wanted):
-        raise _Wrong(f"tree {number}: its children are not all leaves and all nodes but the first, once each")
+        raise _Wrong(f"tree {number}: every leaf and every node but the first must be a child exactly once")
     if any(((child >= 0) & (child <= np.arange(nodes))).any() for child in (left, right)):
         raise _Wrong(f"tree {number} has a node whose child comes before it")
 
@@ -293,5 +293,5 @@ def open_gbdt(path: Path) -> GbdtPredictor:
 
 def export_gbdt(asked: ExportAsked) -> Export:
     raise UserError(
-        f"{asked.run} holds boosted trees, which are a file already: {asked.own(MODEL_TEXT)}, as LightGBM writes them"
+        f"{asked.run} holds boosted trees, which are already one file, in LightGBM's format: {asked.own(MODEL_TEXT)}"
     )

@@ -52,7 +52,7 @@ class TableChoice:
         Holdout(fraction=self.valid_fraction)
         for name, source in (("train", self.train), ("valid", self.valid)):
             if source is not None and source.is_read_once:
-                raise UserError(f"{name}: gbdt reads rows twice or more; give a file, not stdin")
+                raise UserError(f"{name}: gbdt reads its rows more than once; give a file, not stdin")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def train_gbdt(
     options, chosen = options or GbdtOptions(), Strategy.parse(strategy)
     check_strategy(chosen, workers)
     if options.early_stopping and table.valid is None and not table.valid_fraction:
-        raise UserError("early_stopping needs rows to measure on: give valid, or valid_fraction such as 0.1")
+        raise UserError("early_stopping needs held-out rows: give valid, or valid_fraction such as 0.1")
     prepare("gbdt")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
     await_workers(chosen, ["manyhands.workloads.gbdt.preload_gbdt"], compiled=True)  # while rows are read
@@ -133,7 +133,7 @@ class _FirstPass:
             source = source.for_names(table.start.names)
         sample, where = sample_rows(source, holdout, options.seed, on_rows), source.name
         if holdout.fraction and not sample.held_weights.any():
-            raise DataError(f"{where}: no row that is held out has a weight; use a larger valid_fraction")
+            raise DataError(f"{where}: no held-out row has a positive weight; use a larger valid_fraction")
         if table.start is not None:
             sample, options = _continued(table.start, sample, options)
         categorical = _columns(table.categorical, source.names, sample.columns)
@@ -187,12 +187,12 @@ def _continued(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tup
     kinds = {"regression": "regression", "binary sigmoid:1": "binary"}
     if start.objective not in kinds or options.objective not in ("auto", kinds[start.objective]):
         raise UserError(
-            f"start: the objective of the model is {start.objective!r}, and {options.objective} was asked for; "
-            "training continues regression or binary"
+            f"start: the model's objective is {start.objective!r}, but {options.objective} was given; "
+            "only regression and binary models can be continued"
         )
     is_sparse = sample.blocks[0].sparse is not None
     if start.columns != sample.columns and not (is_sparse and start.columns > sample.columns):
-        raise UserError(f"start: the model has {start.columns} columns, and the table {sample.columns}")
+        raise UserError(f"start: the model has {start.columns} columns, but the table has {sample.columns}")
     return replace(sample, columns=start.columns), replace(options, objective=kinds[start.objective])
 
 
@@ -279,7 +279,7 @@ def _objective(asked: str, sample: RowSample, where: str) -> str:
         seen = np.unique(sample.labels)
         shown = ", ".join(f"{value:g}" for value in seen[:5]) + (", …" if len(seen) > 5 else "")
         raise DataError(
-            f"{where} has labels {shown}; objective=binary has two: -1 and 1, 0 and 1, or 1 and 2; use regression"
+            f"{where} has labels {shown}; objective=binary needs two: -1 and 1, 0 and 1, or 1 and 2; use regression"
         )
     return asked
 
@@ -294,6 +294,6 @@ def _targets(
     assert pair is not None, "the objective was chosen by them"
     wrong = ~np.isin(labels, pair)
     if wrong.any():
-        raise DataError(f"{where} has the label {labels[wrong][0]:g} beside {pair[0]:g} and {pair[1]:g}")
+        raise DataError(f"{where} has label {labels[wrong][0]:g} besides {pair[0]:g} and {pair[1]:g}")
     found: NDArray[np.float64] = (labels == pair[1]).astype(np.float64)
     return found

@@ -168,7 +168,7 @@ def read_pairs(path: Path | str) -> list[Pair]:
             one, other, score = line.decode().strip().split("\t")[:3]
             pairs.append(Pair(one=one.strip(), other=other.strip(), score=float(score)))
         except ValueError:  # too few fields, no number, no UTF-8
-            wanted = "two words and a number with tabs between"
+            wanted = "two words and a number, separated by tabs"
             raise DataError(f"{path}, line {number}: {line[:60]!r} is not {wanted}") from None
     if not pairs:
         raise DataError(f"{path} holds no pairs of words")

@@ -32,7 +32,7 @@ _DEMO_WORDS = ("tensor", "list", "thread", "file")
 class _Vectors(CountingOptions, GloveOptions):
     corpus: tuple[Path, ...] | None = option(
         None,
-        "text, words between white space, plain or .gz; may be given several times",
+        "text file with words separated by white space, plain or .gz; repeatable",
         metavar="FILE",
         shown="the docstrings and comments of this Python installation",
     )
@@ -47,8 +47,8 @@ class _Vectors(CountingOptions, GloveOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainGlove(_Vectors):
-    batch: int = option(0, "records at a time", at_least=0, shown="1, or 1024 for strategies of batches")
-    workers: int = option(0, "threads that count and workers that train", at_least=0, shown="one a core")
+    batch: int = option(0, "records per update", at_least=0, shown="1, or 1024 for batch strategies")
+    workers: int = option(0, "counting threads and training workers", at_least=0, shown="one per core")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,15 +61,15 @@ class _TrainGlove(_Vectors):
 class _CompareGlove(_Vectors):
     """Less than `train glove` does, for every strategy trains, and parameter servers do so slowly."""
 
-    window: int = option(5, "words on each side that count as context; 15 in `train`", at_least=1)
+    window: int = option(5, "context words on each side; 15 in `train`", at_least=1)
     passes: int = option(2, "passes over all records; 15 in `train`", at_least=1)
-    batch: int = option(1, "records at a time", hidden=True)
-    strategy: str = option("single", "that of the task before it is compared", hidden=True)
-    keep_counts: bool = option(False, "not for a comparison", hidden=True)
+    batch: int = option(1, "records per update", hidden=True)
+    strategy: str = option("single", "not used in a comparison", hidden=True)
+    keep_counts: bool = option(False, "not used in a comparison", hidden=True)
     repeats: int = option(1, "runs of each strategy, interleaved; 2 or more show the spread")
     strategies: str = option("single; hogwild; allreduce; tensor; ps consistency=async", "what to compare")
-    analogies: Path | None = option(None, "questions of four words", metavar="FILE", shown="the demo's")
-    similarity: Path | None = option(None, "two words and a score, tabbed", metavar="FILE", shown="likewise")
+    analogies: Path | None = option(None, "analogies, four words a line", metavar="FILE", shown="the demo's")
+    similarity: Path | None = option(None, "word, word, score; with tabs", metavar="FILE", shown="likewise")
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def _train(asked: _TrainGlove, keep: Keeping, bars: Bars) -> TrainEnd:
         interrupted=f"{file} holds the vectors after {done}" * learnt.interrupted,
         next={
             "the nearest words": ("predict", out, learnt.vectors.words[0]),
-            "what they know": ("glove", "eval", file, "--analogies", "FILE"),
+            "evaluate the vectors": ("glove", "eval", file, "--analogies", "FILE"),
             "the same over HTTP": ("serve", out),
         },
     )

@@ -54,7 +54,7 @@ def record_count(path: Path | str) -> int:
         raise DataError(f"{path} cannot be read: {reason(error)}") from error
     if size % RECORD.itemsize:
         raise DataError(
-            f"{path} has {size} bytes, which is no multiple of {RECORD.itemsize}: it is damaged, or it holds no "
+            f"{path} has {size} bytes, which is not a multiple of {RECORD.itemsize}: it is damaged or holds no "
             "co-occurrence records (int32 word, int32 context, float64 count)"
         )
     return size // RECORD.itemsize
@@ -152,8 +152,8 @@ class RecordWriter(Closeable):
             yield
         except OSError as error:
             raise WriteFailed(
-                f"the disk took no more than {records * RECORD.itemsize:,} bytes of {self.path}: {reason(error)}; "
-                "temporary files are removed; free some space, write to a larger disk, or raise the least count"
+                f"{self.path} could not be written beyond {records * RECORD.itemsize:,} bytes: {reason(error)}; "
+                "temporary files are removed; free some space, write to a larger disk, or raise min_count"
             ) from error
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.observe.draw.bars import BarPhase, Bars
 from manyhands.strategy import check_choice
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, read_records, temporary_folder
@@ -73,8 +73,8 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     least = _LEAST_PLACES + 2 * window + block_bytes
     if memory_bytes < fixed + 8 * least:
         raise UserError(
-            f"memory={format_bytes(memory_bytes)} is too little: counting {words:,} words with {workers} workers needs "
-            f"at least {format_bytes(fixed + 8 * least)}; give more, or use fewer words or workers"
+            f"memory={format_bytes(memory_bytes)} is too little: counting {words:,} words with "
+            f"{num_of(workers, 'worker')} needs {format_bytes(fixed + 8 * least)}; give more, or fewer words or workers"
         )
     part_words = min(_MOST_PLACES, (memory_bytes - fixed) // 8)
     run_room = (memory_bytes - dense - out_records * RECORD.itemsize) // RECORD.itemsize
@@ -116,7 +116,7 @@ def count_cooccurrence(
     check_choice("weighting", weighting, tuple(WEIGHTINGS))
     table = WordTable.of(word.encode() for word in vocabulary.words)
     if len(table) != len(vocabulary):
-        raise UserError("a word of the vocabulary has white space in it, which no word of a corpus has")
+        raise UserError("words of the vocabulary must not contain white space")
     room = plan_memory(memory_bytes, len(vocabulary), table.num_bytes, workers, window)
     bars = bars or Bars()
     with temporary_folder(out) as folder:

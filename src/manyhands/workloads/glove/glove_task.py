@@ -154,7 +154,7 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
             )
         return
     if strategy.split is Split.DIMENSIONS and workers > options.dim:
-        raise UserError(f"workers={workers}: tensor gives each some of dim={options.dim}; use fewer workers")
+        raise UserError(f"workers={workers}: tensor splits dim={options.dim}; use fewer workers")
     if not strategy.trains_compiled and strategy.truth is not Truth.SERVERS:
         allowed = "hogwild, single, mirrored, allreduce, tensor, ps"
         raise UserError(f"strategy {strategy} does not train glove; allowed: {allowed}")
@@ -166,8 +166,8 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
     by_rows = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA
     if by_rows and strategy != type(strategy)():
         raise UserError(
-            f"strategy {strategy}: glove sends the rows touched, each worker's whole to all, so it has no other "
-            f"algorithm and no buckets; use {strategy.word}"
+            f"strategy {strategy}: glove sends every worker's changed rows to all workers, so it takes no algorithm "
+            f"or buckets; use {strategy.word}"
         )
 
 

@@ -256,7 +256,7 @@ def _prepare(
             records = count_cooccurrence(corpus, vocabulary, counts, **given, bars=bars)
         if not records:
             raise UserError(
-                f"no two words of the vocabulary stand together in a line of {corpus}; give longer lines, or a lower "
+                f"no two words of the vocabulary occur in the same line of {corpus}; give longer lines, or a lower "
                 "min_count"
             )
         with clock.phase("shuffling"):
@@ -280,4 +280,4 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={out} cannot be a folder: {reason(error)}; name another") from error
+        raise UserError(f"out={out} cannot be used as a folder: {reason(error)}; name another") from error

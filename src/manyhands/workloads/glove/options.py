@@ -27,14 +27,14 @@ _DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64":
 class CountingOptions:
     """What is counted how, and who trains on it: `workers` threads count; as many train, under `single` one."""
 
-    min_count: int = option(5, "leave out words that come less often", at_least=1)
+    min_count: int = option(5, "leave out words that occur less often", at_least=1)
     max_vocab: int | None = option(None, "keep this many of the most frequent words", at_least=2)
-    window: int = option(15, "words on each side that count as context", at_least=1)
-    symmetric: bool = option(True, "left context only", flag="--asymmetric")
-    weighting: str = option("distance", "two words: distance (1/distance) or count (1)", choices=WEIGHTINGS)
-    diagonal: bool = option(True, "leave out words beside themselves", flag="--no-diagonal")
+    window: int = option(15, "context words on each side", at_least=1)
+    symmetric: bool = option(True, "use the left context only", flag="--asymmetric")
+    weighting: str = option("distance", "pair weight: distance (1/distance) or count (1)", choices=WEIGHTINGS)
+    diagonal: bool = option(True, "leave out pairs of a word with itself", flag="--no-diagonal")
     memory_bytes: int = memory_option("limit for counting and shuffling; more goes to disk", flag="--memory")
-    workers: int = option(2, "threads that count and workers that train", at_least=1)
+    workers: int = option(2, "counting threads and training workers", at_least=1)
     strategy: str = option("hogwild", "single, hogwild, allreduce, mirrored, tensor or ps, with settings")
     keep_counts: bool = option(False, "keep the records as cooccurrence.bin", flag="--keep-counts")
 
@@ -47,18 +47,18 @@ class CountingOptions:
 class GloveOptions(CheckedOptions):
     """What to train and for how long."""
 
-    dim: int = option(50, "numbers in a vector", at_least=1, at_most=100_000)
+    dim: int = option(50, "dimensions of a vector", at_least=1, at_most=100_000)
     passes: int = option(15, "passes over all records", at_least=1, at_most=10**9)
-    x_max: float = option(100.0, "count from which on a record has full weight", above=0)
+    x_max: float = option(100.0, "count at which a record reaches full weight", above=0)
     """Below it a record weighs (count / x_max) ** alpha."""
-    alpha: float = option(0.75, "power of the weight of smaller counts", at_least=0)
+    alpha: float = option(0.75, "exponent of the weight of smaller counts", at_least=0)
     rate: float = option(0.05, "learning rate of AdaGrad", above=0)
     """Divided by the root of the accumulators, which start at 1."""
-    batch: int = option(1, "records at a time", at_least=1, at_most=2**24)
+    batch: int = option(1, "records per update", at_least=1, at_most=2**24)
     """1 is the published rule, one after the other; more are summed row by row first."""
-    seed: int = option(0, "fixes first values and the order of records", at_least=0, at_most=2**64 - 1)
-    dtype: str = option("float32", "of the parameters", choices=_DTYPES, hidden=True)
-    allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
+    seed: int = option(0, "fixes initial values and the order of records", at_least=0, at_most=2**64 - 1)
+    dtype: str = option("float32", "dtype of the parameters", choices=_DTYPES, hidden=True)
+    allow_overload: bool = option(False, "start even if this host seems too small for the workers")
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -39,7 +39,7 @@ class Vectors:
         self.words: list[str] = list(words)
         self.matrix: NDArray[np.float32] = np.ascontiguousarray(matrix, np.float32)
         if self.matrix.ndim != 2 or len(self.matrix) != len(self.words):
-            raise UserError(f"{len(self.words)} words need as many rows; the matrix is {self.matrix.shape}")
+            raise UserError(f"{len(self.words)} words need as many rows, not shape {self.matrix.shape}")
 
     def __len__(self) -> int:
         return len(self.words)
@@ -73,7 +73,7 @@ class Vectors:
         row = self.find(word)
         if row is None:
             close = difflib.get_close_matches(word.lower(), self.words[:_SUGGESTED_FROM], n=3)
-            hint = f"; near to it: {', '.join(close)}" if close else "; try another, in lower case"
+            hint = f"; similar: {', '.join(close)}" if close else "; try another, in lower case"
             raise UserError(f"{word!r} is not among the {len(self):,} words{hint}")
         return row
 
@@ -155,7 +155,7 @@ class Vectors:
             return cls(*_read_binary(path, file, words, dim))
         found = cls(*_read_lines(path, file, dim, 2))
         if len(found) != words:
-            raise DataError(f"{path} promises {words} vectors and has {len(found)}: truncated or damaged")
+            raise DataError(f"{path} announces {words} vectors but has {len(found)}: truncated or damaged")
         return found
 
 
@@ -186,7 +186,7 @@ def _numbers(fields: Sequence[bytes]) -> list[float] | None:
 def _read_lines(path: Path, file: BinaryIO, dim: int, number: int) -> tuple[list[str], NDArray[np.float32]]:
     """Lines of a word and `dim` numbers, the first of them line `number` of the file."""
     if dim < 1:
-        raise DataError(f"{path}, line {number}: a word and its vector are wanted, separated by spaces")
+        raise DataError(f"{path}, line {number}: expected a word and its vector, separated by spaces")
     words, parts = list[str](), list[NDArray[np.float32]]()
     while lines := list(islice(file, _LINES_AT_ONCE)):
         texts: list[bytes] = []
@@ -231,7 +231,7 @@ def _parsed(path: Path, number: int, texts: list[bytes], dim: int) -> NDArray[np
     if not finite.all():
         place = int(np.argmin(finite))
         shown = texts[place][:40].decode(errors="replace")
-        raise DataError(f"{path}, line {number + place // dim}: {shown!r} is no finite number")
+        raise DataError(f"{path}, line {number + place // dim}: {shown!r} is not a finite number")
     return values.reshape(-1, dim)
 
 
@@ -240,7 +240,7 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
     at = file.tell()
     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(content) - at < count * (4 * dim + 2):  # before a header that lies makes us ask for its memory
-        raise DataError(f"{path} promises {count} vectors of {dim} numbers and is too short: truncated")
+        raise DataError(f"{path} announces {count} vectors of {dim} numbers but is truncated")
     words: list[str] = []
     matrix = np.empty((count, dim), np.float32)
     for row in range(count):
@@ -253,7 +253,7 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
             raise DataError(f"{path}: vector {row + 1} of {count} has a number that is not finite")
         at = space + 1 + 4 * dim
     if content[at:].strip():
-        raise DataError(f"{path} continues after its {count} vectors; it is damaged, or no word2vec file")
+        raise DataError(f"{path} continues after its {count} vectors; it is damaged or not a word2vec file")
     return words, matrix
 
 
@@ -310,4 +310,4 @@ def open_vectors(path: Path) -> VectorsPredictor:
 
 
 def export_vectors(asked: ExportAsked) -> Export:
-    raise UserError(f"{asked.run} holds word vectors, which are a file already: {asked.own(_VECTORS_FILE)}")
+    raise UserError(f"{asked.run} holds word vectors, which are already one file: {asked.own(_VECTORS_FILE)}")

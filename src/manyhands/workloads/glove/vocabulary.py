@@ -41,7 +41,7 @@ class Vocabulary:
         if self.counts.shape != (size,):
             raise UserError(f"a vocabulary of {size} words needs as many counts, not {self.counts.shape}")
         if len(set(self.words)) != size:
-            raise UserError("a vocabulary must not have a word twice")
+            raise UserError("a vocabulary must not contain a word twice")
         self.tokens = int(self.counts.sum()) if tokens is None else tokens
 
     def __len__(self) -> int:
@@ -117,9 +117,8 @@ def count_words(
     chosen = sorted(chosen)[:max_size]
     if len(chosen) < 2:
         raise UserError(
-            f"the vocabulary has {len(chosen)} word{'s' * (len(chosen) != 1)} (of {len(whole):,} different ones in "
-            f"{corpus}, those that come at least min_count={min_count} times); at least 2 are needed: give more text, "
-            "or a lower min_count"
+            f"only {len(chosen)} of {len(whole):,} words in {corpus} occur at least min_count={min_count} times; "
+            "at least 2 are needed: give more text, or a lower min_count"
         )
     words, often = [word.decode() for _, word in chosen], [-count for count, _ in chosen]
     return Vocabulary(words, often, tokens=int(counts.sum()))

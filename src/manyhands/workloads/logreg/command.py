@@ -25,13 +25,13 @@ __all__ = ["LOGREG"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Examples(LogregOptions):
-    train: str = option(..., "examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin", metavar="FILE")
-    file_format: str = option("auto", "their form: libsvm or vw; auto: by the first line", flag="--format")
-    bits: int | None = option(None, "hash features into 2^bits rows", shown="none: the index is the row")
+    train: str = option(..., "LIBSVM or Vowpal Wabbit examples, plain or gzip; - is stdin", metavar="FILE")
+    file_format: str = option("auto", "libsvm or vw; auto: chosen by the first line", flag="--format")
+    bits: int | None = option(None, "hash features into 2^bits weights", shown="no hashing")
     hash_names: str = option(
-        "numbers", "vw names that are numbers: numbers: as they are; all: hashed", flag="--hash"
+        "numbers", "numbers: hash only vw names that are not numbers; all: hash every name", flag="--hash"
     )
-    skip_bad: bool = option(False, "leave out lines that are wrong and count them", flag="--skip-bad")
+    skip_bad: bool = option(False, "skip invalid lines and count them", flag="--skip-bad")
 
     @property
     def reading(self) -> Reading:
@@ -43,18 +43,18 @@ class _Examples(LogregOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainLogreg(WorkerOptions, _Examples):
-    test: str | None = option(None, "examples to measure the model on, read likewise", metavar="FILE")
+    test: str | None = option(None, "examples to test the model on, in the same format", metavar="FILE")
     strategy: str = option(
-        "single", "single, hogwild, allreduce, mirrored, central, local, ps; with settings"
+        "single", "single, hogwild, allreduce, mirrored, central, local or ps, with settings"
     )
-    workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one a core")
-    memory: int = memory_option("parsed examples kept in memory; more go to temporary files", at_least=0)
+    workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one per core")
+    memory: int = memory_option("memory for parsed examples; the rest goes to temporary files", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reading  # noqa: B018 - which checks what it is made of
         if self.test is not None and self.test != "-" and not Path(self.test).is_file():
-            raise UserError(f"--test {self.test}: there is no such file")
+            raise UserError(f"--test {self.test}: no such file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +116,10 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        notes=[f"{count} bad lines {where}were left out" for count, where in bad if count],
-        interrupted=f"the model is that after {passes} of {asked.passes} passes" * result.interrupted,
+        notes=[f"{count} bad lines {where}were skipped" for count, where in bad if count],
+        interrupted=f"the model was trained for {passes} of {asked.passes} passes" * result.interrupted,
         next={
-            "what it answers": ("predict", keep.out, [*files, "FILE"][0], "--out", "probabilities.txt"),
+            "predict examples": ("predict", keep.out, [*files, "FILE"][0], "--out", "probabilities.txt"),
             "in fewer bits": ("export", keep.out, "--precision", "int8"),
             "the same over HTTP": ("serve", keep.out),
         },

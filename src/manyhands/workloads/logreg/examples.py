@@ -65,7 +65,7 @@ class Examples:
                     yield Labelled(block, self.labels.targets(block.labels, name))
                 held.clear()
         if self.labels is None:
-            raise DataError(f"all examples of {name} have label 1; a logistic regression has two labels")
+            raise DataError(f"all examples of {name} have label 1; a logistic regression needs two labels")
 
 
 Piece = tuple[Any, NDArray[np.float32], tuple[int, int], int]

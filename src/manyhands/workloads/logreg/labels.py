@@ -34,8 +34,8 @@ class Labels:
         if len(wrong):
             shown = "none" if np.isnan(wrong[0]) else f"{wrong[0]:g}"
             raise DataError(
-                f"{where} has an example with label {shown} beside {self.no:g} and {self.yes:g}; a logistic regression "
-                "has two labels, which every example must have one of"
+                f"{where} has an example with label {shown} besides {self.no:g} and {self.yes:g}; a logistic "
+                "regression needs exactly two labels"
             )
         found: NDArray[np.float32] = is_yes.astype(np.float32)
         return found
@@ -48,7 +48,7 @@ def labels_of(seen: Iterable[float], where: str) -> Labels | None:
     if not fitting:
         shown = ", ".join("none" if np.isnan(value) else f"{value:g}" for value in values[:5])
         raise DataError(
-            f"{where} has labels {shown}{', ...' if len(values) > 5 else ''}; a logistic regression has two: "
+            f"{where} has labels {shown}{', ...' if len(values) > 5 else ''}; a logistic regression needs two: "
             "-1 and 1, 0 and 1, or 1 and 2"
         )
     return Labels(*fitting[0]) if len(fitting) == 1 else None

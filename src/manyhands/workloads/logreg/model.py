@@ -97,7 +97,7 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
     tensors = widen(written)
     weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
     if weight.ndim != 1 or bias.shape != (1,) or {weight.dtype, bias.dtype} != {np.dtype(np.float32)}:
-        raise ValueError("its weights are no vector of float32")
+        raise ValueError("its weights are not a float32 vector")
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
         raise ValueError("its weights are not all finite")
     no, yes = (float(label) for label in header["labels"].split())
@@ -113,7 +113,7 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
 class LogregPredictor(Predictor[Rows]):
     """The probability of the larger label."""
 
-    takes: ClassVar[str] = "a line as the model was trained on, LIBSVM's or Vowpal Wabbit's"
+    takes: ClassVar[str] = "a line in the format of the training examples, LIBSVM or Vowpal Wabbit"
     formats: ClassVar[tuple[str, ...]] = FORMATS
 
     model: LogregModel

@@ -33,7 +33,7 @@ class SparseProblem:
     def __post_init__(self) -> None:
         if self.features < 1 or self.examples < 2:
             given = f"features={self.features}, examples={self.examples}"
-            raise UserError(f"{given}: there must be 1 and 2 at least")
+            raise UserError(f"{given}: at least 1 feature and 2 examples are needed")
         if not 0 < self.density <= 1:
             raise UserError(f"density={self.density:g} must be above 0 and at most 1")
         if self.seed < 0:

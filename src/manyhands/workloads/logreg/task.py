@@ -102,7 +102,7 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     options = options.with_rate(rows.scale)
     if options.l1 and options.learner != "ftrl":
         raise UserError(
-            f"l1={options.l1:g}: learner {options.learner} has no l1 in strategies that work on batches; use "
+            f"l1={options.l1:g}: learner {options.learner} does not support l1 with strategies that use batches; use "
             "learner=ftrl, or strategy single or hogwild"
         )
     steps = -(-rows.examples // options.batch)
@@ -262,4 +262,4 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:
-        raise UserError(f"strategy {strategy} splits vectors; a feature has one weight; use hogwild or ps")
+        raise UserError(f"strategy {strategy} splits vectors, but a feature has 1 weight; use hogwild or ps")

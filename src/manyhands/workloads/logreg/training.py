@@ -132,6 +132,6 @@ def check_capacity(size: int, row_bytes: int) -> None:
     needed, room = size * row_bytes, available_bytes()
     if needed > room:
         raise UserError(
-            f"a weight for every feature up to {size - 1} takes {format_bytes(needed)} with its copies, but only "
+            f"a weight for every feature up to {size - 1} needs {format_bytes(needed)} with its copies, but only "
             f"{format_bytes(room)} is available; hash the features into fewer with a number of bits, such as 24"
         )

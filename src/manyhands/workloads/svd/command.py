@@ -27,7 +27,7 @@ _SHOWN = 10
 class _Matrix(SvdOptions):
     path: Path | None = option(
         None,
-        "the matrix: LIBSVM (plain or gzip), npy or Parquet",
+        "matrix as LIBSVM (plain or gzip), npy or Parquet",
         metavar="FILE",
         shown="scikit-learn's digits",
     )
@@ -84,7 +84,7 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
         summary=summary,
         shown=_shown(summary, passes),
         notes=[] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)],
-        interrupted=f"the result is that of {passes}" * result.interrupted,
+        interrupted=f"the result is from {passes}" * result.interrupted,
         next={"rows projected on the components": predict, "the page of the run": ("show", keep.out)},
     )
 
@@ -103,7 +103,7 @@ def _shown(summary: dict[str, Any], passes: str) -> list[str | TableRows]:
         f"{num_of(summary['workers'], 'worker')} · {summary['rows']:,} × {summary['columns']:,} {kind} · {passes} in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting) · "
         f"error {summary['error']:.1e}",
-        TableRows(head=("", "singular value", f"part of all {part}", "so far"), rows=rows[:_SHOWN]),
+        TableRows(head=("", "singular value", f"share of {part}", "so far"), rows=rows[:_SHOWN]),
         *([more] if summary["rank"] > _SHOWN else []),
         f"components  {summary['model']}",
     ]
@@ -112,7 +112,7 @@ def _shown(summary: dict[str, Any], passes: str) -> list[str | TableRows]:
 def _not_exact(summary: dict[str, Any], passes: str, asked: _TrainSvd) -> str:
     values = summary["singular_values"]
     if values[-1] < 1e-5 * values[0]:
-        why = "beside the largest singular value, the smallest are little more than rounding; use a smaller rank"
+        why = "the smallest singular values are little more than rounding errors of the largest; use a smaller rank"
         return why if asked.center else f"{why}, or --center if the mean of the columns is that large"
     return (
         f"after {passes} the singular values have an error of about {summary['error']:.1e}, more than --tolerance "

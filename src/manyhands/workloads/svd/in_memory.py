@@ -47,7 +47,7 @@ def _decomposed(blocks: _Blocks, options: SvdOptions) -> SvdModel:
         if space.passes >= options.passes:
             raise UserError(
                 f"passes={options.passes}: the error is still {space.error:.2g}, more than tolerance="
-                f"{options.tolerance:g}; allow more of either"
+                f"{options.tolerance:g}; raise one of them"
             )
         sums.clear()
         width = len(space.block)
@@ -88,7 +88,7 @@ def _checked(matrix: Any) -> Any:
     given: Any = matrix if is_sparse else np.asarray(matrix)
     if len(given.shape) != 2 or given.dtype.kind not in "biuf":
         kind = f"a {given.dtype} {'sparse matrix' if is_sparse else 'array'} of shape {given.shape}"
-        raise UserError(f"{kind} is no matrix; give numbers in two dimensions")
+        raise UserError(f"{kind} is not a matrix; give numbers in two dimensions")
     if not is_sparse:
         return given
     csr = given.tocsr()
@@ -96,9 +96,9 @@ def _checked(matrix: Any) -> Any:
         csr = csr.copy()
         csr.sum_duplicates()
     if max(csr.shape) >= 1 << 31:
-        raise UserError(f"a sparse matrix of shape {csr.shape} is too large; rows and columns are below 2^31")
+        raise UserError(f"a sparse matrix of shape {csr.shape} is too large; each side must be below 2^31")
     if not np.isfinite(csr.data).all():
-        raise UserError("the matrix has entries that are no numbers; fill them in, or leave them out")
+        raise UserError("the matrix has entries that are not numbers; fill them in, or leave them out")
     return csr
 
 

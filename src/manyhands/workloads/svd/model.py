@@ -81,7 +81,7 @@ class SvdModel:
             found = self.project(block)
             if not np.isfinite(found).all():
                 row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
-                raise DataError(f"{file.path}, row {row} has a value that is no number; fill it in")
+                raise DataError(f"{file.path}, row {row} has a value that is not a number; fill it in")
             yield found
 
     def save(self, path: Path) -> None:
@@ -108,12 +108,12 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> SvdModel:
     parts: dict[str, Array] = {name: one.numpy() for name, one in written.items()}
     values, components, mean = parts["singular_values"], parts["components"], parts.get("mean")
     if values.ndim != 1 or components.ndim != 2 or len(values) != len(components) or not components.size:
-        raise ValueError("its components are no table with a row for each singular value")
+        raise ValueError("its components must have one row per singular value")
     if mean is not None and mean.shape != components.shape[1:]:
-        raise ValueError("its mean has another length than its components")
+        raise ValueError("its mean and its components differ in length")
     for part in (values, components, *([] if mean is None else [mean])):
         if part.dtype != np.float64 or not np.isfinite(part).all():
-            raise ValueError("its numbers are not all finite, in double precision")
+            raise ValueError("its numbers must be finite and in double precision")
     return SvdModel(
         singular_values=values,
         components=components,
@@ -161,4 +161,4 @@ def open_svd(path: Path) -> SvdPredictor:
 
 
 def export_svd(asked: ExportAsked) -> Export:
-    raise UserError(f"{asked.run} holds a decomposition, which is one file already: {asked.own(SVD_FILE)}")
+    raise UserError(f"{asked.run} holds a decomposition, which is already one file: {asked.own(SVD_FILE)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
 __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
@@ -26,17 +26,17 @@ _USUAL_BLOCK: Final = 1 << 22  # stays in the cache between its two products
 class SvdOptions(CheckedOptions):
     """One decomposition."""
 
-    rank: int = option(10, "how many singular values and components", at_least=1)
+    rank: int = option(10, "number of singular values and components", at_least=1)
     center: bool = option(False, "subtract the mean of each column first: PCA", flag="--center")
-    tolerance: float = option(1e-8, "relative error of the singular values to end at", above=0, below=1)
+    tolerance: float = option(1e-8, "stop at this relative error of the singular values", above=0, below=1)
     """As estimated from residual and gap, of every singular value."""
-    passes: int = option(100, "passes over the matrix at most", at_least=1)
-    seed: int = option(0, "draws the vectors that the iteration begins with", at_least=0)
+    passes: int = option(100, "maximum passes over the matrix", at_least=1)
+    seed: int = option(0, "fixes the random start vectors", at_least=0)
     memory_bytes: int = memory_option(
-        "of all workers; a larger matrix is read in every pass", flag="--memory"
+        "memory of all workers; a larger matrix is read again in every pass", flag="--memory"
     )
     """Besides the interpreter and its libraries."""
-    allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
+    allow_overload: bool = option(False, "start even if this host seems too small for the workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
     least = min(shape.rows, shape.columns)
     if options.rank > least:
         raise UserError(
-            f"rank={options.rank}: a matrix of {shape.rows:,} rows and {shape.columns:,} columns has at most {least:,}"
-            "; use a smaller rank"
+            f"rank={options.rank}: a matrix of {shape.rows:,} rows and {shape.columns:,} columns has at most "
+            f"rank {least:,}; use a smaller rank"
         )
     is_gram = _gram_pays(shape, min(options.rank + OVERSAMPLING, least))
     least_block = max(_LEAST_BLOCK, 8 * shape.columns if not shape.is_sparse else 0)
@@ -96,7 +96,7 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
     needed = _needed(shape, width, 2 * width, False, workers) + 4 * workers * least_block
     raise UserError(
         f"memory={format_bytes(options.memory_bytes)} is too little: rank {options.rank} of {shape.columns:,} columns "
-        f"with {workers} workers needs {format_bytes(needed)}; give more, or use a smaller rank or fewer workers"
+        f"with {num_of(workers, 'worker')} needs {format_bytes(needed)}; give more, or a smaller rank or fewer workers"
     )
 
 

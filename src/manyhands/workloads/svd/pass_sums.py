@@ -92,7 +92,7 @@ class RowPass:
             if wrong:
                 row, column = wrong[0]
                 raise DataError(
-                    f"row {block.begin + row}, column {column} is {given[row, column]}, no number; fill it in, or "
+                    f"row {block.begin + row}, column {column} is {given[row, column]}, not a number; fill it in, or "
                     "leave that row out"
                 )
             self._add_energy(energy, block.begin)
@@ -131,7 +131,7 @@ class RowPass:
 
     def _add_energy(self, energy: float, begin: int) -> None:
         if not np.isfinite(energy):
-            raise DataError(f"rows from {begin} on have values too large to be squared; scale them down")
+            raise DataError(f"row {begin} or later: a value is too large to be squared; scale the rows down")
         self._sums.energy[0] += energy
 
 

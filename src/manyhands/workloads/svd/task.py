@@ -110,7 +110,7 @@ class SvdTask(KernelTask):
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    why = "adds products up in shared memory once a pass, so it has no other algorithm and no buckets"
+    why = "adds products up in shared memory once a pass, so it takes no algorithm or buckets"
     check_shared_rows(strategy, workers, "svd", f"{why}; use {strategy.word}")
 
 

@@ -67,7 +67,7 @@ class BuiltinTask(Generic[Options]):
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             has = f"epochs={self.epochs} and steps={self.steps}"
-            raise ValueError(f"task {self.name!r} has {has}; it must have one")
+            raise ValueError(f"task {self.name!r} has {has}; exactly one must be given")
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -92,4 +92,4 @@ class BuiltinTask(Generic[Options]):
 
 
 def _cannot_train(_model: nn.Module, _batch: Any) -> Tensor:
-    raise UserError("this task has no data: it is only good for the model that was trained before")
+    raise UserError("this task has no data; it can only load a trained model")

@@ -131,9 +131,9 @@ class DigitsOptions:
     """What may be chosen about the digits task."""
 
     batch_size: int = option(64, "samples in a global batch", at_least=1)
-    learning_rate: float = option(4e-3, "step size of AdamW", above=0)
+    learning_rate: float = option(4e-3, "learning rate of AdamW", above=0)
     width: int = option(16, "channels of the first convolution, a multiple of 4", at_least=4)
-    split_seed: int = option(0, "chooses which samples are the test set", at_least=0)
+    split_seed: int = option(0, "fixes which samples form the test set", at_least=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -42,9 +42,9 @@ class TextOptions(CheckedOptions):
     """What may be chosen about every task that learns a text."""
 
     path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
-    context: int = option(64, "bytes the model looks back on", at_least=1)
+    context: int = option(64, "context length in bytes", at_least=1)
     batch_size: int = option(32, "windows of text in a global batch", at_least=1)
-    learning_rate: float = option(1e-3, "step size of AdamW", above=0)
+    learning_rate: float = option(1e-3, "learning rate of AdamW", above=0)
     evaluation_bytes: int = option(
         65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
     )
@@ -91,8 +91,8 @@ class LanguageOptions(TextOptions):
 
     layers: int = option(2, "transformer blocks", at_least=1, at_most=1000)
     width: int = option(128, "features per position", at_least=1)
-    heads: int = option(4, "attention heads; they divide the width", at_least=1)
-    tied: bool = option(True, "use the embedding as the output layer too")
+    heads: int = option(4, "attention heads; must divide the width", at_least=1)
+    tied: bool = option(True, "share the weights of embedding and output layer")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -34,11 +34,11 @@ class LineOptions(CheckedOptions):
 
     slope: float = option(2.0, "slope a of y = a x + b")
     intercept: float = option(1.0, "intercept b of y = a x + b")
-    noise: float = option(0.5, "standard deviation of what is added to y", at_least=0)
+    noise: float = option(0.5, "standard deviation of the noise in y", at_least=0)
     points: int = option(512, "points to train on", at_least=2)
     batch_size: int = option(32, "points in a global batch", at_least=1)
-    learning_rate: float = option(0.1, "step size of SGD", above=0)
-    data_seed: int = option(0, "draws the points", at_least=0)
+    learning_rate: float = option(0.1, "learning rate of SGD", above=0)
+    data_seed: int = option(0, "fixes the random points", at_least=0)
 
 
 def line(options: LineOptions | None = None) -> Task:
@@ -97,7 +97,7 @@ def line_table(task: Task, end: TaskEnd) -> TaskTable:
         for name, (a, b) in found.items()
     ]
     return TaskTable(
-        title="y = a x + b: what each worker finds in its own points, and what they find together",
+        title="y = a x + b: lines found by each worker in its own points and by all together",
         head=("", "a", "b", "error on other points", "points"),
         rows=tuple(tuple(row) for row in rows),
         curves=tuple(curves),
@@ -120,7 +120,7 @@ def _cells(task: Task, a: float, b: float) -> list[str]:
 
 LINE = BuiltinTask(
     name="line",
-    help="y = a x + b from noisy points: what each worker finds alone, and what they find together",
+    help="y = a x + b from noisy points: lines found by each worker alone and by all together",
     options_type=LineOptions,
     make=line,
     epochs=8,

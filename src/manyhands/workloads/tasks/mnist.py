@@ -29,7 +29,7 @@ class MnistOptions:
 
     path: Path = option(..., "directory of the four idx files, plain or gzip")
     batch_size: int = option(128, "samples in a global batch", at_least=1)
-    learning_rate: float = option(2e-3, "step size of AdamW", above=0)
+    learning_rate: float = option(2e-3, "learning rate of AdamW", above=0)
     width: int = option(16, "channels of the first convolution, a multiple of 4", at_least=4)
     depth: int = option(LEAST_DEPTH, "convolutions", at_least=LEAST_DEPTH, at_most=1000)
 

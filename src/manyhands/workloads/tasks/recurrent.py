@@ -28,9 +28,9 @@ __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions"
 class RecurrentOptions(TextOptions):
     """What may be chosen about the recurrent task."""
 
-    layers: int = option(2, "LSTM layers, one above the other", at_least=1, at_most=4)
+    layers: int = option(2, "stacked LSTM layers", at_least=1, at_most=4)
     width: int = option(128, "features per position and layer", at_least=1)
-    learning_rate: float = option(4e-3, "step size of AdamW", above=0)
+    learning_rate: float = option(4e-3, "learning rate of AdamW", above=0)
 
 
 def recurrent(options: RecurrentOptions | None = None) -> Task:

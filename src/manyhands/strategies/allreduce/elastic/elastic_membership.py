@@ -202,7 +202,7 @@ class ElasticMembership(Membership):
             raise UserError(f"workers={workers} must be at least 1")
         if not 1 <= min_workers <= workers:
             raise UserError(
-                f"min_workers={min_workers} must lie between 1 and the number of workers, {workers}"
+                f"min_workers={min_workers} must be between 1 and the number of workers, {workers}"
             )
         super().__init__(first_member=0)
         self._workers, self._min_workers = workers, min_workers
@@ -284,7 +284,7 @@ class ElasticMembership(Membership):
             raise UserError(f"slot={number}: there is no such worker; there are {there}")
         if len(active) - 1 < self._min_workers:
             left = num_of(len(active) - 1, "worker")
-            raise UserError(f"slot={number}: {left} would be left, and min_workers={self._min_workers}")
+            raise UserError(f"slot={number}: {left} would be left, but min_workers={self._min_workers}")
         slot.phase = SlotPhase.RETIRING
         member = next((one for one in self._members.values() if one.slot == number), None)
         if member is None or member in self._in_view():
@@ -303,8 +303,8 @@ class ElasticMembership(Membership):
             slot.lost = sentence
         elif self._lose(slot, sentence):
             return self._fail(
-                f"worker {slot.number} was lost {slot.deaths} times in a row without taking a step between: "
-                f"{sentence}; the next one would be lost in the same way"
+                f"worker {slot.number} was lost {slot.deaths} times in a row without completing a step: "
+                f"{sentence}; a replacement would be lost in the same way"
             )
         else:
             replaced = [self._start_worker(slot)]
@@ -314,7 +314,7 @@ class ElasticMembership(Membership):
         there = len(self._in_view())
         if there < self._min_workers:
             left = f"{num_of(there, 'worker')} {'is' if there == 1 else 'are'}" if there else "no worker is"
-            return self._fail(f"{left} left, and min_workers={self._min_workers}: {self._lost()}")
+            return self._fail(f"{left} left, but min_workers={self._min_workers}: {self._lost()}")
         if self._phase is not _Phase.CHANGING:
             self._phase = _Phase.CHANGING
             replaced.insert(0, Notify(self._numbers(), LeaveEpoch(epoch=self.view.epoch)))
@@ -357,7 +357,7 @@ class ElasticMembership(Membership):
         members = sorted(members, key=lambda member: member.slot or 0)
         donor = next((member.number for member in members if member.number in holders), None)
         if self._has_state and donor is None:
-            return self._fail(f"nobody who has the state of the run is left: {self._lost()}")
+            return self._fail(f"no worker that has the state of the run is left: {self._lost()}")
         self._has_state = self._has_state or bool(holders)
         seats = tuple(
             EpochSeat(

@@ -222,7 +222,7 @@ def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> di
         if not readable:
             _close_all(found.values())
             raise PeerTimeout(
-                f"the launcher has not sent the memory of epoch {epoch} for {timeout_s:g} s", -1
+                f"the launcher did not send the memory of epoch {epoch} within {timeout_s:g} s", -1
             )
         room = socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET)
         data, control, _, _ = connection.recvmsg(_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -270,7 +270,7 @@ def read_state(tensors: int, tree: int) -> Loaded:
     try:
         return Loaded.of(unflatten(read_tensors(flat), json.loads(meta.read_bytes())))
     except (ValueError, KeyError, TypeError) as error:
-        raise ManyhandsError(f"the state that another worker left cannot be read: {error}") from error
+        raise ManyhandsError(f"cannot read the state from another worker: {error}") from error
 
 
 @torch.no_grad()
@@ -340,7 +340,7 @@ class LinkedEpochs(Epochs):
 
         def still() -> None:
             if line.is_over(view.epoch):
-                raise Aborted(f"epoch {view.epoch} is over before it has begun")
+                raise Aborted(f"epoch {view.epoch} ended before it started")
 
         try:
             links = connect_all(
@@ -389,7 +389,7 @@ class _LinkedEpoch(Epoch):
         mailbox.receive(donor, length, [])
         count = int(length)
         if not 0 < count <= _MOST_STATE:
-            raise ManyhandsError(f"worker {self._view.donor} offers a state of {count} bytes, which is none")
+            raise ManyhandsError(f"worker {self._view.donor} offers an invalid state of {count} bytes")
         data = torch.empty(count, dtype=torch.uint8)
         for piece in torch.split(data, _PIECE_BYTES):
             mailbox.receive(donor, piece, [])

@@ -106,11 +106,11 @@ class MemberLine:
                 if self._departs:
                     raise Departed
                 if self._context.stopping:
-                    raise Aborted("the run is being taken down")
+                    raise Aborted("the run is being stopped")
                 if time.monotonic() > deadline:
                     raise PeerTimeout(
                         f"{self._context.name} waited {self._timeout_s:g} s for all others to leave epoch {after}; "
-                        "see whether one of them is slow, or allow more time",
+                        "check whether one of them is slow, or raise the timeout",
                         -1,
                     )
                 self._changed.wait(_LOOK_S)

@@ -202,7 +202,7 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
     line = party.connection
     while line.stop_requested() or not (early := line.received()):  # as long as the leader lives
         if line.stop_requested():
-            sentence = f"the run ended before {line.name} had a part in it"
+            sentence = f"the run ended before {line.name} joined it"
             raise Aborted(line.over.sentence if line.over is not None else sentence)
         select.select([line.control_fileno()], [], [], _WAIT_S)
     part: TakeSlot = PARTS.read(early[0])

@@ -176,7 +176,7 @@ class PriorityExchange(base.Exchange):
         self._step_arrived(wait=False)
         while awaited & self._guard.pending:
             if not self._step_arrived(wait=True):
-                raise RuntimeError("every slice has arrived, and a parameter is still waited for")
+                raise RuntimeError("every slice has arrived, but a parameter is still missing")
 
     def _step_arrived(self, *, wait: bool) -> bool:
         """Step the parameters all of whose slices have arrived; return whether any slice has since the last call."""

@@ -203,7 +203,7 @@ class SendOrder:
 
     def __init__(self, num_bytes: Sequence[int], priorities: Sequence[int], credit_bytes: int) -> None:
         if credit_bytes < 1:
-            raise ValueError(f"credit_bytes={credit_bytes} lets nothing through")
+            raise ValueError(f"credit_bytes={credit_bytes} must be at least 1")
         self._num_bytes, self._credit_bytes = num_bytes, credit_bytes
         self._unsent = sorted(range(len(num_bytes)), key=lambda number: (priorities[number], number))
         self._in_flight: set[int] = set()
@@ -394,7 +394,7 @@ class GradientSlice:
 
     def __post_init__(self) -> None:
         if not self.parameters:
-            raise ValueError(f"slice {self.parcel.key} belongs to no parameter")
+            raise ValueError(f"slice {self.parcel.key} does not belong to a parameter")
 
 
 def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[GradientSlice, ...]:

@@ -171,7 +171,7 @@ def master_worker(rank: int, world: int) -> Table:
     return (_step([(0, _WHOLE)], [], How.ADD), _step([], [(0, _WHOLE)], How.COPY))
 
 
-@registered(_single, "one-shot all-reduce; the plainest there is")
+@registered(_single, "one-shot all-reduce; the simplest algorithm")
 def all_to_all(rank: int, world: int) -> Table:
     """Everyone sends its whole vector to everyone and sums in rank order."""
     if world == 1:
@@ -220,7 +220,7 @@ def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
 def grouped(group_size: int) -> Algorithm:
     """`hierarchical` in groups of `group_size` neighbouring ranks: as many as one host has."""
     if group_size < 1:
-        raise UserError(f"group_size={group_size}: a group has at least 1 rank")
+        raise UserError(f"group_size={group_size}: must be at least 1")
     return _hierarchical_of(group_size)
 
 

@@ -66,8 +66,7 @@ class Collective(ABC):
     step: int = 0  # which step the launched buckets belong to; set it before `finish`
     sums_rows: bool = False  # whether row-sparse gradients are summed as such; otherwise only dense ones are
     instead_of_rows: str = (  # what the user can do then
-        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
-        "sparse=False"
+        "rows of an nn.Embedding are summed only over links; add link=tcp, or build it with sparse=False"
     )
 
     def begin(self, step: int) -> None:
@@ -85,7 +84,7 @@ class Collective(ABC):
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, if it `sums_rows`: return the sum over workers of rows of a table that has `below` of them."""
-        raise NotImplementedError(f"{self}: dense gradients are summed, not {mine} of {below} rows")
+        raise NotImplementedError(f"{self}: only dense gradients can be summed, not {mine} of {below} rows")
 
     def summary(self) -> dict[str, Any]:
         return {}
@@ -371,7 +370,7 @@ class Reducer:
         if gradient.is_sparse != (index in self._rows):
             name = repr(self._names[index])
             raise UserError(
-                f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
+                f"parameter {name} is in an embedding built with sparse=True, but also has a dense gradient"
                 if index in self._rows
                 else f"parameter {name} has a sparse gradient; {self._collective.instead_of_rows}"
             )
@@ -420,7 +419,7 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
     for parameter, names in named.items():
         if parameter.dtype not in SUMMED:
             raise UserError(
-                f"parameter {names[0]!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
+                f"parameter {names[0]!r} is {parameter.dtype}; all-reduce needs float32, float64, bfloat16 or float16"
             )
     sparse = row_sparse(model) if rows else set()
     counts = [0 if parameter in sparse else parameter.numel() for parameter in named]
@@ -442,7 +441,7 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
         count = int(room[0])
         if not 0 <= count <= most:
             raise ManyhandsError(
-                f"worker {root} says that its codecs keep {count} bytes; at most {most} would fit what this one keeps"
+                f"worker {root} reports {count} bytes of codec state; at most {most} are expected"
             )
         theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
         for begin in range(0, count, len(carrier)):

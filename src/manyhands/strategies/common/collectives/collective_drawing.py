@@ -64,7 +64,7 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
     world, count = len(vectors), len(vectors[0])
     if any(len(vector) != count for vector in vectors):
         raise UserError(
-            f"vectors of lengths {[len(vector) for vector in vectors]}: all must be of one length"
+            f"vectors of lengths {[len(vector) for vector in vectors]}: all must have the same length"
         )
     chunks = algorithm.chunks(world)
 

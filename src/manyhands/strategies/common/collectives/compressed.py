@@ -142,7 +142,7 @@ class Compressor:
             elif came.numel() == parcel.num_bytes:
                 into.add_(came.view(parcel.dtype))
             else:
-                raise BadBytes(f"{came.numel()} bytes came, and {parcel.num_bytes} were due")
+                raise BadBytes(f"received {came.numel()} bytes; expected {parcel.num_bytes}")
         except BadBytes as error:
             mailbox.refuse(rank, str(error))
         return refused

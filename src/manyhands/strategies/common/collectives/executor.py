@@ -110,7 +110,7 @@ class ScheduleExecutor:
         Without a `parcel`, which names all of it, it travels as it is; without an `algorithm`, the executor's own way.
         """
         if op not in _OPERATIONS:
-            raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
+            raise UserError(f"op={op}: unknown reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
         if self._compressor is not None and parcel is not None and op == "sum" and self.encodes(parcel):
             enter = self._call("compressed all-reduce", _Kind.COMPRESSED)
@@ -146,7 +146,7 @@ class ScheduleExecutor:
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> None:
         """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""
         if not 0 <= root < self.world:
-            raise UserError(f"root={root}: must be a rank from 0 to {self.world - 1}")
+            raise UserError(f"root={root}: must be between 0 and {self.world - 1}")
         vector = _checked(buffer)
         plan = _broadcast_plan(self.rank, self.world, root, vector.numel())
         self._run(_Kind.BROADCAST, "tree", plan, vector)

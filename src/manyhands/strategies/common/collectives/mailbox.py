@@ -101,8 +101,8 @@ class Mailbox:
         if place != self._place or not (0 if or_less else room) <= came <= room:
             raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
                 f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
-                f"{place}, due were {room} bytes of {self._place}; all ranks must make the same calls "
-                "in the same order with buffers of one length"
+                f"{place}, expected {room} bytes of {self._place}; all ranks must make the same calls "
+                "in the same order with buffers of the same length"
             )
         return refused, came
 
@@ -139,11 +139,11 @@ class Mailbox:
             left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
             refused = still
             if left_s <= 0:
-                self._late(still[0][0], "took nothing")
+                self._late(still[0][0], "received nothing")
             self._flush(still[0][0], _RETRY_S)
         for peer in peers:
             if not self._flush(peer, self._timeout_s):
-                self._late(peer, "took nothing")
+                self._late(peer, "received nothing")
 
     def refuse(self, source: int, why: str) -> NoReturn:
         raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
@@ -184,7 +184,7 @@ class Mailbox:
     def _link(self, peer: int) -> Link:
         if peer not in self._links:
             there = sorted(map(self._role, self._links))
-            raise UserError(f"{self._where()}: no link leads to rank {self._role(peer)}, only to {there}")
+            raise UserError(f"{self._where()}: no link to rank {self._role(peer)}, only to {there}")
         return self._links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:

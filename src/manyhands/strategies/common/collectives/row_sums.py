@@ -94,7 +94,7 @@ def sum_rows(
             refused = mailbox.post([(peer, payload)]) if payload is not None else []
             if step:
                 if not 0 <= int(count) <= below:
-                    mailbox.refuse(peer, f"{int(count)} rows of a table that has {below}")
+                    mailbox.refuse(peer, f"{int(count)} rows for a table of {below}")
                 room = torch.empty(int(count) * (_NUMBER_BYTES + width * dtype.itemsize), dtype=torch.uint8)
             refused, _ = mailbox.receive(peer, room.view(torch.uint8), refused)
             if payload is not None:
@@ -103,7 +103,7 @@ def sum_rows(
         numbers = room[:end].view(torch.int64)
         ascends = bool((numbers[1:] > numbers[:-1]).all())
         if int(count) and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < below):
-            mailbox.refuse(peer, f"numbers of rows that do not ascend within {below}")
+            mailbox.refuse(peer, f"row numbers must ascend and be below {below}")
         return GradientRows(numbers, room[end:].view(dtype).view(int(count), width))
 
     if rank >= power:

@@ -61,7 +61,7 @@ class _OneMessage:
 
     def __post_init__(self) -> None:
         if not self.chunks or self.chunks.step != 1 or self.chunks.start < 0:
-            raise ScheduleError(f"a message carries a run of neighbouring chunks, not {self.chunks}")
+            raise ScheduleError(f"a message must carry consecutive chunks, not {self.chunks}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Algorithm:
 
     def table(self, rank: int, world: int) -> Table:
         if world < 1 or not 0 <= rank < world:
-            raise UserError(f"rank={rank}, world={world}: world is at least 1 and rank one of 0 to world - 1")
+            raise UserError(f"rank={rank}, world={world}: rank must be between 0 and world - 1")
         return _cached_table(self.schedule, rank, world)
 
     def tables(self, world: int) -> tuple[Table, ...]:

@@ -87,9 +87,7 @@ class CodecChooser:
         sample, values = parcel.part(0, count), part[:count]
         names = choice.candidates(self._error, double=parcel.dtype == torch.float64)
         if not names:
-            why = (
-                f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
-            )
+            why = f"{RAW}: every smaller codec loses something; codec=auto:0.01 would allow an error of 1 %"
             self._take(choice.CodecChoice(codec=RAW, step=step, why=why), filled)
             return
         measured = [  # seconds to sum the sample unencoded, to sum next to nothing, and what each codec costs
@@ -130,7 +128,7 @@ class CodecChooser:
             if name.startswith(_IN_USE):
                 del kept[name]
                 self._use(name.removeprefix(_IN_USE))
-                why = f"{self.codec}: as before the run was resumed"
+                why = f"{self.codec}: used before the run was resumed"
                 self.decisions = [choice.CodecChoice(codec=self.codec, step=int(since), why=why)]
         self._executor.remember(kept)
 
@@ -214,7 +212,7 @@ class SideThread(ABC):
         if self._error is not None:
             raise self._error
         if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError(f"the thread {self._name!r} has ended, and this worker waits for it")
+            raise RuntimeError(f"the thread {self._name!r} has ended, but this worker waits for it")
         self._changed.wait(_LOOK_S)
 
     def _end(self, release: Callable[[], None]) -> None:

@@ -150,14 +150,14 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[schedule.Step], wher
             wire = wires.get((receive.source, rank.rank))
             if not wire:
                 raise schedule.ScheduleError(
-                    f"{where}: rank {rank.rank} waits for ever for chunks {_text(receive.chunks)} from rank "
-                    f"{receive.source}, who sends it nothing more in this round"
+                    f"{where}: rank {rank.rank} waits forever for chunks {_text(receive.chunks)} from rank "
+                    f"{receive.source}, which sends nothing more in this round"
                 )
             chunks, values = wire.pop(0)
             if chunks != receive.chunks:
                 raise schedule.ScheduleError(
                     f"{where}: rank {receive.source} sends chunks {_text(chunks)} to rank {rank.rank}, "
-                    f"who awaits chunks {_text(receive.chunks)}"
+                    f"which expects chunks {_text(receive.chunks)}"
                 )
             rank.take(receive, values, where)
         for chunks in step.folds:
@@ -165,7 +165,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[schedule.Step], wher
     for (source, to), wire in wires.items():
         if wire:
             raise schedule.ScheduleError(
-                f"{where}: rank {source} sends chunks {_text(wire[0][0])} to rank {to}, who receives none"
+                f"{where}: rank {source} sends chunks {_text(wire[0][0])} to rank {to}, which receives none"
             )
 
 
@@ -257,7 +257,7 @@ class Cost:
 def cost(algorithm: schedule.Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
     if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
         raise UserError(
-            f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"
+            f"num_bytes={num_bytes}, item_bytes={item_bytes}: num_bytes must be a multiple of item_bytes"
         )
     tables, chunks = algorithm.tables(world), algorithm.chunks(world)
 

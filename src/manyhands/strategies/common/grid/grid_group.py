@@ -51,7 +51,7 @@ class LinkGroup:
         name: str = "group",
     ) -> None:
         if rank not in members:
-            raise UserError(f"rank={rank}: not one of the members {list(members)}")
+            raise UserError(f"rank={rank}: must be one of the members {list(members)}")
         self.members = tuple(members)
         self.index = self.members.index(rank)
         self.name, self._kind = name, kind

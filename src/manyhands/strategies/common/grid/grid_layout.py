@@ -59,7 +59,9 @@ class Grid:
         counts = {"stages": stages, "slices": slices, "replicas": data or 1}
         words = " × ".join(f"{count} {name}" for name, count in counts.items() if count > 1)
         if data is not None and workers != each:
-            raise UserError(f"workers={workers}: {words or 'one worker'} takes {each}; use workers={each}")
+            raise UserError(
+                f"workers={workers}: {words or 'one worker'} would use {each}; use workers={each}"
+            )
         require_multiple(workers, each, f"{each} ({words})")
         return Grid(data=data if data is not None else workers // each, stages=stages, slices=slices)
 

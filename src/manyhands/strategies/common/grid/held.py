@@ -69,8 +69,8 @@ class Outline:
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 raise UserError(
-                    f"model.state_dict() has {key!r}, a {type(value).__name__}; a model that is split among workers is "
-                    "put together from tensors: register a buffer in place of get_extra_state"
+                    f"model.state_dict() has {key!r}, a {type(value).__name__}; a model that is split over workers can "
+                    "only save tensors; register a buffer instead of get_extra_state"
                 )
         return Outline(
             parameters=dict(model.named_parameters(remove_duplicate=False)),
@@ -174,7 +174,7 @@ class HeldModel:
                 state.setdefault(name, torch.empty(self._outline.shapes[name], dtype=tensor.dtype))
         missing = [key for key in self._outline.keys if key not in state]
         if missing:
-            raise ManyhandsError(f"no worker sent {missing[0]!r}, a tensor of the model")
+            raise ManyhandsError(f"no worker sent the tensor {missing[0]!r} of the model")
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     for name, parameter in named.items():
         if parameter.dtype not in SUMMED or parameter.layout is not torch.strided:
             raise UserError(
-                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; parameters that are split are float32, "
+                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; split parameters must be float32, "
                 "float64, bfloat16 or float16, and dense"
             )
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -153,8 +153,8 @@ def require_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     for (_, end, one), (begin, _, other) in pairwise(extents):
         if begin < end:
             raise UserError(
-                f"parameters {one!r} and {other!r} are different parameters in the same memory, which would come "
-                "apart; tie them by assigning one Parameter to both"
+                f"parameters {one!r} and {other!r} share memory but are different parameters; tie them by assigning "
+                "one Parameter to both"
             )
 
 

@@ -35,8 +35,8 @@ def stepping_for(optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> St
         if not why:
             return way
     raise UserError(
-        f"optimizer {type(optimizer).__name__} would train another model under {who} than in one process: {why}; use "
-        "strategy=mirrored or allreduce, or another optimizer, such as AdamW"
+        f"optimizer {type(optimizer).__name__} would train a different model under {who} than in one process: {why}; "
+        "use strategy=mirrored or allreduce, or another optimizer, such as AdamW"
     )
 
 
@@ -114,17 +114,17 @@ def cannot_step(optimizer: Optimizer, way: Stepping) -> str:
     except Exception:  # as above: what only a part of the parameters brings about
         return _LOOKS[way]
     if way is Stepping.IN_PIECES and not keeps_shapes:
-        return "it keeps state that has not the shape of its parameter, and so cannot be cut with it"
+        return "its state does not have the shape of its parameter and cannot be split with it"
     steps = course.diff(dim=0)
     allowed = _CLOSE * steps.abs() + _ROUNDING * torch.maximum(course[1:].abs(), course[:-1].abs())
     return "" if bool(((apart.diff(dim=0) - steps).abs() <= allowed).all()) else _LOOKS[way]
 
 
 _LOOKS: Final = {
-    Stepping.APART: "it looks across parameters (in a trial, tensors apart were not stepped as all together are)",
-    Stepping.IN_TURN: "it looks across parameters or counts its calls (in a trial, one tensor after another was not "
-    "stepped as all together are)",
-    Stepping.IN_PIECES: "it looks across the items of a tensor (in a trial, pieces were not stepped as the whole is)",
+    Stepping.APART: "it combines parameters (in a trial, separate tensors gave other results than all together)",
+    Stepping.IN_TURN: "it combines parameters or counts its calls (in a trial, one tensor after another gave other "
+    "results than all together)",
+    Stepping.IN_PIECES: "it combines the items of a tensor (in a trial, pieces gave other results than the tensor)",
 }
 
 
@@ -347,8 +347,8 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
             step_plainly(double)
     except Exception as error:  # whatever the user's class raises
         raise UserError(
-            f"optimizer {type(optimizer).__name__} takes no step by itself ({error}); use one whose step() needs no "
-            "closure and takes dense gradients, such as SGD or Adam"
+            f"optimizer {type(optimizer).__name__} failed in a trial step ({error}); use one whose step() needs no "
+            "closure and accepts dense gradients, such as SGD or Adam"
         ) from error
     kept: dict[nn.Parameter, list[KeptState]] = {}
     for parameter, stand_in in stand_in_of.items():
@@ -367,12 +367,12 @@ def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: 
     kind = type(optimizer).__name__
     if not isinstance(value, Tensor):
         raise UserError(
-            f"optimizer {kind} keeps its state {name!r} as a {type(value).__name__}, which workers cannot share; keep "
-            "it as a tensor, as in torch.zeros(())"
+            f"optimizer {kind} keeps its state {name!r} as a {type(value).__name__}, which cannot be shared; use a "
+            "tensor, as in torch.zeros(())"
         )
     if value.shape not in (like, torch.Size()):
         raise UserError(
-            f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which workers cannot share; it "
-            "must have the shape of its parameter, or none"
+            f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which cannot be shared; it must "
+            "have the shape of its parameter, or be a scalar"
         )
     return KeptState(name=name, shape=shape if value.shape == like else torch.Size(), dtype=value.dtype)

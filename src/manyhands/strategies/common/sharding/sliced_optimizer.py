@@ -90,7 +90,7 @@ class SlicedOptimizer:
                 if parameter.requires_grad and id(parameter) not in known:
                     raise UserError(
                         f"parameter group {number} of the optimizer holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not one of the model's, so no worker would exchange its "
+                        f"{tuple(parameter.shape)} that is not in the model, so no worker would exchange its "
                         "gradient"
                     )
         by_parameter = {id(owned.parameter): owned for owned in self._owned}
@@ -188,8 +188,8 @@ class SlicedOptimizer:
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             raise UserError(
-                f"the optimizer's groups now hold {sizes} parameters and held {self._sizes} when training began; "
-                "add all parameter groups before"
+                f"the optimizer's groups now hold {sizes} parameters, but held {self._sizes} when training started; "
+                "add all parameter groups before training"
             )
         shown = [{key: group[key] for key in _SHOWN if key in group} for group in groups]
         outer, self._optimizer.state = self._optimizer.state, self._state
@@ -201,7 +201,7 @@ class SlicedOptimizer:
                 if rate != 1 and "lr" not in group:
                     raise UserError(
                         f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps cannot be "
-                        "scaled; use one that has, such as SGD or AdamW"
+                        "scaled; use SGD or AdamW, for example"
                     )
                 if rate != 1:
                     group["lr"] = group["lr"] * rate
@@ -223,8 +223,8 @@ def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _refuse_state_dict(_optimizer: Optimizer) -> NoReturn:
     raise UserError(
-        "the optimizer's state lies in pieces with their owners, and state_dict() would miss it; save a checkpoint "
-        "through manyhands, which gathers them"
+        "the optimizer's state is split over the workers, and state_dict() would miss it; save a checkpoint "
+        "with manyhands, which gathers it"
     )
 
 

@@ -184,7 +184,7 @@ class RowTable:
         """IndexError names a row that is not here, ValueError a gradient of another form than the table's."""
         shape = (gradient.rows.numel(), self.values.shape[1])
         if gradient.rows.dtype != torch.int64 or gradient.rows.dim() != 1:
-            raise ValueError(f"rows of table {self.name!r} come as one dimension of int64")
+            raise ValueError(f"rows of table {self.name!r} must be int64 in one dimension")
         if gradient.values.shape != shape or gradient.values.dtype != self.values.dtype:
             raise ValueError(
                 f"the gradient of {shape[0]} rows of table {self.name!r} is {tuple(gradient.values.shape)} of "
@@ -197,7 +197,7 @@ class RowTable:
         bad = self._placement.foreign_row(rows, self._shard)
         if bad is not None:
             raise IndexError(
-                f"row {bad} of table {self.name!r} is not here; shard {self._shard} has {len(self.values)} of "
+                f"row {bad} of table {self.name!r} is missing; shard {self._shard} has {len(self.values)} of "
                 f"{self._placement.num_rows} rows"
             )
 
@@ -207,11 +207,11 @@ def require_lazy(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind not in _RULES:
         raise UserError(
-            f"sparse tables are updated lazily, which optimizer {kind.__name__} is not known to allow; allowed: "
+            f"sparse tables are updated lazily, which optimizer {kind.__name__} may not support; allowed: "
             f"{', '.join(sorted(one.__name__ for one in _RULES))}; or leave sparse out"
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise UserError("sparse tables are updated lazily, which amsgrad does not allow; use amsgrad=False")
+        raise UserError("sparse tables are updated lazily, which amsgrad does not support; use amsgrad=False")
 
 
 def _sgd(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
@@ -313,7 +313,7 @@ class Unknown:
 def name_of(rows: Tensor) -> bytes:
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ValueError(
-            f"a row set is int64 in one dimension, and not {rows.dtype} of shape {tuple(rows.shape)}"
+            f"a row set must be int64 in one dimension, not {rows.dtype} of shape {tuple(rows.shape)}"
         )
     return hashlib.sha256(rows.contiguous().numpy().data).digest()
 
@@ -366,7 +366,7 @@ class RowSets:
         Returns the rows. ValueError if the name is not theirs: a lie here would send every later gradient astray.
         """
         if name_of(given.rows) != given.name:
-            raise ValueError(f"a row set of {given.rows.numel()} rows came under a name that is not its own")
+            raise ValueError(f"a row set of {given.rows.numel()} rows arrived under the wrong name")
         if given.name in self._rows:
             self._rows.move_to_end(given.name)
         elif given.rows.nbytes <= self._capacity_bytes:
