@@ -278,7 +278,9 @@ def test_what_synchronized_buffers_cannot_be_combined_with(
 
 
 def test_an_unknown_choice_of_buffers_is_refused() -> None:
-    with pytest.raises(UserError, match="buffers='averge' is unknown; allowed: broadcast, mean, synchronize"):
+    with pytest.raises(
+        UserError, match="buffers='averge' is not known; allowed: broadcast, mean, synchronize"
+    ):
         mh.Options(buffers="averge")
 
 

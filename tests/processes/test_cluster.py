@@ -433,7 +433,7 @@ def test_a_job_that_can_not_be_loaded_or_returned_is_reported() -> None:
         run(lambda context: {"x": sly}, 1)
     with pytest.raises(WorkerFailed, match="the job of worker 0 returned a int, not a dict or None"):
         run(lambda context: 3, 1)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UserError, match="a Finished cannot be sent: it holds a set"):
+    with pytest.raises(UserError, match="a Finished cannot be sent: it has a set"):
         run(lambda context: {"x": {1}}, 1)
 
 

@@ -151,7 +151,7 @@ def test_too_few_workers_end_the_run_which_can_be_resumed(tmp_path: Path) -> Non
     strategy, out = "allreduce elastic=yes", tmp_path / "run"
     options = mh.Options(min_workers=2, checkpoint_every=2)
     with pytest.raises(
-        WorkerFailed, match=r"1 worker is left, and min_workers=2: worker \d .*step 4 of 12 is kept"
+        WorkerFailed, match=r"1 worker is left, but min_workers=2: worker \d .*step 4 of 12 is kept"
     ) as raised:
         mh.fit(replace(task, loss=fatal), strategy, workers=2, steps=12, out=out, options=options)
     assert f"min_workers=2: worker {raised.value.worker_rank} " in str(raised.value)

@@ -359,7 +359,7 @@ def test_the_callers_own_generators_are_left_alone() -> None:
     [
         ({"workers": 0}, "workers=0 must be an integer of at least 1"),
         ({"strategy": "alreduce"}, "did you mean 'allreduce'"),
-        ({"strategy": "single", "workers": 2}, "single is one process"),
+        ({"strategy": "single", "workers": 2}, "single runs one process"),
         ({"steps": 0}, "steps=0"),
         ({"steps": 3, "epochs": 2}, "give one of them"),
         ({"resume": True}, "resume=True needs out="),

@@ -116,7 +116,7 @@ def test_bad_files_end_with_2_and_one_line(
     )
     assert "three has labels -1, 1, 7" in complaint("train", "logreg", "--train", "three")
     assert "absent cannot be read" in complaint("train", "logreg", "--train", "absent")
-    assert "there is no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
+    assert "no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
     assert "model small is not a safetensors file" in complaint("predict", "small", "small")
     assert not Path("runs").exists()

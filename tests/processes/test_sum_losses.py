@@ -50,7 +50,7 @@ def train(way: str, workers: int, reduction: str) -> mh.Run:
 @pytest.mark.parametrize(("way", "workers"), WAYS.items())
 def test_a_sum_is_rejected_unless_it_is_said_to_be_one(way: str, workers: int) -> None:
     with pytest.raises(
-        UserError, match=r"task\.loss is the sum over a batch .* or give Task\(reduction='sum'\)"
+        UserError, match=r"task\.loss is the sum over a batch.* or give Task\(reduction='sum'\)"
     ):
         train(way, workers, "mean")
     alone, together = train("single", 1, "sum"), train(way, workers, "sum")

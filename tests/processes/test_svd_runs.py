@@ -149,7 +149,7 @@ BAD = {
     "not a number": (("--path", "holed.npy"), "row 1, column 0 is nan, not a number"),
     "a rank beyond the matrix": (
         ("--rank", "65"),
-        "rank=65: a matrix of 1,797 rows and 64 columns has at most 64",
+        "rank=65: a matrix of 1,797 rows and 64 columns has at most rank 64",
     ),
     "too little memory": (("--memory", "100KiB"), r"memory=100.0 KiB is too little"),
     "no size": (("--memory", "much"), "much"),

@@ -60,7 +60,7 @@ def test_an_exercise_is_written_once_and_its_solution_shown(
     assert run_command(monkeypatch, "tour", "6", "--exercise", mine) == 0
     assert mine.read_text() == LESSONS[5].exercise
     assert run_command(monkeypatch, "tour", "6", "--exercise", mine) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert run_command(monkeypatch, "tour", "6", "--solution") == 0
     assert "+ microbatches = 28" in capsys.readouterr().out
 

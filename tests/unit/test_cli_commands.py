@@ -53,7 +53,7 @@ def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imp
         "train|digitz": "there is no task 'digitz'; ",
         "train|digits|--strategy|mirored": "unknown strategy 'mirored'; ",
         "train|digits|--strategy|ps serv=2": "ps has no setting 'serv'",
-        "train|digits|--strategy|single|--workers|2": "workers=2: single is one process",
+        "train|digits|--strategy|single|--workers|2": "workers=2: single runs one process",
         "train|digits|--strategy|pipeline stages=3|--workers|2": "workers=2",
         "compare|digits|--workers|0": "workers=0 must be an integer of at least 1",
         "simulate|digits|--steps|0": "steps=0 must be an integer of at least 1",

@@ -55,7 +55,7 @@ def test_train_is_the_role_that_it_names(
     cluster = {"worker": ["a:1", "b:1"]}
     for index, sentence in (
         (2, "TF_CONFIG: task.index=2: the cluster lists 2 of type worker"),
-        (0, "workers=2: single is one process"),
+        (0, "workers=2: single runs one process"),
     ):
         task = {"type": "worker", "index": index}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))

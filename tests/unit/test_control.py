@@ -103,7 +103,7 @@ def test_what_is_no_message_is_refused(kind: int, body: bytes) -> None:
 
 
 def test_what_can_not_be_sent_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="holds a complex"):
+    with pytest.raises(UserError, match="has a complex"):
         encode(Note(payload={"x": 1j}))
     with pytest.raises(ProtocolError, match="shared memory or a file"):
         encode(Finished(payload={"x": "y" * MAX_FRAME_BYTES}))

@@ -115,7 +115,7 @@ def test_what_did_not_run_has_no_row() -> None:
     strategies = [(one, 2) for one in parse_strategies("single; hogwild")]
     nothing = figures(strategies, [], None, 5)
     assert density_rows({0.1: (0.5, nothing)}) == []
-    assert "nothing to compare" in density_sentences([])[0]
+    assert "Nothing to compare" in density_sentences([])[0]
 
 
 @pytest.mark.parametrize(

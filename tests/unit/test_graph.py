@@ -291,7 +291,7 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
         (["--strategy", "mirrord"], "did you mean 'mirrored'"),
         (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch has no such device"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "stages=9: .* 5 layers .* at most stages=5"),
-        (["--strategy", "single", "--workers", "2"], "single is one process"),
+        (["--strategy", "single", "--workers", "2"], "single runs one process"),
         (["--svg", "/nowhere/at/all.svg"], "there is no folder /nowhere/at"),
         (["--layers", "none"], "layers is 'none'; it must be an integer of at least 1"),
     ],

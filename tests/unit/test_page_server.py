@@ -177,8 +177,8 @@ def test_a_stream_sends_all_then_what_changed_then_the_end() -> None:
         assert parse(await anext(stream)) == ("title", "digits · ps servers=2")
         name, first = parse(await anext(stream))
         assert name == "sections"
-        assert list(first) == ["now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits",
-                               "traffic", "staleness", "members", "notes", "made"]  # fmt: skip
+        assert list(first) == ["now", "wrong", "loss", "metrics", "model", "throughput", "workers", "servers",
+                               "waits", "traffic", "staleness", "members", "made", "notes"]  # fmt: skip
         shown[0] = empty_view(step=7)
         assert list(parse(await anext(stream))[1]) == ["now"]
         shown[0] = empty_view(step=8)

@@ -160,7 +160,7 @@ def test_workers_come_and_go() -> None:
 def test_a_shard_without_copy_or_snapshot_ends_the_run() -> None:
     faults = (Kill(at_s=0.5, role=FaultRole.SERVER, pick=0),)
     spec = SimulationSpec(workers=2, steps=60, can_restore=False, faults=faults)
-    with pytest.raises(ManyhandsError, match="shard 0 is gone"):
+    with pytest.raises(ManyhandsError, match="shard 0 is lost"):
         simulate(spec)
     run = simulate(replace(spec, can_restore=True, timing=FAST))
     assert any("restored" in happening.what for happening in run.happenings)

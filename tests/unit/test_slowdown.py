@@ -17,13 +17,13 @@ def test_parses_the_documented_form() -> None:
     [
         ("worker=1", "must name worker and factor"),
         ("worker=1,facto=3", "did you mean 'factor'"),
-        ("worker=1,factor=fast", "no number"),
+        ("worker=1,factor=fast", "not a number"),
         ("worker=1,factor=0.5", "at least 1"),
         ("worker=-1,factor=2", "negative"),
         ("worker=1,factor=2,probability=0", "above 0"),
         ("worker=1,factor=nan", "at least 1"),
         ("worker=1,factor=2,from=-1", "from=-1 must not be negative"),
-        ("worker=1,factor=2,from=soon", "no number"),
+        ("worker=1,factor=2,from=soon", "not a number"),
     ],
 )
 def test_bad_texts_are_refused_with_a_sentence(text: str, part: str) -> None:

@@ -212,5 +212,5 @@ def _option(name: str) -> Option:
 
 
 def test_a_builtin_task_has_one_length() -> None:
-    with pytest.raises(ValueError, match="it must have one"):
+    with pytest.raises(ValueError, match="exactly one must be given"):
         dataclasses.replace(CHOICES, epochs=2)

@@ -218,7 +218,8 @@ def test_what_makes_no_sense_is_refused(change: dict[str, int], parts: list[str]
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"), [("a a a a a", ["1 word", "min_count=5"]), ("a b", ["0 words", "of 2 different"])]
+    ("text", "parts"),
+    [("a a a a a", ["1 of 1 word", "min_count=5"]), ("a b", ["0 of 2 words", "min_count=5"])],
 )
 def test_a_vocabulary_of_one_word_is_refused(text: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:

@@ -178,9 +178,9 @@ def test_vectors_come_back_the_same_from_every_format(vectors: Vectors, tmp_path
         (b"a\n", ["line 1"]),
         (b"", ["no vectors"]),
         (b"a 1 2\n\xff 3 4\n", ["line 2", "not UTF-8"]),
-        (b"3 2\na 1 2\nb 3 4\n", ["promises 3", "has 2"]),
+        (b"3 2\na 1 2\nb 3 4\n", ["announces 3", "has 2"]),
         (b"2 2\na \x00\x00\x80?\x00\x00\x80?b \x00", ["truncated"]),
-        (b"90000000 300\na \x00\x00\x80?\x00", ["too short"]),
+        (b"90000000 300\na \x00\x00\x80?\x00", ["announces 90000000", "truncated"]),
     ],
 )
 def test_a_vectors_file_that_is_wrong_is_named_with_its_line(

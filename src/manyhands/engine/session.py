@@ -292,7 +292,7 @@ class _Session:
             step = training.kept_step(directory)
             kept, command = self._kept(step, directory)
             kept = kept if step else "no checkpoint was due yet"
-            how = f"; {'go on' if step else 'begin again'} with: {command}"
+            how = f"; {'continue' if step else 'start again'} with: {command}"
             sentence = f"ended by {number.name}; {kept}"
             directory.append_member({"event": "interrupted", "at_s": self._seconds, "sentence": sentence})
         options = self._request.options

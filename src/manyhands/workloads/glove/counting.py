@@ -74,7 +74,8 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     if memory_bytes < fixed + 8 * least:
         raise UserError(
             f"memory={format_bytes(memory_bytes)} is too little: counting {words:,} words with "
-            f"{num_of(workers, 'worker')} needs {format_bytes(fixed + 8 * least)}; give more, or fewer words or workers"
+            f"{num_of(workers, 'worker')} needs at least {format_bytes(fixed + 8 * least)}; give more, or fewer words "
+            "or workers"
         )
     part_words = min(_MOST_PLACES, (memory_bytes - fixed) // 8)
     run_room = (memory_bytes - dense - out_records * RECORD.itemsize) // RECORD.itemsize

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import reason, write_atomically
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, num_of
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.corpus import Block, Corpus
 from manyhands.workloads.glove.word_table import WordTable
@@ -117,8 +117,8 @@ def count_words(
     chosen = sorted(chosen)[:max_size]
     if len(chosen) < 2:
         raise UserError(
-            f"only {len(chosen)} of {len(whole):,} words in {corpus} occur at least min_count={min_count} times; "
-            "at least 2 are needed: give more text, or a lower min_count"
+            f"only {len(chosen)} of {num_of(len(whole), 'word')} in {corpus} occur at least min_count={min_count} "
+            "times; at least 2 are needed: give more text, or a lower min_count"
         )
     words, often = [word.decode() for _, word in chosen], [-count for count, _ in chosen]
     return Vocabulary(words, often, tokens=int(counts.sum()))
