@@ -172,7 +172,7 @@ def _limit_of(error: OSError | ImportError) -> str:
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return (
             f"a file or shared memory of this process would exceed the limit of {format_bytes(most)}{where}; "
-            "raise it: ulimit -f unlimited"
+            "raise the limit: ulimit -f unlimited"
         )
     return ""
 

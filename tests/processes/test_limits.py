@@ -16,5 +16,5 @@ def test_a_command_that_meets_a_limit_names_it(tmp_path: Path, limit: str, fix: 
     )
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     said = [line for line in done.stderr.splitlines() if line.startswith("manyhands: ")]
-    assert (done.returncode, said[-1].endswith(f"raise it: {fix}")) == (2, True), done.stderr
+    assert (done.returncode, said[-1].endswith(f"raise the limit: {fix}")) == (2, True), done.stderr
     assert "Traceback" not in done.stderr

@@ -162,7 +162,9 @@ def test_a_server_that_went_without_a_word_is_said_and_the_content_stays(
 ) -> None:
     opened(browser, dashboard.url)
     dashboard.stop()
-    awaited(browser, lambda: "What you see is the last that came" in line_of(browser), "the loss to be said")
+    awaited(
+        browser, lambda: "The page shows the last data received" in line_of(browser), "the loss to be said"
+    )
     assert "120 of 400" in text_of(browser, "now")
 
 

@@ -38,7 +38,7 @@ def test_too_many_open_files_names_the_limit(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_names_the_limit(tmp_path: Path) -> None:
     said = lowered(resource.RLIMIT_FSIZE, 4096, lambda: (tmp_path / "one").write_bytes(bytes(8192)))
     assert "would exceed the limit of 4.0 KiB" in said
-    assert said.endswith("raise it: ulimit -f unlimited")
+    assert said.endswith("raise the limit: ulimit -f unlimited")
 
 
 def test_memory_that_processes_share_is_such_a_file() -> None:
