@@ -181,8 +181,7 @@ class Task:
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
         if self.clip_norm is not None and self.clip_value is not None:
-            both = f"clip_norm is {self.clip_norm!r} and clip_value is {self.clip_value!r}"
-            raise UserError(f"{both}; leave one out")
+            raise UserError(f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}: leave one out")
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a non-empty string")
         # a source looks at types and lengths only: cheap, and better here than in every worker

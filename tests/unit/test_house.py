@@ -165,6 +165,20 @@ def test_the_top_of_the_package_is_a_list_that_one_can_remember() -> None:
     assert len([name for name in entries if "." not in name]) <= 14
 
 
+def test_a_function_fits_on_a_screen_and_few_classes_are_large() -> None:
+    long, large = [], []
+    for module in modules():
+        for node in ast.walk(ast.parse(source(module))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                long += [f"{module}: {node.name} has {lines} lines"] * (lines > 60)
+            elif isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                large += [node.name] * (methods > 20)
+    assert long == []
+    assert len(large) <= 10, large
+
+
 def test_every_where_of_contributing_is_there() -> None:
     text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
     table = text.partition("| where is …")[2].partition("\n\n")[0]

@@ -155,11 +155,11 @@ class KernelTask(ABC):
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         """The step where every worker has a copy and a part of each batch; `for_strategy` says whether it exists."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has no step on copies")
 
     def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         """The step where every worker has some dimensions; `for_strategy` says whether it exists."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has no step on slices")
 
     @abstractmethod
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:

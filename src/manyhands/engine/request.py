@@ -43,6 +43,20 @@ class Length:
             (one, first), (other, second), *_ = given.items()
             raise UserError(f"{one}={first} and {other}={second} say the same thing twice; give one of them")
 
+    def require_unit_of(self, strategy: Strategy) -> None:
+        self.require_one()
+        if not strategy.facts.counts_rounds:
+            if self.rounds is not None:
+                raise UserError(
+                    f"rounds={self.rounds}: strategy {strategy} is counted in global batches; give steps= or epochs="
+                )
+            return
+        for name in ("steps", "epochs"):
+            if (given := getattr(self, name)) is not None:
+                raise UserError(
+                    f"{name}={given}: strategy {strategy} is counted in rounds; give rounds= instead"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -77,18 +91,9 @@ class Request:
         _check_options(task, strategy, workers, options)
         _check_heeded(task, strategy, options.early_stopping)
         samples = task.samples
-        length.require_one()
+        length.require_unit_of(strategy)
         if strategy.facts.counts_rounds:
-            for name in ("steps", "epochs"):
-                if (given := getattr(length, name)) is not None:
-                    raise UserError(
-                        f"{name}={given}: strategy {strategy} is counted in rounds; give rounds= instead"
-                    )
             steps, per_epoch = length.rounds or _USUAL_ROUNDS, 1
-        elif length.rounds is not None:
-            raise UserError(
-                f"rounds={length.rounds}: strategy {strategy} is counted in global batches; give steps= or epochs="
-            )
         elif isinstance(task, Task) and task.streams:
             task = _dealt(task, length, strategy, workers)
             steps = per_epoch = length.steps or 0

@@ -124,10 +124,7 @@ class Trainer:
                 self.reporter.send(now=True)
                 if shared.bad_workers[0] != self._worker:  # the first whose loss broke says so
                     return self._trained(step - 1, stopped=True)
-                since = "" if step == first + 1 else f"the update of step {step - 1}"
-                cause = diagnose(model, self._course, since=since, clip=not self._clips)
-                where = f"worker {self._worker}, step {step}"
-                raise NonFinite(f"{where}: the loss is not finite; {exchange.when_broken}; {cause}")
+                raise self._non_finite(step, is_first=step == first + 1)
             if not shared.settled:
                 continue  # collective work waits until the workers are synchronized
             stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
@@ -148,6 +145,12 @@ class Trainer:
         weights = exchange.model_state(model)
         self.reporter.saving += exchange.meter.traffic() - before
         return self._trained(step, stopped, weights)
+
+    def _non_finite(self, step: int, *, is_first: bool) -> NonFinite:
+        since = "" if is_first else f"the update of step {step - 1}"
+        cause = diagnose(self.model, self._course, since=since, clip=not self._clips)
+        where = f"worker {self._worker}, step {step}"
+        return NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
 
     def sent(self) -> SentFor:
         steps, saving = self._in_steps, self.reporter.saving

@@ -142,17 +142,31 @@ def _viewer(item: Any, name: str) -> Any:
 _bytes_at = _viewer(uint8, "bytes")
 
 
-def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
-    items_at, totals_at = _viewer(item, name), _viewer(wide, f"{name}_total")
-    item_bytes = item.bitwidth // 8
+def _pair_loops(name: str, widen: Any, narrow: Any) -> tuple[Any, Any]:
+    """Two ranks: one pass, no scratch. A multiplication by 1 or by 1/2 is exact."""
 
     @_compiled_for(name)
     def reduce_pair(first: Any, second: Any, largest: bool, scale: float) -> None:
-        """Two ranks: one pass, no scratch. A multiplication by 1 or by 1/2 is exact."""
         for i in range(first.size):
             result = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
             first[i] = result
             second[i] = result
+
+    @_compiled_for(name)
+    def reduce_pair_to(first: Any, second: Any, target: int, largest: bool, scale: float) -> None:
+        """A loop for each target: one that stored to either could alias both and would not be vectorised."""
+        if target == 0:
+            for i in range(first.size):
+                first[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
+        else:
+            for i in range(first.size):
+                second[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
+
+    return reduce_pair, reduce_pair_to
+
+
+def _block_loops(name: str, items_at: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
+    """Three ranks or more, a block at a time: `total` and the block being read stay in the cache."""
 
     @_compiled_for(name)
     def add_up(parts: Any, ranks: int, shift: int, total: Any, largest: bool) -> None:
@@ -166,21 +180,10 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
 
     @_compiled_for(name)
     def reduce_block(parts: Any, shift: int, total: Any, largest: bool, divisor: float) -> None:
-        """Three ranks or more, a block at a time: `total` and the block being read stay in the cache."""
         add_up(parts, parts.size - 1, shift, total, largest)
         last = items_at(parts[parts.size - 1] + shift, total.size)
         for i in range(total.size):
             last[i] = narrow(_combine(total[i], widen(last[i]), largest) / divisor)
-
-    @_compiled_for(name)
-    def reduce_pair_to(first: Any, second: Any, target: int, largest: bool, scale: float) -> None:
-        """A loop for each target: one that stored to either could alias both and would not be vectorised."""
-        if target == 0:
-            for i in range(first.size):
-                first[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
-        else:
-            for i in range(first.size):
-                second[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
 
     @_compiled_for(name)
     def reduce_block_to(parts: Any, target: int, shift: int, total: Any, most: bool, divisor: float) -> None:
@@ -188,6 +191,15 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
         result = items_at(parts[target] + shift, total.size)
         for i in range(total.size):
             result[i] = narrow(total[i] / divisor)
+
+    return reduce_block, reduce_block_to
+
+
+def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
+    items_at, totals_at = _viewer(item, name), _viewer(wide, f"{name}_total")
+    item_bytes = item.bitwidth // 8
+    reduce_pair, reduce_pair_to = _pair_loops(name, widen, narrow)
+    reduce_block, reduce_block_to = _block_loops(name, items_at, widen, narrow)
 
     @_compiled_for(name)
     def reduce(parts: Any, count: int, operation: int, target: int, scratch: int) -> None:

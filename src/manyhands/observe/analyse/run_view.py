@@ -166,19 +166,20 @@ class Gather:
         began = self.seen.first_step_ns
         return (began - self.seen.first_ns) / _NS_PER_S if began else 0.0
 
+    def _phase(self, step: int, now_ns: int, held: bool | None) -> views.Phase:
+        longest_ns = _QUIET_STEPS * max(self.seen.step_ns.values(), default=0)
+        limit_ns = max(_QUIET_NS if step else _QUIET_START_NS, longest_ns)
+        if self.summary is not None:
+            return views.Phase.ENDED
+        if self.seen.last_ns > 0 and (held is False or now_ns - self.seen.last_ns >= limit_ns):
+            return views.Phase.QUIET
+        return views.Phase.RUNNING if step else views.Phase.STARTING
+
     def view(self, now_ns: int, *, held: bool | None = None) -> views.RunView:
         """Return the run as of `now_ns`; `held` says whether a live process holds it, None where that is unknown."""
         snapshot = self._totals.snapshot(now_ns)
         first_ns, last_ns = self.seen.first_ns, self.seen.last_ns
-        limit_ns = max(
-            _QUIET_NS if snapshot.step else _QUIET_START_NS,
-            _QUIET_STEPS * max(self.seen.step_ns.values(), default=0),
-        )
-        phase = views.Phase.RUNNING if snapshot.step else views.Phase.STARTING
-        if self.summary is not None:
-            phase = views.Phase.ENDED
-        elif last_ns > 0 and (held is False or now_ns - last_ns >= limit_ns):
-            phase = views.Phase.QUIET
+        phase = self._phase(snapshot.step, now_ns, held)
         until_ns = last_ns if phase is views.Phase.ENDED else max(now_ns, last_ns)
         workers, servers = self._worker_views(snapshot, now_ns, phase), self._server_views(now_ns, phase)
         roles = [worker.role for worker in workers]

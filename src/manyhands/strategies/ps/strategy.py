@@ -218,8 +218,7 @@ class Ps(Strategy):
             "the first worker's data",
             cannot_heed_evaluations="workers of ps take turns evaluating while the others train, so no "
             "worker sees every evaluation",
-            cannot_stop="the servers of ps assign work up to the requested last step, so the run "
-            "ends here at once",
+            cannot_stop="the servers of ps assign work up to the requested last step, so the run ends here at once",
             cannot_cross_hosts="",
             instead_of_own_loop="give mh.fit a Task for ps",
             refused_buffers={

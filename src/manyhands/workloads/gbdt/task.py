@@ -92,8 +92,7 @@ class GbdtTask(KernelTask):
         return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
-        """Trees are no memory that workers could share without order."""
-        raise NotImplementedError
+        raise NotImplementedError("workers cannot write trees to one memory without order")
 
     @property
     def num_bytes(self) -> int:

@@ -174,12 +174,7 @@ def learn_vectors(
     stay. `options` are those of `fit`.
     """
     corpus.check()
-    if resume:
-        RunDirectory.open(out, lock=False)  # UserError where there is none
-    else:
-        commanded = options is not None and options.resume_command
-        require_free(out, _OWN_FILES, ON_COMMAND_LINE if commanded else IN_PYTHON)
-    _make_folder(out)
+    _open_folder(out, options, resume=resume)
     prepare("glove")
     clock, shuffled = _Clock(), out / "shuffled.bin"
     options = replace(options or Options(resume_command="", progress="none"), own_files=_OWN_FILES)
@@ -222,6 +217,15 @@ def learn_vectors(
         "run": dict(result.summary),
     }
     return Learnt(vectors=vectors, vocabulary=vocabulary, summary=summary, interrupted=result.interrupted)
+
+
+def _open_folder(out: Path, options: Options | None, *, resume: bool) -> None:
+    if resume:
+        RunDirectory.open(out, lock=False)  # UserError where there is none
+    else:
+        commanded = options is not None and options.resume_command
+        require_free(out, _OWN_FILES, ON_COMMAND_LINE if commanded else IN_PYTHON)
+    _make_folder(out)
 
 
 def shuffled_records(

@@ -64,13 +64,9 @@ def train_logreg(
     files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
-    check_strategy(chosen, workers)
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
-    here = chosen.facts.record_order is not None and chosen.facts.in_threads
-    if chosen.most_workers != 1:
-        cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
-        check_host_capacity(cost, workers, allow_overload=options.allow_overload)
+    here = _learns_in_threads(chosen, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
     examples = Examples(RowFile(path, reading))
@@ -108,6 +104,16 @@ def train_logreg(
         interrupted=not trained.summary,
         summary=trained.summary,
     )
+
+
+def _learns_in_threads(strategy: Strategy, workers: int, *, allow_overload: bool) -> bool:
+    """Whether threads of this process learn, not processes; UserError for workers that cannot run here."""
+    check_strategy(strategy, workers)
+    here = strategy.facts.record_order is not None and strategy.facts.in_threads
+    if strategy.most_workers != 1:
+        cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
+        check_host_capacity(cost, workers, allow_overload=allow_overload)
+    return here
 
 
 _SAVING_BYTES = 12  # of a feature: its weight without the bias, the file's bytes, and a copy of these
