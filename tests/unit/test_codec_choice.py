@@ -265,7 +265,7 @@ def test_the_sentence_at_the_end_has_the_last_choice() -> None:
     assert codec_sentence(rows[:1]) == "codec=auto chose raw: a (at step 4)"
     assert (
         codec_sentence(rows)
-        == "codec=auto chose int8: b (at step 201, the last of 2 measurements, with 1 changes)"
+        == "codec=auto chose int8: b (at step 201, the last of 2 measurements, with 1 change)"
     )
     assert codec_words({"codec_choices": rows}) == [f"{codec_sentence(rows)}."]
     assert codec_words({"codec_choices": None}) == [f"{codec_sentence(None)}."]

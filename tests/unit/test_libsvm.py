@@ -120,8 +120,8 @@ def test_gzip_stdin_no_last_line_feed_and_return_are_the_same(
         ("1 3:1 5:1x", 7, "feature '5:1x' has a value that is not a finite number"),
         ("1 3:1 5:1e999", 7, "feature '5:1e999' has a value that is not a finite number"),
         ("1 3:1 5:nan", 7, "feature '5:nan' has a value that is not a finite number"),
-        ("1 3:1 4:1  3:2", 12, "feature '3:2' is twice in this line"),
-        ("1 9:1 3:1 9:1 3:2", 11, "feature '9:1' is twice in this line"),
+        ("1 3:1 4:1  3:2", 12, "feature '3:2' appears twice in this line"),
+        ("1 9:1 3:1 9:1 3:2", 11, "feature '9:1' appears twice in this line"),
     ],
 )
 def test_a_wrong_libsvm_line_is_named_or_skipped(
@@ -144,7 +144,7 @@ def test_hashed_features_stay_apart_and_duplicates_are_found_before_hashing(tmp_
     rows = read(path, bits=20)
     assert rows.size == 1 << 20
     assert len(set(rows.indices.tolist())) > 995
-    with pytest.raises(DataError, match="is twice"):
+    with pytest.raises(DataError, match="appears twice"):
         read(text_file(tmp_path, "1 9:1 3:1 9:1\n"), bits=20)
     assert len(set(read(text_file(tmp_path, "1 0:1 1:1 2:1 3:1\n"), bits=1).indices.tolist())) <= 2
 

@@ -205,5 +205,5 @@ def test_a_directory_that_holds_something_is_left_alone(words: list[str], tmp_pa
     (tmp_path / "mine.txt").touch()
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert isinstance(done.exception, UserError), done.exception
-    assert "is not empty (it has 'mine.txt' in it); choose another" in str(done.exception)
+    assert "is not empty (it contains 'mine.txt'); choose another" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

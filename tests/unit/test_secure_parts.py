@@ -128,7 +128,7 @@ def test_every_t_shares_give_the_secret_and_no_fewer_do() -> None:
             assert combine(chosen, threshold) == SECRET
         if threshold > 1:
             fewer = list(shares.items())[: threshold - 1]
-            with pytest.raises(ProtocolRefused, match="are needed"):
+            with pytest.raises(ProtocolRefused, match="for a threshold of"):
                 combine(fewer, threshold)
 
 

@@ -263,8 +263,8 @@ def replay_command(asked: _ReplayOptions) -> None:
     for note in done.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     print(
-        f"{done.updates} updates again in {time.monotonic() - began:.1f} s, {done.steps} batches at every shard, "
-        f"{format_bytes(done.extra_bytes)} of copies"
+        f"{num_of(done.updates, 'update')} replayed in {time.monotonic() - began:.1f} s: "
+        f"{num_of(done.steps, 'step')} at every shard, {format_bytes(done.extra_bytes)} of copies"
     )
     values = ({} if done.loss is None else {"loss": done.loss}) | (done.metrics or {})
     own = ({} if done.run_loss is None else {"loss": done.run_loss}) | done.run_metrics

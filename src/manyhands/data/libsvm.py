@@ -36,7 +36,7 @@ WRONG = {
     NEGATIVE: "feature {token} has a negative index; indices are integers of at least 0",
     BAD_VALUE: "feature {token} has a value that is not a finite number",
     TOO_LARGE: "feature {token} has an index too large for a table; give a number of bits to hash into",
-    TWICE: "feature {token} is twice in this line; give each feature once",
+    TWICE: "feature {token} appears twice in this line; give each feature once",
 }  # by code, what is wrong with a line
 
 _COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from manyhands.errors import num_of
 from manyhands.wire.names import RAW, rounds_hops
 
 __all__ = [
@@ -146,5 +147,9 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
         return f"codec=auto chose {RAW}: the run was too short to measure anything"
     changes = sum(one["codec"] != before["codec"] for before, one in pairwise(choices))
     last = choices[-1]
-    often = f", the last of {len(choices)} measurements, with {changes} changes" if len(choices) > 1 else ""
+    often = (
+        f", the last of {len(choices)} measurements, with {num_of(changes, 'change')}"
+        if len(choices) > 1
+        else ""
+    )
     return f"codec=auto chose {last['why']} (at step {last['step'] + 1}{often})"

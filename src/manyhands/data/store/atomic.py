@@ -198,7 +198,7 @@ def require_empty(out: Path) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if taken is not None:
-        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")
+        raise UserError(f"--out {out} is not empty (it contains {taken.name!r}); choose another")
 
 
 def make_output(out: Path) -> None:

@@ -237,7 +237,7 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     if task is not None:
         raise UserError(f"{path} already holds a run of {task!r}; {instead}")
     raise UserError(
-        f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
+        f"{path} is not empty and holds no run (it contains {others[0]!r}); choose another out, or empty it"
     )
 
 

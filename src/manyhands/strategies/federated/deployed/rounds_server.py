@@ -15,7 +15,7 @@ import torch
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, num_of
 from manyhands.strategies.federated import client_updates
 from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
@@ -372,7 +372,8 @@ class RoundServer:
             )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
         self.notify(
-            f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
+            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(decision.counted), 'update')}"
+            f"  loss {loss:.4f}{shown}"
         )
 
     def _forget(self) -> None:

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, num_of
 
 __all__ = [
     "KEY_BYTES",
@@ -182,7 +182,7 @@ def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
     """The secret of (point, share) pairs; ProtocolRefused where they are too few, doubled, or not all of one secret."""
     if len(shares) < threshold:
-        raise ProtocolRefused(f"{len(shares)} shares, but {threshold} are needed")
+        raise ProtocolRefused(f"{num_of(len(shares), 'share')} for a threshold of {threshold}")
     values: dict[int, int] = {}
     for point, share in sorted(shares):
         value = int.from_bytes(share, "big")
