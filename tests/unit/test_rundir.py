@@ -112,7 +112,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json", ".git"])
 def test_a_directory_with_something_else_in_it_is_refused_and_not_touched(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match=rf"not empty and holds no run \(it has '{name}' in it\)"):
+    with pytest.raises(UserError, match=rf"not empty and holds no run \(it contains '{name}'\)"):
         RunDirectory.create(tmp_path, CONFIG)
     assert os.listdir(tmp_path) == [name]
 

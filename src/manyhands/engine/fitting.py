@@ -81,7 +81,7 @@ def fit(
 
     length, device = Length(steps=steps, epochs=epochs, rounds=rounds), check_device(device)
     with spoken_by(place.leads):
-        chosen, count = place.fitted(chosen, workers)
+        chosen, count = place.resolve(chosen, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     run: Run = place.run(RequestedRun(request=request, out=out, resume=resume))
     return run

@@ -1,6 +1,6 @@
 """A place gives a run its processes: it starts them, or they were started there. Light to import: `fit` asks it first.
 
-    fit ── find_place ──►  place.fitted(strategy, workers)     what the strategy is on the processes there
+    fit ── find_place ──►  place.resolve(strategy, workers)    what the strategy is on the processes there
                            place.run(run)                      in each process: run.here(), or run.take_part(process)
 
 A place is a class in a file of its own and a line in `registry.PLACES`; `docs/internals/extending.md` shows one.
@@ -131,7 +131,7 @@ class Place(ABC):
         """The place whose variables are set; None where they describe nothing."""
         return None
 
-    def fitted(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
+    def resolve(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
         """What the strategy is here, and how many work; UserError where so many cannot."""
         return strategy, 1 if workers is None else workers
 

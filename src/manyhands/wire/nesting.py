@@ -1,4 +1,4 @@
-"""How deep JSON from a stranger is nested: `json.loads` reads what `repr` and others then fail on by recursion."""
+"""How deep untrusted JSON is nested: `json.loads` reads what `repr` and others then fail on by recursion."""
 
 from __future__ import annotations
 

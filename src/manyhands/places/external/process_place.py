@@ -171,7 +171,7 @@ class ExternalPlace(Place):
     def __init__(self, process: ProcessPlace) -> None:
         self.process, self.world, self.leads = process, process.world, process.leads
 
-    def fitted(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
+    def resolve(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
         """What the strategy is on the processes that there are; UserError where another number was asked for."""
         spec, world = self.process.cluster, self.process.world
         roles = {kind: len(listed) for kind, listed in spec.addresses.items()} if spec is not None else {}
