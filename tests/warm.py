@@ -220,6 +220,8 @@ def _warm_template(environment: Mapping[str, str], *, compiler: bool) -> Templat
 def _reads_the_same(environment: Mapping[str, str]) -> bool:
     """Whether a process with these variables imports as the warm one did, which is started if there is none."""
     with _keeping:
+        if _kept and not _kept[0].is_alive():  # the kernel ended it with the thread that started it
+            _kept.pop().close()
         if not _kept:
             _kept.append(Template(_own_environment(), MODULES, _FIRST_FILE))
             _read_early.update(_early(os.environ))

@@ -99,9 +99,9 @@ def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_pa
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (["ps", "20", "task=another"], "has task=another, and the leader"),
-        (["ps consistency=async", "20"], "has strategy=ps consistency=async, and the leader"),
-        (["ps", "21"], "has steps=21, and the leader"),
+        (["ps", "20", "task=another"], "has task=another, but the leader"),
+        (["ps consistency=async", "20"], "has strategy=ps consistency=async, but the leader"),
+        (["ps", "21"], "has steps=21, but the leader"),
     ],
 )
 def test_a_worker_that_was_asked_for_something_else_is_named_on_every_role(
