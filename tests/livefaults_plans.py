@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,18 @@ def _kill_servers(scene: Scene) -> None:
         scene.await_recovery(before, "every shard")
 
 
-def _zombie(scene: Scene) -> None:
-    """Stop a worker until another has its slot, and wake it."""
+def _zombie(scene: Scene, *, computes: bool = False) -> None:
+    """Stop a worker until another has its slot, and wake it; one that `computes` pushes before it reads."""
     before = scene.recoveries("slot")
     scene.pause(1.0)
-    name, pid = scene.victim("worker")
+    if computes:
+        (scene.folder / "stop").touch()
+        scene.await_that(lambda: any(scene.folder.glob("stop-*")), "that a worker stops itself")
+        [order] = scene.folder.glob("stop-*")
+        pid = int(order.name.partition("-")[2])
+        [name] = {event["name"] for event in scene.events("started") if event["pid"] == pid}
+    else:
+        name, pid = scene.victim("worker")
     scene.strike(name, pid, signal.SIGSTOP)
     scene.await_recovery(before, "slot")
     scene.pause(1.0)
@@ -302,6 +310,7 @@ PLANS: dict[str, Callable[[Scene], None]] = {
     "kill workers": _kill_workers,
     "kill servers": _kill_servers,
     "wake a worker": _zombie,
+    "wake a worker that computed": partial(_zombie, computes=True),
     "wake a worker that takes over": _zombie_takes_over,
     "stop a server": _stopped_server,
     "short pauses": _short_pauses,

@@ -4,8 +4,8 @@ Every process of a run imports this module, since the task's functions travel by
 names a breakage gets it in its servers and workers, while the product knows nothing of it.
 
     LIVEFAULTS_FOLDER    where the harness leaves `go` (nothing more will be struck: hurry), `raise` (whichever server
-                         takes the next step fails, once) and `die-leaving` (the first server that is asked for its
-                         shards at the end is killed instead)
+                         takes the next step fails, once), `stop` (whichever worker computes next stops itself) and
+                         `die-leaving` (the first server that is asked for its shards at the end is killed)
     LIVEFAULTS_BREAKAGE  one of `BREAKAGES`
 """
 
@@ -24,7 +24,7 @@ import torch
 
 import equality
 import manyhands as mh
-from manyhands.strategies.ps.live import server_process
+from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.server_process import _Server
 from manyhands.strategies.ps.shard_replica import ServerCore, ShardReplica
 from manyhands.strategies.ps.shard_store import ShardStore
@@ -50,6 +50,8 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     """A process begins quickly, so that strikes meet messages on their way, and then waits for the last of them."""
     global _calls
     _calls += 1
+    if _is_ordered("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
     quick = _calls <= _QUICK_STEPS or (_folder() / "go").exists()
     time.sleep(_QUICK_S if quick else _SLOW_S)
     return equality.loss(model, batch)
@@ -116,11 +118,15 @@ def _look_before_fencing() -> None:
     def greedy(self: ServerCore, message: Any) -> bool:
         return True
 
-    def fail(message: Any, push: Any) -> None:
-        raise RuntimeError("the gradient did not come")
+    def of(self: Gradients, *arguments: Any, **options: Any) -> Any:
+        found = real(self, *arguments, **options)
+        if found is None:
+            raise RuntimeError("the gradient did not come")
+        return found
 
+    real = Gradients.of
+    Gradients.of = of  # type: ignore[method-assign]
     ServerCore.keeps = greedy  # type: ignore[method-assign]
-    server_process._miss = fail
 
 
 def _leave_a_process() -> None:

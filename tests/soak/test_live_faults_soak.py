@@ -36,7 +36,7 @@ def test_no_live_fault_breaks_a_promise(part: int, capsys: pytest.CaptureFixture
         ("acknowledge early", "kill servers", "async", "twice|never took|audit says|differ|not within"),
         ("do not apply", "kill workers", "sync", "plain loop|replay"),
         ("do not apply", "kill workers", "async", "replay"),
-        ("look before fencing", "wake a worker", "async", "not struck|ended"),
+        ("look before fencing", "wake a worker that computed", "async", "not struck|ended"),
         ("leave a process", "kill workers", "async", "every process"),
     ],
 )
