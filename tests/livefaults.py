@@ -41,15 +41,16 @@ _END_S = 240.0
 
 
 def drawn(seed: int, number: int) -> Case:
-    """Case `number` of a seed; 78 in a row have every plan with every consistency."""
+    """Case `number` of a seed; the first `len(PLANS) * len(CONSISTENCIES)` have every plan with every consistency."""
     draw = random.Random(f"{seed} {number}")
+    passes, plan = divmod(number, len(PLANS))
     return Case(
         number=number,
         seed=seed,
-        consistency=CONSISTENCIES[(number + seed) % len(CONSISTENCIES)],
+        consistency=CONSISTENCIES[(passes + plan + seed) % len(CONSISTENCIES)],
         link=draw.choice(("shared", "tcp")),
         replicas=draw.choice((1, 1, 0)),
-        plan=tuple(PLANS)[(number // len(CONSISTENCIES) + number) % len(PLANS)],
+        plan=tuple(PLANS)[plan],
     )
 
 
