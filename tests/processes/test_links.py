@@ -213,6 +213,7 @@ def test_a_process_that_leaves_while_torch_waits_for_its_peer_has_the_status_it_
             self.tell(int(self.descriptor), b"leaving")
             self.rest(1.0)
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
+    dist.barrier()  # the peer is connected, too, before this process leaves
     link = TorchLink(dist.group.WORLD, 0)
     last = Last()
     last.descriptor = sys.argv[2]
@@ -224,6 +225,7 @@ def test_a_process_that_leaves_while_torch_waits_for_its_peer_has_the_status_it_
     with child(code, [where, writing], [writing], subprocess.Popen) as process:
         os.close(writing)
         dist.init_process_group("gloo", init_method=where, rank=0, world_size=2)
+        dist.barrier()
         group = dist.group.WORLD
         assert group is not None
         link = TorchLink(group, 1)
