@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -408,7 +409,9 @@ def test_nobody_there_is_reported_as_lost(party: Party) -> None:
     hub.connect(3, f"tcp:127.0.0.1:{port}")
     lost = party.one(1, Lost)
     assert (lost.member, lost.in_peace) == (3, False)
-    assert f"not reached at tcp:127.0.0.1:{port} within 0.3 s" in lost.reason
+    found = re.search(rf"not reached at tcp:127\.0\.0\.1:{port} within ([\d.]+) s", lost.reason)
+    assert found is not None, lost.reason
+    assert float(found[1]) >= 0.3  # what it took, which is more on a busy machine
     assert "refused" in lost.reason
 
 
