@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,8 +91,7 @@ def children() -> set[int]:
                 found.update(map(int, file.read().split()))
         except OSError:  # the thread ended while we looked
             continue
-    # The templates wait for the next run, as they should; the tracker of multiprocessing lives as long as we do.
-    return found - {kept_pid(), warm.pid(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    return found - {kept_pid(), warm.pid()}  # the templates wait for the next run, as they should
 
 
 class Left(NamedTuple):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 
 from elastic_model import elastic_complaints
 from rounds_model import rounds_complaints
@@ -94,6 +94,7 @@ def campaign(
             if found:
                 broken.append((case, found))
                 print(f"{case}: {found[0]} ({len(found)} complaints)", flush=True)
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # or it would be left behind
     return done, broken
 
 

@@ -413,9 +413,9 @@ def connect_worker(
         )
         worker_links = WorkerLinks(resources=resources, rendezvous=rendezvous, files=files, alarm=alarm)
         stack.callback(worker_links.close)
-        address, missed = party.address if several else "127.0.0.1", worker_links.missed
+        address = party.address if several else "127.0.0.1"
         heartbeats = open_heartbeats(
-            place.rank, place.world, store, address=address, timeout_s=timeout_s, on_lost=missed
+            place.rank, place.world, store, address=address, timeout_s=timeout_s, on_lost=worker_links.missed
         )
         stack.callback(heartbeats.close)
         alarm.mark = heartbeats.mark
