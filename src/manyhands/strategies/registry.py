@@ -24,7 +24,7 @@ class StrategyEntry:
     roles: tuple[str, ...] = ()
     """The modules that its processes need; empty where that is the training's."""
     loop: str = ""
-    """What joins a loop of the user's own (a `LoopKind`); empty where that is the training's exchange."""
+    """What joins a loop of the user's own (a `LoopEnd`); empty where that is the training's exchange."""
 
     @property
     def package(self) -> str:
@@ -83,6 +83,7 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.ps.strategy:Ps",
         "strategies.ps.training:PsTraining",
         roles=("strategies.ps.live.server_process", "strategies.ps.live.worker_process"),
+        loop="strategies.ps.live.served_loop:ServedLoop",
     ),
     "hogwild": StrategyEntry(
         "strategies.hogwild.strategy:Hogwild",

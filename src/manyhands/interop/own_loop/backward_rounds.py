@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,17 +26,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.cpu.amp.grad_scaler import GradScaler as CpuGradScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CudaGradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.data.batches import split
+from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.readings import Draws, Readings
+from manyhands.interop.own_loop.readings import Draws, Readings, Turn
 from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, Word, Words, require_same
 from manyhands.places.local.status import State
 
-__all__ = ["PartsScaler", "Rounds", "unscale"]
+__all__ = ["MEMORY", "GradientWatch", "PartsScaler", "Rounds", "unscale"]
+
+MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 class RoundClock:
@@ -104,8 +110,8 @@ class GradientWatch:
     so a change that the group did not make shows.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
+    def __init__(self, model: nn.Module, strategy: str = "central") -> None:
+        self._parameters, self._strategy = list(model.parameters()), strategy
         self.remember()
 
     def remember(self) -> None:
@@ -116,9 +122,9 @@ class GradientWatch:
         pairs = zip(self._look(), self._known, strict=True)
         if any(now is not None and now != known for now, known in pairs):
             raise UserError(
-                "a gradient was changed between backward() and optimizer.step(), but under central grad is only this "
-                "worker's part; clip with group.clip_grad_norm_ instead of torch's own, or use strategy=mirrored for "
-                "other changes"
+                f"a gradient was changed between backward() and optimizer.step(), but under {self._strategy} grad is "
+                "only this worker's part; clip with group.clip_grad_norm_ instead of torch's own, or use "
+                "strategy=mirrored for other changes"
             )
 
     def _look(self) -> list[tuple[int, int] | None]:
@@ -144,6 +150,8 @@ class Rounds:
 
     Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never.
     """
+
+    together = True  # every batch is split over all workers, and all take every step
 
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
@@ -267,6 +275,28 @@ class Rounds:
         """Collective: UserError unless the batch that all workers have read is the same."""
         found = enumerate(self.words.meet(Call.EPOCH, mark))
         _require_one_batch({rank: int(word.value) for rank, word in found})
+
+    def sharing(self) -> Callable[[int], Turn | None]:
+        """How a loader is shared out that is read from now on: of a batch's size, this worker's samples, if any."""
+        return lambda size: Turn(split(size, self.rank, self.world))
+
+    def require_own_streams(self) -> None:
+        """UserError where workers cannot end with the shortest of their own streams."""
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> None:
+        """Nothing to do: it is stepped as often as in one process."""
+
+    def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
+        """Collective, before a checkpoint is written to `folder`: the optimizer's whole state, on worker 0."""
+        del folder
+        return self.exchange.optimizer_state() or {}
+
+    def loaded(self, folder: Path, loaded: Loaded) -> None:
+        """Collective, when every worker has loaded model and optimizer: the rest of the checkpoint."""
+        del folder
+        memory, kept = loaded.extra.pop(MEMORY, {}), self.exchange.kept
+        if kept is not None:
+            kept.load(memory)
 
     def leave(self) -> None:
         """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.

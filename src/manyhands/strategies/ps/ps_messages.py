@@ -219,7 +219,8 @@ class Push(NamedTuple):
 
     `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the gradient's
     share of its batch (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
-    has no payload: the gradient was not finite, and only the clock advances.
+    has no payload: the gradient was not finite, and only the clock advances. `settings`, as JSON, come from a loop of
+    the user's own: the optimizer's settings for this step, or with `skip` something that the shard is to do.
 
     A push is durable, with as many deaths as the run promises to survive, once a Read of a later clock is answered.
     """
@@ -236,6 +237,7 @@ class Push(NamedTuple):
     skip: bool = False
     read_term: int = 0
     rows_version: int = -1  # the version at which table rows were read here; -1 if none were
+    settings: str = ""
     pulls: bool = False  # a push-pull: the Read of the next clock is in this message
 
 

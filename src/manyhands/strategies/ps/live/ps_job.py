@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class Job:
     security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
     listens_at: str = ""  # where a server listens, as the hub writes it; empty: wherever its link allows
     reached_at: str = ""  # the address at which others reach it, if different
+    taps: ClassVar[bool] = True  # whether a worker takes each gradient as soon as backward has it
 
     @property
     def confirms(self) -> bool:

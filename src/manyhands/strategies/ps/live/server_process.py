@@ -7,12 +7,14 @@ their payloads, writes rows to the log and snapshots to the disk.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +25,18 @@ from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
-from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.actions import (
+    Ack,
+    Action,
+    Apply,
+    Discard,
+    Drop,
+    Keep,
+    Load,
+    Log,
+    Obey,
+    SendMessage,
+)
 from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
@@ -326,8 +339,10 @@ class _Server:
     def _do(self, actions: list[Action], gradient: Contribution | None, payload: memoryview | None) -> None:
         for action in actions:
             match action:
-                case Apply(row=row):
-                    self._apply(row)
+                case Apply(row=row, settings=settings):
+                    self._apply(row, settings)
+                case Obey(shard=shard, settings=settings):
+                    self._obey(shard, settings)
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
@@ -352,7 +367,7 @@ class _Server:
             message = self._to_self.popleft()
             self._do(self._core.handle(message, self._member), None, None)
 
-    def _apply(self, row: StepRow) -> None:
+    def _apply(self, row: StepRow, settings: str) -> None:
         begin_ns, updates, shard = time.monotonic_ns(), row.updates, row.shard
         contributions, staleness = [], self._staleness[shard]
         for update in updates:
@@ -360,7 +375,7 @@ class _Server:
             contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
             staleness[update.staleness] += 1
         batches = 1 if len(updates) == 1 else len({update.batch for update in updates})
-        self._stores.get(shard).apply(contributions, row.rate, batches)
+        self._stores.get(shard).apply(contributions, row.rate, batches, settings)
         took_ns = time.monotonic_ns() - begin_ns
         self._log(row)
         if self._is_primary(shard):  # a backup repeats every step
@@ -368,6 +383,14 @@ class _Server:
             every = self._job.plan.checkpoint_every
             if every and row.version % every == 0:
                 self._due.add(shard)
+
+    def _obey(self, shard: int, settings: str) -> None:
+        """Save the state of a shard for a worker, or load a checkpoint, as a loop of the user's own asks."""
+        given = json.loads(settings)
+        if "load" in given:
+            self._stores.load_checkpoint(shard, Path(given["load"]), given["step"])
+        elif "save" in given and self._is_primary(shard):
+            self._keeping.leave_copy(shard, Path(given["save"]), given["step"])
 
     def _send(self, to: int, message: Any) -> None:
         payload: list[Any] = []

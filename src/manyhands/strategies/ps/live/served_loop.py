@@ -1,0 +1,399 @@
+"""`ps` in a loop of the user's own: every process runs the script, and `prepare` makes it a server or a worker.
+
+A server builds the model and the optimizer as the script does, up to `prepare`, and never returns from there: it serves
+until the run is over, and ends. A worker's `optimizer.step()` pushes its gradients and waits for the next parameters;
+what a successor needs besides (how far the loop had come) is on the board.
+
+    launch            the launcher leads, as in `fit`; a process that died is started again, and takes its slot
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.optim import Optimizer
+
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import Loaded
+from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.engine.loop_end import Board, LoopEnd, settings_text
+from manyhands.engine.reporting import StepBook, WorkerContext
+from manyhands.errors import DataError, NonFinite, PeerTimeout, UserError
+from manyhands.native.segment import Segment
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.local.status import State
+from manyhands.strategies.ps.client_core import Reason
+from manyhands.strategies.ps.digests import layout_digest
+from manyhands.strategies.ps.live import reports
+from manyhands.strategies.ps.live.area import SharedParameters
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
+from manyhands.strategies.ps.live.server_process import serve_with
+from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.live.worker_process import SlotSession
+from manyhands.strategies.ps.live.worker_state import WorkerState
+from manyhands.strategies.ps.log_rows import SkippedRow, StepRow
+from manyhands.strategies.ps.shard_layout import FlatLayout, merge
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import RunRecord, read_logs, read_record, write_record
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+
+__all__ = ["LoopJob", "ServedLoop", "end_record", "loop_job"]
+
+_log = logging.getLogger("manyhands")
+
+NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it takes
+_SNAPSHOT_EVERY: Final = 100  # steps of a shard, where a run is kept
+_LOOK_S: Final = 0.02
+_SETTLE_S: Final = 5.0
+
+
+def _nothing(*_: Any) -> Any:
+    raise UserError("a loop of the user's own computes by itself")
+
+
+def loop_job(strategy: Ps, workers: int, timeout_s: float, **fields: Any) -> LoopJob:
+    """What every process of the run is started with; what is trained is known once the script calls `prepare`."""
+    task = Task(name="own loop", model=_nothing, loss=_nothing, data=torch.zeros(1), optimizer=_nothing)
+    kept = fields.get("run_path") is not None
+    plan = TrainingPlan(
+        task=task, steps=NO_END, seed=0, evaluate_every=0, checkpoint_every=_SNAPSHOT_EVERY if kept else 0
+    )
+    return LoopJob(
+        plan=plan,
+        strategy=strategy,
+        fingerprint="a loop of the user's own",
+        workers=workers,
+        timeout_s=timeout_s,
+        **fields,
+    )
+
+
+def end_record(run_path: Path) -> None:
+    """Say in the run's record how many batches there were, which nobody knew before."""
+    try:
+        record = read_record(run_path)
+        rows = [row for files in read_logs(run_path).files.values() for file in files for row in file]
+        applied = {update.batch for row in rows if isinstance(row, StepRow) for update in row.updates}
+        skipped = {row.batch for row in rows if isinstance(row, SkippedRow)}
+        write_record(run_path, record._replace(steps=max(applied | skipped, default=-1) + 1))
+    except (DataError, UserError, WriteFailed) as error:
+        _log.warning("manyhands: this run cannot be audited: %s", error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopJob(Job):
+    """A job whose model and optimizer the script has made; `copies` gives each caller of `build` its own."""
+
+    taps: ClassVar[bool] = False
+    built: Built | None = None
+    copies: bool = False
+
+    def build(self, worker_rank: int = 0) -> tuple[Computer, Built, FlatLayout]:
+        assert self.built is not None, "prepare comes first"
+        built = _twin(self.built) if self.copies else self.built
+        strategy = self.strategy
+        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, {}, strategy.facts.stepping)
+        return Computer(self.plan, worker_rank), built, layout
+
+    def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
+        """None: the launcher does not know the model's size, and workers have copies."""
+        del final, layout
+        return None
+
+
+def _twin(built: Built) -> Built:
+    """Model and optimizer once more; a scheduler's hold on the first one's `step` is left out."""
+    memo: dict[int, Any] = {}
+    model = copy.deepcopy(built.model, memo)
+    optimizer = object.__new__(type(built.optimizer))
+    mine = {key: value for key, value in vars(built.optimizer).items() if key != "step"}
+    optimizer.__dict__.update(copy.deepcopy(mine, memo))
+    return Built(model=model, optimizer=optimizer)
+
+
+class LoopSession(SlotSession):
+    """A slot's session whose updates the user's loop computes: `wait_for_work`, then `give`."""
+
+    def wait_for_work(self) -> None:
+        """Return when the parameters for the next update are here; raise what ended the slot instead."""
+        while self._computing is None:
+            if self._left is not None:
+                if (
+                    self._left.reason is Reason.FENCED
+                ):  # a successor has the slot, since this process was suspended
+                    raise SystemExit(0)
+                raise NonFinite(self._left.sentence)
+            self._advance()
+        now_ns = time.monotonic_ns()
+        self._record_pull(self._computing.work, now_ns)
+        self._began_ns = self._begun_ns = now_ns
+        self._context.mark(self._computing.work.batch + 1, State.COMPUTING)
+        self._body.model.pulled()
+
+    def begin(self) -> None:
+        self._attend()
+        self.wait_for_work()
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """The clock and the batch of the update in hand."""
+        assert self._computing is not None, "there is work in hand"
+        return self._computing.work.clock, self._computing.work.batch
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        assert self._computing is not None, "there is work in hand"
+        return self._computing.versions
+
+    def give(self, weight: float, settings: str, *, skip: bool = False) -> None:
+        """Push what the parameters' gradients are now, or with `skip` only what `settings` say."""
+        compute, self._computing = self._computing, None
+        assert compute is not None, "there is work in hand"
+        body, work = self._body, compute.work
+        if not skip:
+            body.model.begin()
+            body.model.take()
+            body.model.end()
+            if body.coding.codes_gradients:
+                self._notice(body.encode(work.batch, work.part))
+            if not body.model.is_finite():
+                raise NonFinite(
+                    f"worker {self._core.slot}, step {work.batch + 1}: the gradient is not finite; it was not applied"
+                )
+        now_ns = time.monotonic_ns()
+        book = StepBook(self._ring.record, work.batch, self._begun_ns)
+        book.compute(now_ns)
+        book.end(now_ns, 0)
+        took_s = (now_ns - self._begun_ns) / 1e9
+        self._report(reports.StepComputed(*work[1:], 0.0, weight, took_s))
+        self._push(compute, weight, skip=skip, settings=settings)
+
+    def read_again(self) -> None:
+        self._computing = None
+        self._do(self._core.read_again())
+        self.wait_for_work()
+
+    def pass_time(self) -> None:
+        """Handle what has come, without waiting."""
+        self._listen(0.0)
+
+    def try_to_go_on(self) -> None:
+        """As far as that is possible without waiting long."""
+        if self._computing is None and self._left is None:
+            self._advance()
+
+    @property
+    def has_work(self) -> bool:
+        return self._computing is not None
+
+
+class ServedLoop(LoopEnd):
+    """This process's end: a worker in a slot, or a server."""
+
+    _session: LoopSession
+    _body: WorkerState
+
+    @staticmethod
+    def launch(strategy: Ps, workers: int, script: Any, **options: Any) -> tuple[bool, dict[str, Any]]:
+        """Run the script in workers and servers, which this process leads."""
+        from manyhands.strategies.ps.live.loop_launcher import launch_scripts  # the launcher's side only
+
+        return launch_scripts(strategy, workers, script, **options)
+
+    def __init__(
+        self,
+        context: MemberContext,
+        resources: MemberResources,
+        job: LoopJob,
+        slot: int | None,
+        board: Board,
+        keep_counts: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        super().__init__(job.workers if slot is None else slot, job.workers, board)
+        self._context, self._resources, self._job, self._slot = context, resources, job, slot
+        self._keep_counts = keep_counts
+        self._policy = job.strategy.consistency
+        self.together = self._policy.stepwise
+        self._attached, self._loads = False, 0
+
+    @classmethod
+    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
+        assert isinstance(strategy, Ps), "the registry leads here from ps alone"
+        launched = place.launched
+        if launched is None:
+            raise UserError("strategy=ps: start a loop of your own with manyhands launch")
+        if launched.joins > 1:
+            raise UserError(f"a second group, {name!r}: a script joins one group under ps")
+        context = launched.context
+        resources = MemberResources.inherited(context)
+        job = resources.job()
+        assert isinstance(job, LoopJob), "launch has started this process"
+        job = replace(job, timeout_s=timeout_s)
+        board = Board(PrefixStore(name, place.open_store(timeout_s)), timeout_s)
+        slot = None if place.role == "ps" else place.rank
+        return cls(context, resources, job, slot, board, launched.counts.update)
+
+    def begin(self, model: nn.Module, optimizer: Optimizer, worker_context: WorkerContext) -> None:
+        built = Built(model=model, optimizer=optimizer)
+        job = replace(self._job, built=built, copies=self._slot is None)
+        resources = replace(self._resources, job=lambda: job, leave_shard=lambda *_: None)
+        if self._slot is None:
+            self._keep_counts(serve_with(self._context, resources))
+            raise SystemExit(0)
+        if self._slot == 0 and job.run_path is not None:
+            self._record(job, job.run_path)
+        self._body = WorkerState(self._context, resources, job, self._slot)
+        self._attached = True
+        ring: Any = worker_context  # all that a session wants of a ring is to record
+        self._session = LoopSession(self._context, job, self._body, ring, self._slot, self._context.rank)
+        self._context.send(reports.REPORTS.write(reports.WorkerReady()))
+        self._session.begin()
+        self._take_work()
+
+    def push(self, weight: float, settings: Mapping[str, Any]) -> None:
+        self._give(weight, settings_text(settings))
+
+    def skip(self) -> None:
+        self._give(0.0, "", skip=True)
+
+    def clips(self, model: nn.Module, max_norm: float) -> float | None:
+        if not self.together or self.world == 1:
+            return super().clips(model, max_norm)
+        if self._job.strategy.servers > 1:
+            raise UserError(
+                f"clip_grad_norm_ under {self._job.strategy}: each server has a part of the gradient, and none its "
+                "norm; use servers=1"
+            )
+        return None
+
+    def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any]:
+        parts, shards, step = folder / ".shards", self._body.layout.shards, self.clock
+        self._order({"save": str(parts.resolve()), "step": step})
+        self._session.read_again()
+        if self.rank:
+            return {}
+        copies, deadline = ShardSnapshots(parts, shards), time.monotonic() + self._job.timeout_s
+        while (found := copies.at([step] * shards)) is None:
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"the servers did not write their shards to {parts}; see the notes of the run", peer=-1
+                )
+            self._session.pass_time()
+            time.sleep(_LOOK_S)
+        _, optimizer = merge(self._body.layout, [one.state for one in found], model.state_dict())
+        shutil.rmtree(parts, ignore_errors=True)
+        return optimizer
+
+    def load(self, folder: Path, loaded: Loaded) -> None:
+        self._order({"load": str(folder.resolve()), "step": loaded.step})
+        self._loads += 1
+        self._all_come(f"loaded {self._loads}")
+        self._session.read_again()
+
+    def leave(self) -> None:
+        session, lag = self._session, self._policy.lag
+        left = self._all_come("left", str(self.clock).encode(), self._go_along)
+        self._wait_for_work()
+        if lag is not None:
+            while self.clock <= max(int(clock) for clock in left):
+                self.skip()
+        elif self.rank == 0:
+            self._fill_group()
+        settled = self._all_come("settled", str(self.clock).encode())
+        session.read_again()
+        deadline = time.monotonic() + _SETTLE_S
+        while len(set(session.versions)) > 1 and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)  # the lead has decided on the last steps, and other shards hear of them
+            session.read_again()
+        # So that no batch is missing among those that were given out: what nobody computes counts as nothing.
+        for _ in range(1 if lag is None else max(map(int, settled)) - self.clock):
+            self.skip()
+        self._context.send(reports.REPORTS.write(reports.WorkerLeft(reason=Reason.FINISHED)))
+        body = self._body
+        self._keep_counts(
+            {
+                "messages_sent": body.messages_sent,
+                "bytes_sent": body.bytes_sent,
+                "samples": body.samples,
+                "recorded": body.recorder.kept,
+            }
+        )
+
+    def close(self) -> None:
+        """Release everything; the model keeps its parameters, in memory of its own."""
+        if not self._attached:
+            return
+        self._attached = False
+        for parameter in self._body.model.model.parameters():
+            parameter.data = parameter.data.clone()
+        self._session.close()
+        self._body.close()
+
+    def _record(self, job: LoopJob, run_path: Path) -> None:
+        _, _, layout = job.build()
+        record = RunRecord(
+            torch=torch.__version__,
+            cpu=torch.backends.cpu.get_cpu_capability(),
+            threads=job.threads,
+            strategy=str(job.strategy),
+            workers=job.workers,
+            steps=NO_END,
+            seed=0,
+            device="cpu",
+            autocast=False,
+            layout=layout_digest(layout),
+        )
+        write_record(run_path, record)
+
+    def _take_work(self) -> None:
+        self.clock, self.batch = self._session.work
+
+    def _wait_for_work(self) -> None:
+        self._session.wait_for_work()
+        self._take_work()
+
+    def _give(self, weight: float, settings: str, *, skip: bool = False) -> None:
+        self._session.give(weight, settings, skip=skip)
+        self._wait_for_work()
+
+    def _order(self, order: Mapping[str, Any]) -> None:
+        """Collective: have every shard do something, between two steps."""
+        if self.rank == 0:
+            self._give(0.0, settings_text(order), skip=True)
+            self._fill_group()
+        elif self.together:
+            self.skip()
+
+    def _fill_group(self) -> None:
+        """Where updates wait until they are a group, bring as many as make one of those that wait."""
+        size = getattr(self._policy, "group_size", None)
+        for _ in range(size(self.world) - 1 if size is not None else 0):
+            self.skip()
+
+    def _go_along(self) -> None:
+        """While others train on: bring nothing to the steps that wait for this worker."""
+        session = self._session
+        if session.has_work and self._policy.lag is not None:
+            session.give(0.0, "", skip=True)
+        session.try_to_go_on()
+        if session.has_work:
+            self._take_work()
+
+    def _all_come(
+        self, what: str, value: bytes = b"", meanwhile: Callable[[], None] | None = None
+    ) -> list[bytes]:
+        """Collective: what every worker brings; wait until all have."""
+        self.board.first(f"{what}/{self.rank}", value or b"-")
+        pause = meanwhile or self._session.pass_time
+        return [self.board.get(f"{what}/{rank}", f"worker {rank}", pause) for rank in range(self.world)]
