@@ -100,8 +100,11 @@ class LoopEnd(Exchange):
         """Collective: bring the model up to date; on worker 0, the optimizer's whole `state_dict()`."""
 
     @abstractmethod
-    def load(self, folder: Path, loaded: Loaded) -> None:
-        """Collective, after model and optimizer were loaded here: train on from there."""
+    def load(self, folder: Path, loaded: Loaded, *, again: bool) -> None:
+        """Collective, after model and optimizer were loaded here: train on from there.
+
+        With `again`, a predecessor has done it.
+        """
 
     @abstractmethod
     def leave(self) -> None:

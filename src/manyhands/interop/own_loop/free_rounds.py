@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +88,18 @@ class FreeReadings(Readings):
     """Readings that tell when a batch of the training is handed out."""
 
     def __init__(
-        self, share: float, weigh: Callable[[float], None], hand_out: Callable[[LoaderPart], None]
+        self,
+        share: float,
+        weigh: Callable[[float], None],
+        hand_out: Callable[[LoaderPart], None],
+        ask: Callable[[], None],
     ) -> None:
         super().__init__(1, weigh)
-        self._whole, self._hand_out = LoaderPart(share=share), hand_out
+        self._whole, self._hand_out, self._ask = LoaderPart(share=share), hand_out, ask
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        self._ask()
+        return super().read(batches)
 
     def begin(self, reading: LoaderReading, part: LoaderPart) -> None:
         super().begin(reading, part)
@@ -118,7 +125,10 @@ class FreeRounds(Rounds):
         super().__init__(words, exchange, worker_context, check_every)
         self.together = exchange.together
         self._share = 1 / self.world if self.together else 1.0
-        self.readings: FreeReadings = FreeReadings(self._share, self._weigh, self._handed_out)
+        self._schedule = Schedule(exchange.board)
+        self.readings: FreeReadings = FreeReadings(
+            self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
+        )
         words.passed = self._passed
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
         self._start = 0  # of those, how many a predecessor had done
@@ -127,7 +137,6 @@ class FreeRounds(Rounds):
         self._pace = (-1, 0, 0)  # from this clock and these passed batches on, so many for each step
         self._clip: float | None = None
         self._first_settings: list[dict[str, Any]] = []
-        self._schedule = Schedule()
         self._in_backward = False
 
     def attach(self, models: Sequence[nn.Module], optimizer: Optimizer, buffers: str) -> None:
@@ -161,7 +170,7 @@ class FreeRounds(Rounds):
             )
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> None:
-        self._schedule.watch(scheduler, self.readings, self.exchange.board)
+        self._schedule.schedulers.append(scheduler)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -215,14 +224,14 @@ class FreeRounds(Rounds):
 
     def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
         """Collective: the optimizer's state on worker 0; None where a predecessor has done this."""
-        found: Mapping[str, Any] | None
-        found = self._once("save", lambda: self.exchange.save(folder, self.require_model()))
-        return found
+        with self._once("save") as again:
+            return None if again else self.exchange.save(folder, self.require_model())
 
     def loaded(self, folder: Path, loaded: Loaded) -> None:
         assert self._optimizer is not None, "prepare comes first"
         self._optimizer.state.clear()  # which is elsewhere
-        self._once("load", partial(self.exchange.load, folder, loaded))
+        with self._once("load") as again:
+            self.exchange.load(folder, loaded, again=again)
 
     def leave(self) -> None:
         """Collective: leave together, with the same parameters, and the buffers of worker 0."""
@@ -242,13 +251,12 @@ class FreeRounds(Rounds):
         self._draws += 1
         return board.get(name, "worker 0") if self.together and self.rank else board.first(name, mine)
 
-    def _once(self, what: str, work: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _once(self, what: str) -> Iterator[bool]:
+        """Gives whether a predecessor has done what is done inside, and keeps that it is done now."""
         board, mark = self.exchange.board, f"{self.words.name(what)}/{self.rank} is done"
-        if board.find(mark) is not None:
-            return None
-        found = work()
+        yield board.find(mark) is not None
         board.put(mark, b"1")
-        return found
 
     def _passed(self) -> int:
         passed = self.readings.passed
@@ -271,7 +279,7 @@ class FreeRounds(Rounds):
 
     def _handed_out(self, part: LoaderPart) -> None:
         self._unstepped = True
-        self._schedule.catch_up(part.index, self.exchange.board)
+        self._schedule.handed_out(part.index)
         stop = self.exchange.board.find("stop")
         if stop is not None and (not self.together or part.index >= int(stop)):
             self.is_stopped = True
@@ -327,38 +335,38 @@ class FreeRounds(Rounds):
 class Schedule:
     """Schedulers that are stepped between batches: they count the batches that other workers have, too."""
 
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], None]] = []
-        self._asked = self._handed = self._taken = 0
-        self._rate = ""  # steps of a scheduler for so many batches
+    def __init__(self, board: Board) -> None:
+        self._board, self.schedulers = board, list[LRScheduler]()
+        self._handed = self._asked = self._taken = 0  # batches, steps by the loop, and all steps
+        self._seen: int | None = None  # the first scheduler's count when the batch in hand was handed out
+        self._rate = 0.0  # steps of a scheduler for each batch
 
-    def watch(self, scheduler: LRScheduler, readings: FreeReadings, board: Board) -> None:
-        plain = scheduler.step
-        self._steps.append(plain)
-        is_first = len(self._steps) == 1
-
-        def step(*args: Any, **kwargs: Any) -> None:
-            plain(*args, **kwargs)
-            if readings.passed is None or not is_first:
-                return
-            self._asked, self._taken = self._asked + 1, self._taken + 1
-            rate = f"{self._asked / max(self._handed, 1):g}"
-            if rate != self._rate:
-                self._rate = rate
-                board.put("scheduled", rate.encode())
-
-        scheduler.step = step  # type: ignore[method-assign]
-
-    def catch_up(self, index: int, board: Board) -> None:
+    def handed_out(self, index: int) -> None:
         """Before batch `index`: take the steps of the batches that this worker has not had."""
-        if not self._steps:
+        if not self.schedulers:
             return
         if not self._handed and index:
-            found = board.find("scheduled")
-            self._rate = found.decode() if found is not None else ""
+            self._rate = float(self._board.find("scheduled") or 0)
         self._handed += 1
-        due = int(index * float(self._rate or 0) + 1e-6)
-        for _ in range(due - self._taken):
-            self._taken += 1
-            for step in self._steps:
-                step()
+        due = int(index * self._rate + 1e-6) - self._taken
+        for _ in range(due):
+            for scheduler in self.schedulers:
+                scheduler.step()
+        self._taken += max(due, 0)
+        self._seen = _count(self.schedulers[0])
+
+    def asked_for_more(self) -> None:
+        """After a batch: learn how often the loop has stepped the schedule meanwhile."""
+        if self._seen is None:
+            return
+        steps, self._seen = _count(self.schedulers[0]) - self._seen, None
+        self._asked, self._taken = self._asked + steps, self._taken + steps
+        rate = self._asked / self._handed
+        if steps and rate != self._rate:
+            self._rate = rate
+            self._board.put("scheduled", str(rate).encode())
+
+
+def _count(scheduler: LRScheduler) -> int:
+    count: int = scheduler._step_count
+    return count

@@ -18,13 +18,13 @@ from manyhands.strategies.ps.ps_messages import Message
 __all__ = [
     "Ack",
     "Action",
+    "Adopt",
     "Apply",
     "Discard",
     "Drop",
     "Keep",
     "Load",
     "Log",
-    "Obey",
     "Outcome",
     "SendMessage",
 ]
@@ -65,8 +65,8 @@ class Apply(NamedTuple):
     settings: str = ""  # of the first update that has any: the optimizer's, as `Push.settings`
 
 
-class Obey(NamedTuple):
-    """Do what the settings of an update without a gradient say: save the shard's state, or load one."""
+class Adopt(NamedTuple):
+    """Continue from the checkpoint that the settings of an update without a gradient name."""
 
     shard: int
     settings: str
@@ -120,4 +120,4 @@ class Log(NamedTuple):
     row: Row
 
 
-Action = SendMessage | Keep | Apply | Obey | Ack | Drop | Load | Discard | Log
+Action = SendMessage | Keep | Apply | Adopt | Ack | Drop | Load | Discard | Log

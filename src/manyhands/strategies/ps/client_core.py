@@ -31,6 +31,7 @@ from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     LEAD,
+    CopyShard,
     Fenced,
     Hello,
     Message,
@@ -264,6 +265,12 @@ class ClientCore:
         if work is not None and not self._left:
             for shard in self._shards:
                 self._send_read(shard, work.clock)
+        return self._done()
+
+    def copy_shards(self, folder: str, step: int) -> list[ClientAction]:
+        """Have the primaries write the state of all shards to `folder`; nothing is answered."""
+        for shard in self._shards:
+            self._send(shard, CopyShard(shard.index, folder, step))
         return self._done()
 
     def flushed(self) -> list[ClientAction]:

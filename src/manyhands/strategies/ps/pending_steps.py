@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Group, Policy, blend
-from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, Obey, Outcome
+from manyhands.strategies.ps.actions import Action, Adopt, Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
 from manyhands.strategies.ps.ps_messages import LEAD, Push, Update
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
@@ -176,7 +176,7 @@ class Change:
     def log_skipped(self, push: Push) -> None:
         self.actions.append(Log(SkippedRow(*self.entry, push.slot, push.clock, push.batch, push.member)))
         if push.skip and push.settings:
-            self.actions.append(Obey(push.shard, push.settings))
+            self.actions.append(Adopt(push.shard, push.settings))
 
 
 class Steps:

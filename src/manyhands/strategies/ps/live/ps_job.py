@@ -55,6 +55,7 @@ CODEC = MessageCoder(
         16: ps_messages.ReadRows,
         17: ps_messages.RowValues,
         18: ps_messages.RowsUnknown,
+        19: ps_messages.CopyShard,
     }
 )
 

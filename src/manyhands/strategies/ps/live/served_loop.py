@@ -10,6 +10,7 @@ what a successor needs besides (how far the loop had come) is on the board.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import shutil
 import time
@@ -32,6 +33,7 @@ from manyhands.errors import DataError, NonFinite, PeerTimeout, UserError
 from manyhands.native.segment import Segment
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.status import State
+from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live import reports
@@ -41,7 +43,7 @@ from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.live.worker_process import SlotSession
 from manyhands.strategies.ps.live.worker_state import WorkerState
-from manyhands.strategies.ps.log_rows import SkippedRow, StepRow
+from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.shard_layout import FlatLayout, merge
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, read_logs, read_record, write_record
@@ -56,6 +58,7 @@ NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it take
 _SNAPSHOT_EVERY: Final = 100  # steps of a shard, where a run is kept
 _LOOK_S: Final = 0.02
 _SETTLE_S: Final = 5.0
+_ASK_AGAIN_S: Final = 2.0
 
 
 def _nothing(*_: Any) -> Any:
@@ -84,9 +87,8 @@ def end_record(run_path: Path) -> None:
     try:
         record = read_record(run_path)
         rows = [row for files in read_logs(run_path).files.values() for file in files for row in file]
-        applied = {update.batch for row in rows if isinstance(row, StepRow) for update in row.updates}
-        skipped = {row.batch for row in rows if isinstance(row, SkippedRow)}
-        write_record(run_path, record._replace(steps=max(applied | skipped, default=-1) + 1))
+        applied = (update.batch for row in rows if isinstance(row, StepRow) for update in row.updates)
+        write_record(run_path, record._replace(steps=max(applied, default=-1) + 1))
     except (DataError, UserError, WriteFailed) as error:
         _log.warning("manyhands: this run cannot be audited: %s", error)
 
@@ -172,9 +174,10 @@ class LoopSession(SlotSession):
                     f"worker {self._core.slot}, step {work.batch + 1}: the gradient is not finite; it was not applied"
                 )
         now_ns = time.monotonic_ns()
-        book = StepBook(self._ring.record, work.batch, self._begun_ns)
-        book.compute(now_ns)
-        book.end(now_ns, 0)
+        if not skip:
+            book = StepBook(self._ring.record, work.batch, self._begun_ns)
+            book.compute(now_ns)
+            book.end(now_ns, 0)
         took_s = (now_ns - self._begun_ns) / 1e9
         self._report(reports.StepComputed(*work[1:], 0.0, weight, took_s))
         self._push(compute, weight, skip=skip, settings=settings)
@@ -183,6 +186,9 @@ class LoopSession(SlotSession):
         self._computing = None
         self._do(self._core.read_again())
         self.wait_for_work()
+
+    def copy_shards(self, folder: str, step: int) -> None:
+        self._do(self._core.copy_shards(folder, step))
 
     def pass_time(self) -> None:
         """Handle what has come, without waiting."""
@@ -226,6 +232,7 @@ class ServedLoop(LoopEnd):
         self._policy = job.strategy.consistency
         self.together = self._policy.stepwise
         self._attached, self._loads = False, 0
+        self._unused: set[int] = set()  # numbers of batches that went with a load instead
 
     @classmethod
     def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
@@ -278,14 +285,19 @@ class ServedLoop(LoopEnd):
         return None
 
     def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any]:
-        parts, shards, step = folder / ".shards", self._body.layout.shards, self.clock
-        self._order({"save": str(parts.resolve()), "step": step})
         self._session.read_again()
         if self.rank:
             return {}
-        copies, deadline = ShardSnapshots(parts, shards), time.monotonic() + self._job.timeout_s
+        parts, shards = folder.resolve() / ".shards", self._body.layout.shards
+        shutil.rmtree(parts, ignore_errors=True)
+        copies, began = ShardSnapshots(parts, shards), time.monotonic()
+        asked, step = began, self.clock
+        self._session.copy_shards(str(parts), step)
         while (found := copies.at([step] * shards)) is None:
-            if time.monotonic() > deadline:
+            if time.monotonic() > asked + _ASK_AGAIN_S:  # a server may have died
+                asked = time.monotonic()
+                self._session.copy_shards(str(parts), step)
+            if time.monotonic() > began + self._job.timeout_s:
                 raise PeerTimeout(
                     f"the servers did not write their shards to {parts}; see the notes of the run", peer=-1
                 )
@@ -295,11 +307,19 @@ class ServedLoop(LoopEnd):
         shutil.rmtree(parts, ignore_errors=True)
         return optimizer
 
-    def load(self, folder: Path, loaded: Loaded) -> None:
-        self._order({"load": str(folder.resolve()), "step": loaded.step})
+    def load(self, folder: Path, loaded: Loaded, *, again: bool) -> None:
+        order, unused = {"folder": str(folder.resolve()), "step": loaded.step}, []
+        if not again and self.rank == 0:
+            for number in range(self._group_size):
+                unused.append(self._session.work[1])
+                self._give(0.0, "" if number else settings_text(order), skip=True)
+        elif not again and self.together:
+            self.skip()
         self._loads += 1
-        self._all_come(f"loaded {self._loads}")
+        told = self._all_come(f"loaded {self._loads}", json.dumps(unused).encode())
+        self._unused |= set(json.loads(told[0]))
         self._session.read_again()
+        self._take_work()
 
     def leave(self) -> None:
         session, lag = self._session, self._policy.lag
@@ -357,7 +377,8 @@ class ServedLoop(LoopEnd):
         write_record(run_path, record)
 
     def _take_work(self) -> None:
-        self.clock, self.batch = self._session.work
+        self.clock, number = self._session.work
+        self.batch = number - sum(unused < number for unused in self._unused)
 
     def _wait_for_work(self) -> None:
         self._session.wait_for_work()
@@ -367,18 +388,14 @@ class ServedLoop(LoopEnd):
         self._session.give(weight, settings, skip=skip)
         self._wait_for_work()
 
-    def _order(self, order: Mapping[str, Any]) -> None:
-        """Collective: have every shard do something, between two steps."""
-        if self.rank == 0:
-            self._give(0.0, settings_text(order), skip=True)
-            self._fill_group()
-        elif self.together:
-            self.skip()
+    @property
+    def _group_size(self) -> int:
+        """How many updates make a step, where they wait until they are so many."""
+        policy = self._policy
+        return policy.group_size(self.world) if isinstance(policy, SoftSync) else 1
 
     def _fill_group(self) -> None:
-        """Where updates wait until they are a group, bring as many as make one of those that wait."""
-        size = getattr(self._policy, "group_size", None)
-        for _ in range(size(self.world) - 1 if size is not None else 0):
+        for _ in range(self._group_size - 1):
             self.skip()
 
     def _go_along(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,13 +27,13 @@ from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import (
     Ack,
     Action,
+    Adopt,
     Apply,
     Discard,
     Drop,
     Keep,
     Load,
     Log,
-    Obey,
     SendMessage,
 )
 from manyhands.strategies.ps.live import reports
@@ -51,6 +50,7 @@ from manyhands.strategies.ps.ps_messages import (
     Chosen,
     ChosenKept,
     Concluded,
+    CopyShard,
     Forward,
     Forwarded,
     Hello,
@@ -75,7 +75,7 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["require_sense", "serve", "serve_with"]
 
 _LOOK_S = 0.2
-_FROM_WORKERS = (Push, Read, Hello, ReadRows)
+_FROM_WORKERS = (Push, Read, Hello, ReadRows, CopyShard)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
 _NAMING_ROWS = (Push, ReadRows)
 _THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
@@ -286,6 +286,10 @@ class _Server:
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
         require_sense(message, self._peers[member], self._layout.shards)
+        if isinstance(message, CopyShard):
+            if self._is_primary(message.shard):
+                self._keeping.leave_copy(*message)
+            return
         push = message.entry if isinstance(message, Forward) else message
         contribution: Contribution | None = None
         try:
@@ -341,8 +345,8 @@ class _Server:
             match action:
                 case Apply(row=row, settings=settings):
                     self._apply(row, settings)
-                case Obey(shard=shard, settings=settings):
-                    self._obey(shard, settings)
+                case Adopt(shard=shard, settings=settings):
+                    self._stores.load_checkpoint(shard, **json.loads(settings))
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
@@ -383,14 +387,6 @@ class _Server:
             every = self._job.plan.checkpoint_every
             if every and row.version % every == 0:
                 self._due.add(shard)
-
-    def _obey(self, shard: int, settings: str) -> None:
-        """Save the state of a shard for a worker, or load a checkpoint, as a loop of the user's own asks."""
-        given = json.loads(settings)
-        if "load" in given:
-            self._stores.load_checkpoint(shard, Path(given["load"]), given["step"])
-        elif "save" in given and self._is_primary(shard):
-            self._keeping.leave_copy(shard, Path(given["save"]), given["step"])
 
     def _send(self, to: int, message: Any) -> None:
         payload: list[Any] = []

@@ -83,9 +83,9 @@ class Stores:
         self.by_shard.pop(shard, None)
         self.get(shard).load_state(state)
 
-    def load_checkpoint(self, shard: int, folder: Path, step: int) -> None:
+    def load_checkpoint(self, shard: int, folder: str, step: int) -> None:
         """Continue from this shard's part of a regular checkpoint."""
-        loaded = CheckpointStore(folder).load(step)
+        loaded = CheckpointStore(Path(folder)).load(step)
         _, built, _ = self._job.build()
         built.model.load_state_dict(loaded.model)
         restore_optimizer(built.optimizer, loaded.optimizer)
@@ -207,12 +207,12 @@ class ShardKeeping:
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
-    def leave_copy(self, shard: int, folder: Path, step: int) -> None:
+    def leave_copy(self, shard: int, folder: str, step: int) -> None:
         """Write the shard's state to `folder`, as of `step`, for the worker that puts all of them together."""
         state = self._stores.get(shard).state()
         snapshot = ShardSnapshot(version=step, state=state, held={}, core="")
         try:
-            ShardSnapshots(folder, self._stores.shards).save(shard, snapshot)
+            ShardSnapshots(Path(folder), self._stores.shards).save(shard, snapshot)
         except WriteFailed as error:
             self._note(f"the state of shard {shard} was not written to {folder}: {error}")
 
