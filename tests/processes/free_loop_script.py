@@ -5,6 +5,7 @@ free_loop_script.py FOLDER    writes what it ends with to FOLDER/weights.pt; FRE
 
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ ASKED = {
     "accumulate": 2,
     "pause_s": 0.0,
     "slow": -1,  # the worker whose steps take ten times the pause
+    "kill": None,  # [rank, epoch, batch]: the process of this rank is killed when a worker has had that batch; once
     **json.loads(os.environ.get("FREE_LOOP", "{}")),
 }
 
@@ -40,6 +42,19 @@ def made():
     return model, optimizer, scheduler, DataLoader(data, batch_size=13, shuffle=True), data
 
 
+def kill(folder: Path, group, epoch: int, number: int) -> None:
+    """Kill a process when it is time; servers have the ranks after those of the workers."""
+    asked = ASKED["kill"]
+    if asked is None or [epoch, number] != asked[1:] or group.rank not in (asked[0], 0):
+        return
+    if group.rank == asked[0] or asked[0] >= group.world:
+        try:
+            (folder / "killed").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(int((folder / f"process-{asked[0]}").read_text()), signal.SIGKILL)
+
+
 def evaluated(group, model, loader):
     model.eval()
     total, samples = torch.zeros(1, dtype=torch.float64), torch.zeros(1)
@@ -54,13 +69,12 @@ def evaluated(group, model, loader):
 def main(folder: Path) -> None:
     model, optimizer, scheduler, loader, data = made()
     with mh.join(timeout_s=60) as group:
+        (folder / f"process-{group.rank}").write_text(str(os.getpid()))
         held_out = group.prepare(DataLoader(data, batch_size=20))
         model, optimizer, scheduler, loader = group.prepare(model, optimizer, scheduler, loader)
-        resumed = group.load(folder / "checkpoints") if ASKED["until"] >= 0 else None
+        resumed = group.load(folder / "checkpoints")
         if resumed is not None:
             scheduler.load_state_dict(resumed.extra["schedule"])
-            for _ in range(resumed.extra["epoch"]):
-                torch.randperm(1)
         scores, every = [], ASKED["accumulate"]
         for epoch in range(resumed.extra["epoch"] if resumed else 0, min(ASKED["epochs"], ASKED["until"])):
             torch.manual_seed(epoch)
@@ -75,7 +89,7 @@ def main(folder: Path) -> None:
                     optimizer.zero_grad()
                     scheduler.step()
                 time.sleep(ASKED["pause_s"] * (10 if group.rank == ASKED["slow"] else 1))
-                print(f"worker {group.rank} epoch {epoch} batch {number}", flush=True)
+                kill(folder, group, epoch, number)
             scores.append(evaluated(group, model, held_out))
             extra = {"epoch": epoch + 1, "schedule": scheduler.state_dict()}
             group.save(folder / "checkpoints", step=(epoch + 1) * len(loader), extra=extra)

@@ -3,7 +3,7 @@
     attach ─► (the user's forward and backward of batch `batch`) ─► push ─► (of the next `batch`) ─► … ─► leave
 
 A worker learns which batch is its own, computes it, and gives its gradients away; when `push` returns, the model has
-newer parameters. Workers that never meet agree on the rest through a board: small values that all can read, and that
+newer parameters. Workers that never meet agree on the rest through a store: small values that all can read, and that
 outlive a worker, whose successor finds there what it had said.
 """
 
@@ -28,12 +28,12 @@ from manyhands.errors import PeerTimeout, UserError
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.strategy import Strategy
 
-__all__ = ["Board", "LoopEnd", "changed_settings", "plain_settings", "settings_text"]
+__all__ = ["GroupStore", "LoopEnd", "changed_settings", "plain_settings", "settings_text"]
 
 _LOOK_S: Final = 0.01
 
 
-class Board:
+class GroupStore:
     """Values by name in a store that all workers of a group have; a wait for one lasts at most `timeout_s`."""
 
     def __init__(self, store: Store, timeout_s: float) -> None:
@@ -67,12 +67,12 @@ class LoopEnd(Exchange):
     together: bool  # every batch is split over all workers, and all of them take every step
     batch: int = 0  # the batch that this worker computes next, where it has all of it
     clock: int = 0  # how many updates there were in this worker's place before the next one
-    board: Board
+    store: GroupStore
     # Runs the script in the processes of a strategy that has others besides workers; None: in workers alone
     launch: ClassVar[Callable[..., tuple[bool, dict[str, Any]]] | None] = None
 
-    def __init__(self, rank: int, world: int, board: Board) -> None:
-        self.rank, self.world, self.board = rank, world, board
+    def __init__(self, rank: int, world: int, store: GroupStore) -> None:
+        self.rank, self.world, self.store = rank, world, store
         self.part = WorkerPart(index=rank, count=world)
 
     @classmethod

@@ -38,7 +38,7 @@ from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
-from manyhands.interop.own_loop.free_rounds import BoardWords, FreeRounds
+from manyhands.interop.own_loop.free_rounds import FreeRounds, StoreWords
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.clocks import Bracket, Offset, offset_from
@@ -104,7 +104,7 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
     if requested is not None and loop is not None:
         end = loop.open(place, name, requested, timeout_s)
-        return GroupConnection(strategy=requested, words=BoardWords(end), exchange=end, rounds=FreeRounds)
+        return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group

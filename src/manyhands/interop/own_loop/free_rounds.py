@@ -4,7 +4,7 @@
     optimizer.step()   gives them away, and waits for newer parameters (`LoopEnd`)
     the next batch     a part of every batch where all take every step, else all of a batch that is this worker's alone
 
-What all of them agree on (the order of samples, means, checkpoints) goes over the board, by names that say how many
+What all of them agree on (the order of samples, means, checkpoints) goes over the store, by names that say how many
 batches the loop had passed. So a worker that is started again finds what its predecessor had said: it runs the script
 from the top, passes over the batches that are done, and repeats no exchange.
 """
@@ -25,22 +25,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.batches import split
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.data.store.state_tree import pack_tree, unpack_tree
-from manyhands.engine.loop_end import Board, LoopEnd, changed_settings, plain_settings
+from manyhands.engine.loop_end import GroupStore, LoopEnd, changed_settings, plain_settings
 from manyhands.engine.reporting import WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import GradientWatch, Rounds
 from manyhands.interop.own_loop.readings import Draws, LoaderPart, LoaderReading, Readings, Turn
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Word, Words, require_same
 
-__all__ = ["BoardWords", "FreeRounds"]
+__all__ = ["FreeRounds", "StoreWords"]
 
 
-class BoardWords(Words):
-    """What workers exchange between steps, over the board; a successor finds what its predecessor took part in."""
+class StoreWords(Words):
+    """What workers exchange between steps, over the store; a successor finds what its predecessor took part in."""
 
     def __init__(self, end: LoopEnd) -> None:
         super().__init__(AloneCollective())
-        self.rank, self.world, self._board = end.rank, end.world, end.board
+        self.rank, self.world, self._store = end.rank, end.world, end.store
         self._last = ("", 0)
         self.passed: Callable[[], int] = lambda: 0  # how many batches the loop has passed
 
@@ -53,9 +53,9 @@ class BoardWords(Words):
     def all(self, value: bytes) -> list[bytes]:
         """Collective: what every worker brings, by rank."""
         name = self.name()
-        mine = self._board.first(f"{name}/{self.rank}", value)
+        mine = self._store.first(f"{name}/{self.rank}", value)
         return [
-            mine if rank == self.rank else self._board.get(f"{name}/{rank}", f"worker {rank}")
+            mine if rank == self.rank else self._store.get(f"{name}/{rank}", f"worker {rank}")
             for rank in range(self.world)
         ]
 
@@ -117,15 +117,15 @@ class FreeRounds(Rounds):
     """One worker's part, from `attach` to `leave`; the exchange is a `LoopEnd`."""
 
     exchange: LoopEnd
-    words: BoardWords
+    words: StoreWords
 
     def __init__(
-        self, words: BoardWords, exchange: LoopEnd, worker_context: WorkerContext, check_every: int = 0
+        self, words: StoreWords, exchange: LoopEnd, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
         super().__init__(words, exchange, worker_context, check_every)
         self.together = exchange.together
         self._share = 1 / self.world if self.together else 1.0
-        self._schedule = Schedule(exchange.board)
+        self._schedule = LoopSchedule(exchange.store)
         self.readings: FreeReadings = FreeReadings(
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
@@ -155,7 +155,7 @@ class FreeRounds(Rounds):
             if parameter.requires_grad:
                 self._hooks.callback(parameter.register_hook(self._on_gradient).remove)  # type: ignore[no-untyped-call]
         self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
-        known = end.board.find(f"pace/{self.rank}")
+        known = end.store.find(f"pace/{self.rank}")
         if end.clock and known is not None:
             clock, passed, each = json.loads(known)
             self._start = passed + (end.clock - clock) * each
@@ -247,16 +247,16 @@ class FreeRounds(Rounds):
 
     def _agreed(self, mine: bytes) -> bytes:
         """The same on all workers: worker 0's where all wait for it anyway, else that of the first to come here."""
-        name, board = f"order/{self._draws}", self.exchange.board
+        name, store = f"order/{self._draws}", self.exchange.store
         self._draws += 1
-        return board.get(name, "worker 0") if self.together and self.rank else board.first(name, mine)
+        return store.get(name, "worker 0") if self.together and self.rank else store.first(name, mine)
 
     @contextmanager
     def _once(self, what: str) -> Iterator[bool]:
         """Gives whether a predecessor has done what is done inside, and keeps that it is done now."""
-        board, mark = self.exchange.board, f"{self.words.name(what)}/{self.rank} is done"
-        yield board.find(mark) is not None
-        board.put(mark, b"1")
+        store, mark = self.exchange.store, f"{self.words.name(what)}/{self.rank} is done"
+        yield store.find(mark) is not None
+        store.put(mark, b"1")
 
     def _passed(self) -> int:
         passed = self.readings.passed
@@ -280,7 +280,7 @@ class FreeRounds(Rounds):
     def _handed_out(self, part: LoaderPart) -> None:
         self._unstepped = True
         self._schedule.handed_out(part.index)
-        stop = self.exchange.board.find("stop")
+        stop = self.exchange.store.find("stop")
         if stop is not None and (not self.together or part.index >= int(stop)):
             self.is_stopped = True
             self.readings.stop()
@@ -307,7 +307,7 @@ class FreeRounds(Rounds):
         if self._clip is not None:
             settings["clip"], self._clip = self._clip, None
         if self.wants_stop:
-            end.board.put("stop", str(self._passed()).encode())
+            end.store.put("stop", str(self._passed()).encode())
         self._keep_pace()
         self._stepping = True
         try:
@@ -329,14 +329,14 @@ class FreeRounds(Rounds):
         if self.together and (clock < 0 or there != expected):
             before = 0 if clock < 0 else passed + (now - clock) * each
             self._pace = (now, before, there - before)
-            self.exchange.board.put(f"pace/{self.rank}", json.dumps(self._pace).encode())
+            self.exchange.store.put(f"pace/{self.rank}", json.dumps(self._pace).encode())
 
 
-class Schedule:
+class LoopSchedule:
     """Schedulers that are stepped between batches: they count the batches that other workers have, too."""
 
-    def __init__(self, board: Board) -> None:
-        self._board, self.schedulers = board, list[LRScheduler]()
+    def __init__(self, store: GroupStore) -> None:
+        self._store, self.schedulers = store, list[LRScheduler]()
         self._handed = self._asked = self._taken = 0  # batches, steps by the loop, and all steps
         self._seen: int | None = None  # the first scheduler's count when the batch in hand was handed out
         self._rate = 0.0  # steps of a scheduler for each batch
@@ -346,11 +346,12 @@ class Schedule:
         if not self.schedulers:
             return
         if not self._handed and index:
-            self._rate = float(self._board.find("scheduled") or 0)
+            self._rate = float(self._store.find("scheduled") or 0)
         self._handed += 1
         due = int(index * self._rate + 1e-6) - self._taken
         for _ in range(due):
             for scheduler in self.schedulers:
+                scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of one that goes first
                 scheduler.step()
         self._taken += max(due, 0)
         self._seen = _count(self.schedulers[0])
@@ -364,7 +365,7 @@ class Schedule:
         rate = self._asked / self._handed
         if steps and rate != self._rate:
             self._rate = rate
-            self._board.put("scheduled", str(rate).encode())
+            self._store.put("scheduled", str(rate).encode())
 
 
 def _count(scheduler: LRScheduler) -> int:

@@ -93,10 +93,9 @@ def launch(
         raise UserError(f"workers={workers} must be at least 1")
     requested = Strategy.parse(strategy) if strategy is not None else None
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
-    if device is not None:
-        check_device(device)
+    check_device(device or "cpu")
     check_watchdog_s(watchdog_s)
-    check_capacity(of_processes(), workers, allow_overload=allow_overload)
+    check_capacity(of_processes(), sum(chosen.processes(workers).values()), allow_overload=allow_overload)
     job = partial(run_script, script=path, arguments=tuple(arguments), strategy=requested, device=device)
     with ExitStack() as stack:
         directory = None
@@ -106,8 +105,8 @@ def launch(
         began = time.monotonic()
         try:
             loop = STRATEGIES[chosen.word].load_loop()
-            start = loop.launch if loop is not None and loop.launch is not None else _run
-            joined, observed = start(chosen, workers, job, watchdog_s=watchdog_s, directory=directory)
+            run = (loop.launch if loop is not None else None) or _run
+            joined, observed = run(chosen, workers, job, watchdog_s=watchdog_s, directory=directory)
         except ManyhandsError as error:
             if directory is not None:
                 directory.record_end(error, time.monotonic() - began)

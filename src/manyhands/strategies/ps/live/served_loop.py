@@ -2,7 +2,7 @@
 
 A server builds the model and the optimizer as the script does, up to `prepare`, and never returns from there: it serves
 until the run is over, and ends. A worker's `optimizer.step()` pushes its gradients and waits for the next parameters;
-what a successor needs besides (how far the loop had come) is on the board.
+what a successor needs besides (how far the loop had come) is on the store.
 
     launch            the launcher leads, as in `fit`; a process that died is started again, and takes its slot
 """
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.computing import Built, Computer, TrainingPlan
-from manyhands.engine.loop_end import Board, LoopEnd, settings_text
+from manyhands.engine.loop_end import GroupStore, LoopEnd, settings_text
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import DataError, NonFinite, PeerTimeout, UserError
 from manyhands.native.segment import Segment
@@ -223,10 +223,10 @@ class ServedLoop(LoopEnd):
         resources: MemberResources,
         job: LoopJob,
         slot: int | None,
-        board: Board,
+        store: GroupStore,
         keep_counts: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        super().__init__(job.workers if slot is None else slot, job.workers, board)
+        super().__init__(job.workers if slot is None else slot, job.workers, store)
         self._context, self._resources, self._job, self._slot = context, resources, job, slot
         self._keep_counts = keep_counts
         self._policy = job.strategy.consistency
@@ -247,9 +247,9 @@ class ServedLoop(LoopEnd):
         job = resources.job()
         assert isinstance(job, LoopJob), "launch has started this process"
         job = replace(job, timeout_s=timeout_s)
-        board = Board(PrefixStore(name, place.open_store(timeout_s)), timeout_s)
+        store = GroupStore(PrefixStore(name, place.open_store(timeout_s)), timeout_s)
         slot = None if place.role == "ps" else place.rank
-        return cls(context, resources, job, slot, board, launched.counts.update)
+        return cls(context, resources, job, slot, store, launched.counts.update)
 
     def begin(self, model: nn.Module, optimizer: Optimizer, worker_context: WorkerContext) -> None:
         built = Built(model=model, optimizer=optimizer)
@@ -316,8 +316,8 @@ class ServedLoop(LoopEnd):
         elif not again and self.together:
             self.skip()
         self._loads += 1
-        told = self._all_come(f"loaded {self._loads}", json.dumps(unused).encode())
-        self._unused |= set(json.loads(told[0]))
+        brought = self._all_come(f"loaded {self._loads}", json.dumps(unused).encode())
+        self._unused |= set(json.loads(brought[0]))
         self._session.read_again()
         self._take_work()
 
@@ -411,6 +411,6 @@ class ServedLoop(LoopEnd):
         self, what: str, value: bytes = b"", meanwhile: Callable[[], None] | None = None
     ) -> list[bytes]:
         """Collective: what every worker brings; wait until all have."""
-        self.board.first(f"{what}/{self.rank}", value or b"-")
+        self.store.first(f"{what}/{self.rank}", value or b"-")
         pause = meanwhile or self._session.pass_time
-        return [self.board.get(f"{what}/{rank}", f"worker {rank}", pause) for rank in range(self.world)]
+        return [self.store.get(f"{what}/{rank}", f"worker {rank}", pause) for rank in range(self.world)]
